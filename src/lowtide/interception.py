@@ -29,8 +29,6 @@ _KEY = "Fake"
 _STATE = "lowtide.interception"
 _include = private.include_key
 _included = private.is_key_included
-_state_of_thread = private.thread_object
-_has_state = private.has_thread_object
 
 
 class Interceptor:
@@ -98,21 +96,29 @@ class _Thread:
 
 
 def _thread() -> _Thread:
-    if not _has_state(_STATE):
-        private.set_thread_object(_STATE, _Thread())
-    return _state_of_thread(_STATE)
+    thread = _known_thread()
+    if thread is None:
+        thread = _Thread()
+        private.set_thread_object(_STATE, thread)
+    return thread
+
+
+def _known_thread() -> _Thread | None:
+    return private.thread_object(_STATE) if private.has_thread_object(_STATE) else None
 
 
 def interceptors() -> list[Interceptor]:
     """Those that are active on this thread, outermost first."""
-    return _state_of_thread(_STATE).active if _has_state(_STATE) else []
+    thread = _known_thread()
+    return thread.active if thread is not None else []
 
 
 def settle() -> None:
     """Take the key out of this thread where nobody is active: autograd puts back what was let in when a
     backward began, and until the next operation Dynamo would guard on it.
     """
-    if _has_state(_STATE) and not interceptors() and _state_of_thread(_STATE).level < 0:
+    thread = _known_thread()
+    if thread is not None and not thread.active and thread.level < 0:
         _include(_KEY, False)
 
 
@@ -120,7 +126,7 @@ def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all,
     just run it.
     """
-    thread = _state_of_thread(_STATE) if _has_state(_STATE) else None
+    thread = _known_thread()
     if thread is None or thread.level < 0:
         return func(*args, **kwargs)
     if thread.level == 0:
@@ -197,7 +203,7 @@ class _Kernel:
         func = self.func
         if func is None:
             func = self.func = _overload(self.name)
-        thread = _state_of_thread(_STATE) if _has_state(_STATE) else None
+        thread = _known_thread()
         if (
             thread is None
             or thread.level >= 0

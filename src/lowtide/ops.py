@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -192,34 +193,12 @@ def returns_views(schema: Any) -> bool:
     return not any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
 
 
-def hidden_statistics(info: OpInfo, args: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of running statistics that this very call updates; their old content does not enter the
-    outputs.
-    """
-    if not info.running_statistics:
-        return ()
-    if info.training_position is not None and not args[info.training_position]:
-        return ()
-    return info.running_statistics
-
-
-def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether this very call of a random operation draws numbers: attention without dropout does not."""
-    position = info.dropout_position
-    if position is None:
-        return True
-    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
-
-
 def tensors_of(items: Any) -> Iterator[torch.Tensor]:
     """The tensors in an operation's arguments or results, in order."""
     if isinstance(items, torch.Tensor):
         yield items
-    elif isinstance(items, (tuple, list)):
-        for item in items:
-            yield from tensors_of(item)
-    elif isinstance(items, dict):
-        for item in items.values():
+    elif isinstance(items, (tuple, list, dict)):
+        for item in items.values() if isinstance(items, dict) else items:
             yield from tensors_of(item)
 
 
@@ -232,6 +211,67 @@ def written_tensors(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -
         elif where < len(args):
             found.extend(tensors_of(args[where]))
     return found
+
+
+class Call:
+    """One call of an operation, and what it does to the tensors that it is given.
+
+    Attributes:
+        func, args, kwargs: the call.
+        info: the facts about its operation.
+        inputs: the tensors among its arguments that each lie in one storage.
+        others: the rest of them: sparse ones and the like.
+        keys: the storages of its inputs.
+        written: the inputs that it writes by its schema.
+        writes_others: whether it writes one of the others.
+        statistics: running statistics that it updates, by position, whatever its schema says. Their old
+            content does not enter the outputs.
+        redone: ids of the inputs that a replay has to write, too: all written ones but statistics.
+        unread: ids of the inputs whose old content does not matter: statistics, and what it fills.
+    """
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.info = info = op_info(func)
+        self.inputs: list[torch.Tensor] = []
+        self.others: list[torch.Tensor] = []
+        for tensor in tensors_of((args, kwargs)):
+            (self.inputs if has_plain_storage(tensor) else self.others).append(tensor)
+        self.keys = set(map(private.storage_key, self.inputs))
+        written = written_tensors(info, args, kwargs) if info.written else []
+        self.written = list(filter(has_plain_storage, written))
+        self.writes_others = len(self.written) < len(written)
+        self.statistics: dict[int, torch.Tensor] = {}
+        position = info.training_position
+        if info.running_statistics and (position is None or args[position]):
+            self.statistics = {p: args[p] for p in info.running_statistics if args[p] is not None}
+        self.redone = set(map(id, self.written)) - set(map(id, self.statistics.values()))
+        filled = filter(covers_storage, self.written) if info.fills else ()
+        self.unread = {id(tensor) for tensor in (*filled, *self.statistics.values())}
+
+    @property
+    def overwritten(self) -> list[torch.Tensor]:
+        """The inputs that it writes, statistics among them, each once."""
+        if not self.statistics:
+            return self.written
+        return list({id(tensor): tensor for tensor in (*self.written, *self.statistics.values())}.values())
+
+    def draws(self) -> bool:
+        """Whether it draws random numbers: attention without dropout does not."""
+        position = self.info.dropout_position
+        if position is None or not self.info.random:
+            return self.info.random
+        return bool(self.args[position] if position < len(self.args) else self.kwargs.get("dropout_p", 0.0))
+
+    def fresh(self, results: Sequence[Any]) -> list[int]:
+        """Positions of the results on storages that no input has, one for each storage."""
+        if self.info.returns_written:
+            return []
+        found: dict[int, int] = {}
+        for position, result in enumerate(results):
+            if isinstance(result, torch.Tensor) and has_plain_storage(result):
+                found.setdefault(private.storage_key(result), position)
+        return [position for key, position in found.items() if key not in self.keys]
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
@@ -272,3 +312,21 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 def covers_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are all the bytes of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+
+
+def enter(
+    table: dict[int, Any],
+    storage: torch.UntypedStorage,
+    entry: Any,
+    on_end: Callable[[], object] = lambda: None,
+) -> None:
+    """Enter something into a table by the storage's address, beside a reference that removes it, and calls
+    ``on_end``, when the storage ends.
+    """
+    key = private.storage_address(storage)
+
+    def ended(_: object) -> None:
+        table.pop(key, None)
+        on_end()
+
+    table[key] = (entry, weakref.ref(storage, ended))

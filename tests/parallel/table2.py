@@ -106,17 +106,17 @@ class ScopedTrace(FakeTracer):
     def kept_storages(self) -> set[int]:
         """Storages that stay for backward: of saved values that no scope evicts, and those from outside the
         scopes that the replay of the others reads."""
-        stay = {saved["value"] for saved in self.saved if not saved["forced"]}
-        open_, replayed = [saved["value"] for saved in self.saved if saved["forced"]], set()
+        stay = {saved.value for saved in self.saved if not saved.forced}
+        open_, replayed = [saved.value for saved in self.saved if saved.forced], set()
         while open_:
             value = open_.pop()
-            producer = self.values[value]["producer"]
+            producer = self.values[value].producer
             if producer not in self.scoped or value in stay:
                 stay.add(value)
             elif producer not in replayed:
                 replayed.add(producer)
-                open_ += self.operations[producer]["reads"]
-        return {self.values[value]["storage"] for value in stay}
+                open_ += self.operations[producer].reads
+        return {self.values[value].storage for value in stay}
 
 
 def traced_bytes(module: nn.Module, x: Tensor) -> int:
@@ -130,8 +130,7 @@ def traced_bytes(module: nn.Module, x: Tensor) -> int:
     assert out.requires_grad
     made = [tracer.storages[number] for number in kept - apart]
     return (
-        sum(storage["bytes"] for storage in made if storage["kind"] != "parameter")
-        + x.untyped_storage().nbytes()
+        sum(storage.bytes for storage in made if storage.kind != "parameter") + x.untyped_storage().nbytes()
     )
 
 

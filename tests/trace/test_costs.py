@@ -351,12 +351,15 @@ def test_in_place_operations_start_from_fresh_inputs(clock: FakeClock) -> None:
     assert len(clock.inputs) >= 3 and set(clock.inputs) == {clock.inputs[0]}
 
 
-class Stream:
-    """A GPU's stream without a GPU: what is queued begins when it is there and what is before has ended."""
+class Stream(Clock):
+    """A clock on a GPU's stream without a GPU: what is queued begins when it is there and what is before has
+    ended.
+    """
 
     LAUNCH, KERNEL, BUSY = 8e-6, 2e-6, 100e-6
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cuda"))
         self.host = self.ends = 0.0
 
     def queue(self, seconds: float) -> float:
@@ -376,8 +379,7 @@ class Stream:
 
 def test_a_small_kernel_on_a_gpu_is_timed_and_not_its_launch() -> None:
     stream = Stream()
-    clock = Clock(torch.device("cuda"), stream)
     for _ in range(3):
-        result, seconds = clock.time(lambda: stream.queue(Stream.KERNEL))
+        result, seconds = stream.time(lambda: stream.queue(Stream.KERNEL))
         assert seconds() == pytest.approx(Stream.KERNEL) and result == stream.ends
     assert stream.host < 20 * Stream.LAUNCH, "the host never waited"

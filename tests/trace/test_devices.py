@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from lowtide import TraceError, private
-from lowtide.ops import op_info
+from lowtide.ops import Call
 from lowtide.trace import eager
 from lowtide.trace.clock import Clock
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.fake import FakeTracer
-from lowtide.trace.tracer import Call
 
 
 @pytest.mark.parametrize("kind", [StepTracer, FakeTracer])
@@ -54,6 +53,5 @@ def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.Mo
 def test_what_fake_tensors_reserve_nothing_for_is_run_for_real(name: str) -> None:
     func = getattr(torch.ops.aten, name).default
     tracer = FakeTracer()
-    call = Call(func, (), {}, op_info(func), [], [], [], ())
     with pytest.raises(TraceError, match="run the step for real"):
-        tracer.run(call)
+        tracer.run(Call(func, (), {}))

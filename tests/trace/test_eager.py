@@ -107,6 +107,33 @@ def test_everything_is_as_before_when_it_fails(fake: bool) -> None:
     model(batch()).backward()
 
 
+@pytest.mark.parametrize("own_backward", [False, True])
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_gradients_of_tensors_in_no_module_are_as_before(own_backward: bool, with_gradients: bool) -> None:
+    class Weights:
+        """No module, so nobody finds its tensors but who sees them used."""
+
+        def __init__(self) -> None:
+            self.seen_as_view = torch.randn(4 * N, N, requires_grad=True)
+            self.table = {"last": torch.randn(4 * N, requires_grad=True)}
+            self.all = [self.seen_as_view, *self.table.values()]
+
+        def step(self, x: torch.Tensor) -> torch.Tensor | None:
+            loss = ((x @ self.seen_as_view.t()).relu() @ self.table["last"]).square().mean()
+            return loss.backward() if own_backward else loss
+
+    weights = Weights()
+    if with_gradients:
+        for tensor in weights.all:
+            tensor.grad = torch.ones_like(tensor)
+    given = [tensor.grad for tensor in weights.all]
+    graph = lowtide.trace(weights.step, batch(), costs=False)
+    assert names(graph, "backward")
+    for tensor, gradient in zip(weights.all, given, strict=True):
+        assert tensor.grad is gradient
+        assert gradient is None or torch.equal(gradient, torch.ones_like(tensor))
+
+
 def test_timing_operations_changes_nothing_either() -> None:
     model = make()
     state, expected = torch.get_rng_state(), copy.deepcopy(model.state_dict())

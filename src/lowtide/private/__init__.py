@@ -84,10 +84,10 @@ from lowtide.private.measuring import (
     stop_cuda_history,
 )
 from lowtide.private.storages import (
+    base_of,
     borrowed_storage,
     carried,
     conjugated,
-    is_view,
     is_zero_tensor,
     lazy_clone,
     negated,

@@ -94,9 +94,9 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     return witness
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes the tensor for a view of another one."""
-    return tensor._is_view()
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd takes this one for a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:

@@ -72,7 +72,7 @@ class apply:
         recorder = Recorder(
             self._director,
             verify=verify,
-            check=verify or self.verify == "always",
+            check=self.verify == "always",
             mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
             program=compiled_program(self.plan.program),
         )

@@ -7,6 +7,7 @@ from math import isqrt
 
 import torch
 
+from lowtide import private
 from lowtide.ops import covers_storage
 
 _FEW_WORDS = 256
@@ -21,14 +22,48 @@ def reach(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
 
 
-def tensor_over(
+class Geometry:
+    """What makes a tensor of a storage's bytes.
+
+    Args:
+        tensor: the tensor whose geometry this is.
+    """
+
+    __slots__ = ("conjugate", "dtype", "negative", "offset", "shape", "strides")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
+        self.offset, self.conjugate, self.negative = (
+            tensor.storage_offset(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
+
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A new tensor of this geometry over a storage."""
+        return self._marked(_tensor_over(storage, self.dtype, self.offset, self.shape, self.strides))
+
+    def view(self, base: torch.Tensor) -> torch.Tensor:
+        """This geometry over the storage of ``base``, which is returned itself where it has it."""
+        if base.dtype is not self.dtype:
+            return self.over(base.untyped_storage())
+        if base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset:
+            base = base.as_strided(self.shape, self.strides, self.offset)
+        return self._marked(base)
+
+    def _marked(self, base: torch.Tensor) -> torch.Tensor:
+        if base.is_conj() is not self.conjugate:
+            base = private.conjugated(base)
+        return base if base.is_neg() is self.negative else private.negated(base)
+
+
+def _tensor_over(
     storage: torch.UntypedStorage,
     dtype: torch.dtype,
     offset: int | torch.SymInt,
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """A tensor of this geometry over a storage."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     return empty.set_(storage, offset, shape, strides)  # type: ignore
 
@@ -37,7 +72,7 @@ def words_of(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Ten
     """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``; an incomplete last one is
     left out.
     """
-    return tensor_over(tensor.untyped_storage(), dtype, 0, (extent // dtype.itemsize,), (1,))
+    return _tensor_over(tensor.untyped_storage(), dtype, 0, (extent // dtype.itemsize,), (1,))
 
 
 def digest(tensor: torch.Tensor, extent: int) -> int:

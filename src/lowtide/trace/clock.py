@@ -10,21 +10,8 @@ import torch
 
 from lowtide import private
 
-
-class CurrentStream:
-    """The stream of a GPU that the calling thread queues on."""
-
-    _CYCLES = 200_000  # 0.1 ms at 2 GHz; what queues a call through Python takes a half of that
-
-    def occupy(self) -> None:
-        """Keep the GPU busy for about 0.1 ms."""
-        private.occupy_gpu(self._CYCLES)
-
-    def event(self) -> torch.cuda.Event:
-        """An event that is queued now."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+_CYCLES = 200_000
+"""A GPU is busy for 0.1 ms with these at 2 GHz; what queues a call through Python takes a half of that."""
 
 
 class Clock:
@@ -35,7 +22,6 @@ class Clock:
 
     Args:
         device: where the calls run.
-        gpu: what stands for its stream, where it is a GPU.
 
     Example:
         >>> result, seconds = Clock(torch.device("cpu")).time(lambda: torch.ones(2).sum())
@@ -43,20 +29,30 @@ class Clock:
         (2.0, True)
     """
 
-    def __init__(self, device: torch.device, gpu: CurrentStream | None = None) -> None:
-        self._gpu = gpu or (CurrentStream() if device.type == "cuda" else None)
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def occupy(self) -> None:
+        """Keep the GPU busy for about 0.1 ms."""
+        private.occupy_gpu(_CYCLES)
+
+    def event(self) -> torch.cuda.Event:
+        """An event that is queued now."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
         """What the call returned, and a function that says how many seconds it took."""
-        if self._gpu is None:
+        if not self._on_gpu:
             begin = time.perf_counter()
             result = call()
             seconds = time.perf_counter() - begin
             return result, lambda: seconds
-        self._gpu.occupy()
-        first = self._gpu.event()
+        self.occupy()
+        first = self.event()
         result = call()
-        last = self._gpu.event()
+        last = self.event()
 
         def read() -> float:
             last.synchronize()

@@ -10,7 +10,9 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +21,10 @@ from lowtide import private
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.meter import Peak, measurable, peak
 from lowtide.meter.resident import plain_parts
-from lowtide.ops import has_plain_storage, is_sparse, op_info, tensors_of, written_tensors
+from lowtide.ops import Call, enter, is_sparse, op_info, tensors_of, written_tensors
 from lowtide.trace.clock import Clock
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.tracer import Call, Tracer
+from lowtide.trace.tracer import Tracer
 
 HIDDEN = "it was made by code that the dispatcher does not see"
 """Why a value has to stay that a compiled submodule, say, returned."""
@@ -62,11 +64,10 @@ class StepTracer(Tracer, Interceptor):
         self.clock = Clock(device)
         # Bytes come and go in the memory of the step's device: its own meter reads them.
         self._meters = measurable(device)
-        self._seconds: dict[Any, list[Callable[[], float]]] = {}
-        self._scratch: dict[Any, list[int]] = {}
+        self._seconds: dict[Any, list[Callable[[], float]]] = defaultdict(list)
+        self._scratch: dict[Any, list[int]] = defaultdict(list)
         self._cost: Any = None  # of the operation at hand
-        # storages of the step's own sparse tensors, by address
-        self._sparse: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
         self._costs: list[Any] = []  # for each operation, what equal calls share
         self._nodes: list[Any] = []  # for each operation, the autograd node whose turn it was
         self._newest = -1  # the newest operation
@@ -81,8 +82,8 @@ class StepTracer(Tracer, Interceptor):
 
     def run(self, call: Call) -> Any:
         """In the forward the recorder runs it, and measures that."""
-        if not self.in_region and (call.written or call.statistics):
-            self.before_write([*call.written, *call.statistics])
+        if not self.in_region and (overwritten := call.overwritten):
+            self.before_write(overwritten)
         self.asks |= self.in_region and call.info.name in _ASKS
         around = private.torch_checkpoint() if self.in_region else None
         if around is not None and around not in self._checkpoint_calls:
@@ -102,19 +103,17 @@ class StepTracer(Tracer, Interceptor):
             private.storage_key(part) in self._sparse or self.made(part) for part in plain_parts(tensor)
         )
 
-    def unfollowed(self, read: list[torch.Tensor]) -> str:
+    def unfollowed(self, call: Call) -> str:
         """Sparse tensors that stood before the step are read again as they are; no others."""
-        return "" if all(has_plain_storage(t) or self.stands(t) for t in read) else _ELSEWHERE
+        return "" if all(map(self.stands, call.others)) else _ELSEWHERE
 
     def parts_of(self, result: Any) -> list[torch.Tensor]:
         """Of the region's own sparse tensors none: there the recorder counts operations, and what makes such
         tensors is none to it.
         """
         parts = [part for t in tensors_of(result) if is_sparse(t) for part in plain_parts(t)]
-        known = self._sparse
         for part in parts:
-            key = private.storage_key(part)
-            known[key] = weakref.ref(part.untyped_storage(), lambda _, key=key: known.pop(key, None))
+            enter(self._sparse, part.untyped_storage(), None)
         return parts if private.in_backward() or not self.in_region else []
 
     def noted(self, call: Call, index: int, fresh: list[torch.Tensor]) -> None:
@@ -124,7 +123,7 @@ class StepTracer(Tracer, Interceptor):
             self._reentrant_calls.add(node)
             self.checkpoints += 1
         adds = call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs
-        if node is not None and adds and self._meets(call.args[0], call.reads, node):
+        if node is not None and adds and self._meets(call.args[0], self.operations[index].reads, node):
             self._meet = index
         self._nodes.append(node)
         self._costs.append(self._cost)
@@ -135,9 +134,9 @@ class StepTracer(Tracer, Interceptor):
 
         A view holds its base, and the engine adds out of place where anybody holds the bytes.
         """
-        producer = self.values[reads[0]]["producer"] if reads else None
+        producer = self.values[reads[0]].producer if reads else None
         made = None if producer is None else self._nodes[producer]
-        return made not in (None, node) and not private.is_view(first)
+        return made not in (None, node) and private.base_of(first) is first
 
     def event(self, kind: Any, index: int) -> None:
         """As the base's, with gradients added in place where autograd's engine would.
@@ -158,30 +157,29 @@ class StepTracer(Tracer, Interceptor):
     def _adds_to(self, storage: int) -> bool:
         """Whether the newest sum would be written into ``storage``, which ends; from here on it is."""
         operation = self.operations[self._meet]
-        first, result = (self.values[ids[0]] for ids in (operation["reads"], operation["writes"]))
-        own = self.storages[result["storage"]]
-        alike = own["bytes"] == self.storages[storage]["bytes"]
-        if first["storage"] != storage or not alike or self.storages[storage]["kind"] != "backward":
+        first, result = self.values[operation.reads[0]], self.values[operation.writes[0]]
+        own, ended = self.storages[result.storage], self.storages[storage]
+        if first.storage != storage or own.bytes != ended.bytes or ended.kind != "backward":
             return False
-        operation["name"], self._meet = "aten.add_.Tensor", -2
-        own["bytes"], self._added_to[own["id"]] = 0, storage
-        result |= {"storage": storage, "version": self.values[self._current[storage]]["version"] + 1}
-        self._current[storage] = self._current[own["id"]] = result["id"]
-        self._known |= {key: storage for key, number in self._known.items() if number == own["id"]}
+        self.operations[self._meet] = replace(operation, name="aten.add_.Tensor")
+        self.storages[own.id], self._added_to[own.id] = replace(own, bytes=0), storage
+        version = self.values[self._current[storage]].version + 1
+        self.values[result.id] = replace(result, storage=storage, version=version)
+        self._current[storage] = self._current[own.id] = result.id
+        self._known |= {key: (storage, end) for key, (number, end) in self._known.items() if number == own.id}
+        self._meet = -2
         return True
 
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """As the base's; what shows up while nobody sees operations was written by a hidden one."""
-        unknown = private.storage_key(tensor) not in self._known
-        if not (unknown and producer is None and self.opaque) or private.storage_key(tensor) in self._names:
+        key = private.storage_key(tensor)
+        if not self.opaque or producer is not None or key in self._known or key in self._names:
             return super()._storage_of(tensor, producer)
-        index = len(self.operations)
+        index = self._add_operation(HIDDEN, (), HIDDEN)
         self._nodes.append(None)
         self._costs.append((HIDDEN, index))
-        self._add_operation(HIDDEN, (), False, HIDDEN, None)
-        self.event("op", index)
         number = super()._storage_of(tensor, index)
-        self.operations[index]["writes"] = (self._current[number],)
+        self._writes(index, self._current[number])
         return number
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
@@ -211,26 +209,22 @@ class StepTracer(Tracer, Interceptor):
                 if self.device.type == "cpu" and _is_collective(cost):  # Gloo's threads; NCCL has streams
                     left = sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
-            self._scratch.setdefault(cost, []).append(max(0, seen.peak_bytes - left))
-        self._seconds.setdefault(cost, []).append(seconds)
+            self._scratch[cost].append(max(0, seen.peak_bytes - left))
+        self._seconds[cost].append(seconds)
         return result
 
-    def first_run(self, call: Callable[[], Any]) -> Any:
-        """Measure the first run of the forward operation at hand, for those that have no second one."""
-        return self.measured((self._cost, "cold"), call)
-
-    def second_run(self, call: Callable[[], Any]) -> Any:
-        """Measure the second, warm run of the forward operation at hand, which verifies that it
-        reproduces.
+    def measured_run(self, call: Callable[[], Any], warm: bool) -> Any:
+        """Measure a run of the forward operation at hand: a second, warm one, which verifies that it
+        reproduces, or the first, for those that have no second one.
         """
-        return self.measured(self._cost, call)
+        return self.measured(self._cost if warm else (self._cost, "cold"), call)
 
     def costs(self) -> list[tuple[float, int]]:
         """The median of an operation's warm runs, cold ones where there are none, and its most scratch."""
 
         def cost_of(kind: Any) -> tuple[float, int]:
-            runs = self._seconds.get(kind) or self._seconds.get((kind, "cold")) or ()
-            scratch = (*self._scratch.get(kind, ()), *self._scratch.get((kind, "cold"), ()))
+            runs = self._seconds[kind] or self._seconds[kind, "cold"]
+            scratch = self._scratch[kind] + self._scratch[kind, "cold"]
             return statistics.median(read() for read in runs) if runs else 0.0, max(scratch, default=0)
 
         found = {kind: cost_of(kind) for kind in set(self._costs)}

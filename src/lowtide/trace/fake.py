@@ -8,9 +8,10 @@ is unpacked, so that the events show how long the *program* needs each storage.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,13 +19,15 @@ import torch
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.ops import has_plain_storage, is_wrapper_type, op_info, tensors_of
+from lowtide.ops import Call, has_plain_storage, is_wrapper_type, op_info, tensors_of
 from lowtide.private import FakeTensor, TorchDispatchMode
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.specs import OpCost, OpSpec, Signature, signature_of
-from lowtide.trace.results import loss_in
-from lowtide.trace.tracer import Call, Tracer
+from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import Gradients, same_attributes, same_random
+
+Specs = Mapping[Signature, OpSpec]
+Costs = Mapping[Signature, OpCost]
 
 
 def trace_fake(
@@ -32,23 +35,17 @@ def trace_fake(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     modules: list[torch.nn.Module],
-    device: str,
-    *,
-    costs: bool = True,
-    memory_limit_bytes: int | None = None,
-    price: Callable[[OpSpec], OpCost] | None = None,
+    device: torch.device | str,
+    costs: Callable[[Specs], Costs] = measure_costs,
 ) -> StepGraph:
-    """The graph of a step that runs on fake tensors, its operations timed one at a time on made-up inputs; as
-    of `lowtide.trace`.
+    """The graph of a step that runs on fake tensors, as of `lowtide.trace`.
 
     Args:
         step: called as ``step(*args, **kwargs)``; returns its loss, or runs backward itself.
         args, kwargs: real tensors, of which only the shapes matter.
         modules: whose parameters, buffers and tensor attributes are fakes meanwhile; the first names them.
         device: whose memory the graph is about.
-        costs: have each operation's seconds and scratch in the graph.
-        memory_limit_bytes: operations that need more than this alone are estimated instead of timed.
-        price: says what an operation costs, on a device that is not there; nothing is timed then.
+        costs: says what operations cost; by default they are timed one at a time on made-up inputs.
 
     Raises:
         TraceError: the step has no loss, or uses values that fake tensors do not have.
@@ -61,11 +58,11 @@ def trace_fake(
         fake_args, fake_kwargs = faker.tree((args, kwargs))
         tracer = FakeTracer(modules[0] if modules else None, device)
         try:
+            tracer.gradients = Gradients(modules)
             with tracer.recording(), torch.enable_grad():
-                gradients = Gradients(modules)
                 result = step(*fake_args, **fake_kwargs)
-                if not tracer.ran_own_backward(result, gradients):
-                    loss = loss_in(result)
+                loss = tracer.loss_of(result)
+                if loss is not None:
                     del result
                     loss.backward()
                     del loss
@@ -79,10 +76,7 @@ def trace_fake(
         finally:
             tracer.closed = True
         del fake_args, fake_kwargs
-    if costs and price is not None:
-        tracer.priced = {signature: price(spec) for signature, spec in tracer.specs.items()}
-    elif costs:
-        tracer.priced = measure_costs(tracer.specs, memory_limit_bytes=memory_limit_bytes)
+    tracer.priced = costs(tracer.specs)
     return tracer.graph()
 
 
@@ -164,12 +158,12 @@ def grouped(
 class _Handle:
     """What autograd holds in place of a saved tensor during a trace; its end is the tensor's release."""
 
-    __slots__ = ("device", "dtype", "kept", "saved", "shape", "strides", "tracer")
+    __slots__ = ("again", "kept", "saved", "tracer")
 
     def __init__(self, tracer: FakeTracer, saved: int, tensor: torch.Tensor, droppable: bool) -> None:
         self.tracer, self.saved = tracer, saved
-        self.shape, self.strides = tensor.shape, tensor.stride()
-        self.dtype, self.device = tensor.dtype, tensor.device
+        geometry, options = (tensor.shape, tensor.stride()), {"dtype": tensor.dtype, "device": tensor.device}
+        self.again = partial(torch.empty_strided, *geometry, **options)
         self.kept = None if droppable else tensor.detach()
 
     def __del__(self) -> None:
@@ -194,7 +188,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
         Tracer.__init__(self, model, torch.device(device))
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
-        self.priced: dict[Signature, OpCost] = {}
+        self.priced: Costs = {}
         self._described: tuple[Signature, OpSpec] | None = None  # of the operation at hand
         self._paused = False
 
@@ -293,8 +287,6 @@ class FakeTracer(Tracer, TorchDispatchMode):
                 known = self.known(handle.kept) is not None  # the alias of a real constant is a fake
                 self.hands_out(handle.saved, None if known else handle.kept.untyped_storage())
                 return handle.kept
-            tensor = torch.empty_strided(
-                handle.shape, handle.strides, dtype=handle.dtype, device=handle.device
-            )
+            tensor = handle.again()
             self.hands_out(handle.saved, tensor.untyped_storage())
             return tensor

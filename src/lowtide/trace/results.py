@@ -24,11 +24,8 @@ def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
     """
     if isinstance(result, torch.Tensor):
         yield from plain_leaves(result)
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from tensors_inside(item)
-    elif isinstance(result, dict):
-        for item in result.values():
+    elif isinstance(result, (tuple, list, dict)):
+        for item in result.values() if isinstance(result, dict) else result:
             yield from tensors_inside(item)
     elif hasattr(result, "__dict__"):
         for item in vars(result).values():

@@ -9,11 +9,10 @@ itself needs each. An in-place write makes a new version of the value.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 
@@ -23,44 +22,19 @@ from lowtide.meter.resident import gradient_of, plain_parts
 from lowtide.ops import (
     FUNCTIONAL_COLLECTIVES,
     IS_COLLECTIVE,
+    Call,
     OpInfo,
-    covers_storage,
+    enter,
     has_plain_storage,
-    hidden_statistics,
     is_sparse,
-    op_info,
     tensors_of,
-    written_tensors,
 )
-from lowtide.trace.results import loss_of, plain_leaves
+from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
 _INNER = "it runs in a backward inside the step, which is not recorded"
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One operation of the step, as it is called.
-
-    Attributes:
-        func, args, kwargs: the call.
-        info: what is known of it.
-        inputs: the tensors that it is given, where each lies in one storage.
-        written: those of them that it writes by its schema.
-        statistics: running statistics that it updates, whatever its schema says.
-        reads: ids of the values that it reads.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    info: OpInfo
-    inputs: list[torch.Tensor]
-    written: list[torch.Tensor]
-    statistics: list[torch.Tensor]
-    reads: tuple[int, ...]
 
 
 class Tracer:
@@ -75,27 +49,27 @@ class Tracer:
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
         unreleased: how many saved tensors autograd still holds.
+        gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
     """
 
     def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         private.keep_dynamo_out()
         self.model = model
         self.device = device
-        self.operations: list[dict[str, Any]] = []
-        self.storages: list[dict[str, Any]] = []
-        self.values: list[dict[str, Any]] = []
-        self.saved: list[dict[str, Any]] = []
+        self.operations: list[Operation] = []
+        self.storages: list[Storage] = []
+        self.values: list[Value] = []
+        self.saved: list[Saved] = []
         self.events: list[Event] = []
         self.in_region = True
         self.closed = False
         self.unreleased = 0
+        self.gradients: Gradients | None = None
         self._modules: list[str] = []
         self._backward_module = ""
-        self._known: dict[int, int] = {}  # address of a storage -> its id
+        self._known: dict[int, tuple[int, object]] = {}  # by storage: its id
         self._current: dict[int, int] = {}  # id of a storage -> id of its newest value
-        # address of the storage of an unpacked tensor -> id of the value that it shows
-        self._handed_out: dict[int, int] = {}
-        self._watches: list[weakref.ref[torch.UntypedStorage]] = []
+        self._handed_out: dict[int, tuple[int, object]] = {}  # by storage of an unpacked tensor: its value
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._given: set[int] = set()
         self._elsewhere: set[int] = set()  # storages of other devices
@@ -131,8 +105,8 @@ class Tracer:
             gradient = gradient_of(parameter)
             for leaf in plain_leaves(gradient) if gradient is not None else ():
                 number = self.known(leaf)
-                if number is not None and self.storages[number]["producer"] is not None:
-                    self.storages[number]["name"] = name
+                if number is not None and self.made(leaf):
+                    self.storages[number] = replace(self.storages[number], name=name)
 
     @contextmanager
     def following_modules(self) -> Iterator[None]:
@@ -168,16 +142,6 @@ class Tracer:
         if not self.closed:
             self.events.append(Event(kind, index))
 
-    def _watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
-        key = private.storage_address(storage)
-
-        def ended(_: object) -> None:
-            self._known.pop(key, None)
-            self._handed_out.pop(key, None)
-            on_end()
-
-        self._watches.append(weakref.ref(storage, ended))
-
     def given(self, tensor: torch.Tensor) -> None:
         """The caller gave it to the step: it stands to the end, used or not, since the caller of a later step
         may hold on to it.
@@ -186,80 +150,73 @@ class Tracer:
 
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """The id of the tensor's storage, registered now if it is new."""
-        storage = tensor.untyped_storage()
-        key = private.storage_address(storage)
-        found = self._known.get(key)
+        found = self.known(tensor)
         if found is not None:
             return found
-        kind, name = self._names.get(key, (None, ""))
         if producer is not None:
-            kind, name = ("backward" if private.in_backward() else "forward"), ""
-        elif kind is None:
-            kind = "input"
-        number = len(self.storages)
+            kind, name = self._phase, ""
+        else:
+            kind, name = self._names.get(private.storage_key(tensor), ("input", ""))
+            if self.gradients is not None:
+                self.gradients.note(tensor)
+        number, storage = len(self.storages), tensor.untyped_storage()
         here = tensor.device.type == self.device.type
         if not here:
             self._elsewhere.add(number)
-        self.storages.append(
-            {
-                "id": number,
-                "bytes": storage.nbytes() if here else 0,
-                "kind": kind,
-                "producer": producer,
-                "name": name,
-            }
+        self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
+        enter(
+            self._known,
+            storage,
+            number,
+            lambda: None if number in self._given else self.event("free", number),
         )
-        self._known[key] = number
-        self._watch(storage, lambda: None if number in self._given else self.event("free", number))
         self._new_value(number, producer, tensor)
         return number
 
     def _new_value(self, storage: int, producer: int | None, tensor: torch.Tensor) -> int:
-        version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
-        number = len(self.values)
-        self.values.append(
-            {
-                "id": number,
-                "storage": storage,
-                "version": version,
-                "producer": producer,
-                "shape": tuple(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-            }
-        )
-        self._current[storage] = number
+        version = self.values[self._current[storage]].version + 1 if storage in self._current else 0
+        number = self._current[storage] = len(self.values)
+        shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
+        self.values.append(Value(number, storage, version, producer, shape=shape, dtype=dtype))
         return number
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now."""
         found = self._handed_out.get(private.storage_key(tensor))
-        return found if found is not None else self._current[self._storage_of(tensor)]
+        return found[0] if found is not None else self._current[self._storage_of(tensor)]
 
     def known(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage, if it has been seen."""
-        return self._known.get(private.storage_key(tensor))
+        found = self._known.get(private.storage_key(tensor))
+        return None if found is None else found[0]
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether the step made the tensor's storage: parameters, buffers and inputs stood before."""
         number = self.known(tensor)
-        return number is not None and self.storages[number]["producer"] is not None
+        return number is not None and self.storages[number].producer is not None
 
     # ---- operations ------------------------------------------------------------------------------
 
-    def ran_own_backward(self, result: Any, gradients: Gradients) -> bool:
-        """Whether a step that returned ``result`` has run its own backward, and not one inside its forward
-        alone (forces, a penalty): nothing waits for one, or a gradient has arrived.
+    def loss_of(self, result: Any) -> torch.Tensor | None:
+        """The loss in what a step returned; ``None`` where it has run its own backward, and not one inside
+        its forward alone (forces, a penalty): nothing waits for one, or a gradient has arrived.
+
+        Raises:
+            TraceError: there is none.
         """
-        if not any(operation["phase"] == "backward" for operation in self.operations):
-            return False
-        return not self.unreleased or gradients.have_arrived() or loss_of(result) is None
+        arrived = self.gradients is not None and self.gradients.have_arrived()
+        if any(operation.phase == "backward" for operation in self.operations) and (
+            arrived or not self.unreleased or loss_of(result) is None
+        ):
+            return None
+        return loss_in(result)
 
     def run(self, call: Call) -> Any:
         """What the operation returns."""
         raise NotImplementedError
 
-    def unfollowed(self, read: list[torch.Tensor]) -> str:
-        """Why an operation is not replayable that reads tensors of which some lie in no single storage."""
+    def unfollowed(self, call: Call) -> str:
+        """Why an operation is not replayable that reads tensors which lie in no single storage."""
         return ""
 
     def parts_of(self, result: Any) -> list[torch.Tensor]:
@@ -267,65 +224,51 @@ class Tracer:
         return []
 
     def noted(self, call: Call, index: int, fresh: list[torch.Tensor]) -> None:
-        """The operation made ``fresh`` storages or wrote to others, and is about to get its place."""
+        """The operation, which made ``fresh`` storages or wrote to others, has got its place."""
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation and write it down, where it writes anything."""
-        info = op_info(func)
-        read = list(tensors_of([args, kwargs]))
-        inputs = [t for t in read if has_plain_storage(t)]
-        unfollowed = "" if len(inputs) == len(read) else self.unfollowed(read)
-        written = [t for t in written_tensors(info, args, kwargs) if has_plain_storage(t)]
-        at = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
-        statistics = [t for t in at if has_plain_storage(t)]
-        ignored = {id(t) for t in at}
-        if info.fills:
-            ignored |= {id(t) for t in written if covers_storage(t)}
-        keys = {private.storage_key(t) for t in inputs}
-        reads = tuple(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
+        call = Call(func, args, kwargs)
+        unfollowed = self.unfollowed(call) if call.others else ""
+        reads = tuple(dict.fromkeys(self.value_of(t) for t in call.inputs if id(t) not in call.unread))
         wanted = self._scopes[-1].evicts(func, args, kwargs) if self._scopes else None
-        call = Call(func, args, kwargs, info, inputs, written, statistics, reads)
         result = self.run(call)
-        outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
+        outputs = list(filter(has_plain_storage, tensors_of(result)))
         parts = self.parts_of(result)
         if parts:
             outputs += parts
-            keys |= {private.storage_key(part) for t in read if is_sparse(t) for part in plain_parts(t)}
-        fresh = [] if info.returns_written else [t for t in outputs if private.storage_key(t) not in keys]
-        if not fresh and not written:
+            call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
+        fresh = [outputs[position] for position in call.fresh(outputs)]
+        if not fresh and not call.written:
             return result
-        index = len(self.operations)
+        reason = call.info.reason or unfollowed or self._unsafe(call.info, bool(outputs))
+        index = self._add_operation(call.info.name, reads, reason, call.info.random, wanted)
         self.noted(call, index, fresh)
-        reason = info.reason or unfollowed or self._unsafe(info, bool(outputs))
-        self._add_operation(info.name, reads, info.random, reason, wanted)
-        writes: list[int] = []
-        for tensor in fresh:
-            known = len(self.storages)
-            storage = self._storage_of(tensor, producer=index)
-            if storage >= known:
-                writes.append(self._current[storage])
-        writes += [self._new_value(self._storage_of(tensor), index, tensor) for tensor in written]
-        self.operations[index]["writes"] = tuple(dict.fromkeys(writes))
-        self.event("op", index)
+        new = [tensor for tensor in fresh if self.known(tensor) is None]
+        writes = [self._current[self._storage_of(tensor, producer=index)] for tensor in new]
+        writes += [self._new_value(self._storage_of(tensor), index, tensor) for tensor in call.written]
+        self._writes(index, *writes)
         return result
 
     def _add_operation(
-        self, name: str, reads: tuple[int, ...], random: bool, reason: str, evicts: bool | None
-    ) -> None:
+        self, name: str, reads: tuple[int, ...], reason: str, random: bool = False, evicts: bool | None = None
+    ) -> int:
+        index = len(self.operations)
         self._evicts.append(evicts)
         self.operations.append(
-            {
-                "index": len(self.operations),
-                "name": name,
-                "reads": reads,
-                "writes": (),
-                "phase": "backward" if private.in_backward() else "forward",
-                "module": self.module,
-                "random": random,
-                "replayable": not reason,
-                "reason": reason,
-            }
+            Operation(index, name, reads, (), self._phase, self.module, random, not reason, reason)
         )
+        return index
+
+    def _writes(self, index: int, *values: int) -> None:
+        """The operation has run, and written these."""
+        writes = tuple(dict.fromkeys(values))
+        self.operations[index] = replace(self.operations[index], writes=writes)
+        self.event("op", index)
+
+    @property
+    def _phase(self) -> Literal["forward", "backward"]:
+        return "backward" if private.in_backward() else "forward"
 
     def _unsafe(self, info: OpInfo, returns_tensors: bool) -> str:
         if not self.in_region:
@@ -341,29 +284,21 @@ class Tracer:
     def packs(self, tensor: torch.Tensor) -> tuple[int, bool]:
         """Autograd saves ``tensor``: the id of the saved tensor, and whether a plan may evict it."""
         value = self.value_of(tensor)
-        storage = self.storages[self.values[value]["storage"]]
-        wanted = self._wanted(value)
-        made_here = storage["producer"] is not None and storage["id"] not in self._elsewhere
+        storage = self.storages[self.values[value].storage]
+        producer = self.values[value].producer
+        # as the scope says in which it was written: nothing where that was none, or it is saved outside it
+        wanted = self._evicts[producer] if producer is not None and self._scopes else None
+        made_here = storage.producer is not None and storage.id not in self._elsewhere
         droppable = self.in_region and made_here and wanted is not False
-        number = len(self.saved)
-        self.saved.append(
-            {
-                "id": number,
-                "value": value,
-                "droppable": droppable,
-                "module": self.module,
-                "shape": tuple(tensor.shape),
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "forced": wanted is True,
-            }
-        )
+        number, shape, dtype = len(self.saved), tuple(tensor.shape), _name_of(tensor.dtype)
+        self.saved.append(Saved(number, value, droppable, self.module, shape, dtype, wanted is True))
         self.unreleased += 1
         self.event("pack", number)
         return number, droppable
 
     def unpacks(self, number: int) -> None:
         """Backward asks for a saved tensor."""
-        self._backward_module = self.saved[number]["module"]
+        self._backward_module = self.saved[number].module
         self.event("unpack", number)
 
     def hands_out(
@@ -380,8 +315,7 @@ class Tracer:
             self.event("done", number)
             on_end()
 
-        self._handed_out[private.storage_address(storage)] = self.saved[number]["value"]
-        self._watch(storage, ended)
+        enter(self._handed_out, storage, self.saved[number].value, ended)
 
     def releases(self, number: int) -> None:
         """Autograd has let go of a saved tensor for good."""
@@ -399,13 +333,6 @@ class Tracer:
         finally:
             self._scopes.pop()
 
-    def _wanted(self, value: int) -> bool | None:
-        """Whether the scope in which the value was written evicts it; ``None`` where it was not written in
-        one, or is saved outside it.
-        """
-        producer = self.values[value]["producer"]
-        return self._evicts[producer] if producer is not None and self._scopes else None
-
     # ---- the whole -------------------------------------------------------------------------------
 
     def costs(self) -> list[tuple[float, int]]:
@@ -417,31 +344,29 @@ class Tracer:
         self.closed = True
         newest: dict[int, int] = {}
         for value in self.values:
-            producer = value["producer"]
-            if producer is None or self.operations[producer]["phase"] == "forward":
-                newest[value["storage"]] = value["id"]
-        values = tuple(
-            Value(
-                **value,
-                storable=newest.get(value["storage"]) == value["id"]
-                or self.storages[value["storage"]]["kind"] == "backward",
-            )
-            for value in self.values
-        )
+            if value.producer is None or self.operations[value.producer].phase == "forward":
+                newest[value.storage] = value.id
+        stays = {s.id for s in self.storages if s.kind == "backward"}
         operations = tuple(
-            Operation(**operation, seconds=seconds, scratch_bytes=scratch)
+            replace(operation, seconds=seconds, scratch_bytes=scratch)
             for operation, (seconds, scratch) in zip(self.operations, self.costs(), strict=True)
         )
         return StepGraph(
             operations=operations,
-            storages=tuple(Storage(**storage) for storage in self.storages),
-            values=values,
-            saved=tuple(Saved(**saved) for saved in self.saved),
+            storages=tuple(self.storages),
+            values=tuple(
+                replace(v, storable=newest.get(v.storage) == v.id or v.storage in stays) for v in self.values
+            ),
+            saved=tuple(self.saved),
             events=tuple(self.events),
-            resident_bytes=sum(s["bytes"] for s in self.storages if s["producer"] is None),
+            resident_bytes=sum(s.bytes for s in self.storages if s.producer is None),
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
         )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

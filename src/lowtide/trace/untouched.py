@@ -14,40 +14,58 @@ from lowtide import private
 
 
 @contextmanager
-def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[Gradients]:
     """Afterwards gradients, buffers, parameters' data, module attributes and random states are what they
-    were.
+    were; so are the gradients of other tensors that the block notes.
     """
-    parameters = list(dict.fromkeys(p for root in modules for p in root.parameters()))
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters if p.is_leaf]
+    gradients = Gradients(modules)
     buffers = [(buffer, buffer.detach().clone()) for root in modules for buffer in root.buffers()]
     try:
         with same_random(gpus_of(modules)), same_attributes(modules):
-            yield
+            yield gradients
     finally:
         with torch.no_grad():
-            for parameter, gradient, copy in gradients:
-                if gradient is not None and copy is not None:
-                    gradient.copy_(copy)
-                parameter.grad = gradient
+            gradients.restore()
             for buffer, copy in buffers:
                 if not _same(buffer, copy):
                     buffer.copy_(copy)
 
 
 class Gradients:
-    """The gradients that parameters of some modules have now, to see whether more arrive."""
+    """The gradients that trainable tensors have now, to see whether more arrive, and to undo that.
+
+    Args:
+        modules: whose parameters these are; `note` adds others.
+    """
 
     def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
-        self._before = [(p, p.grad, _version(p.grad)) for root in modules for p in root.parameters()]
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]] = {}
+        for parameter in (parameter for root in modules for parameter in root.parameters()):
+            self.note(parameter)
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """The gradient of a tensor, or of the one that it is a view of, if that is trainable."""
+        leaf = private.base_of(tensor)
+        if leaf.requires_grad and leaf.is_leaf and id(leaf) not in self._before:
+            gradient = leaf.grad
+            copy = None if gradient is None else gradient.clone()
+            self._before[id(leaf)] = (leaf, gradient, _version(gradient), copy)
 
     def have_arrived(self) -> bool:
-        """Whether any parameter has another gradient than it had."""
-        return any(p.grad is not grad or _version(p.grad) != seen for p, grad, seen in self._before)
+        """Whether any tensor has another gradient than it had."""
+        before = self._before.values()
+        return any(t.grad is not grad or _version(t.grad) != version for t, grad, version, _ in before)
+
+    def restore(self) -> None:
+        """Give each tensor the gradient that it had."""
+        for tensor, gradient, _, copy in self._before.values():
+            if gradient is not None and copy is not None:
+                gradient.copy_(copy)
+            tensor.grad = gradient
 
 
 def _version(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor._version
+    return 0 if tensor is None else private.version(tensor)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
 from lowtide.run.hidden_costs import with_overhead
+from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require
@@ -160,11 +162,20 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
         work.say("tracing one step")
         inputs = (tokens, tokens.clone())
         if card is None:
-            traced = trace_fake(step, inputs, {}, [model], device.type, memory_limit_bytes=TIMED_BYTES)
+            timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
+            traced = trace_fake(step, inputs, {}, [model], device.type, timed)
             graph = with_overhead(traced)
             made = _planned(graph, options, policy)
         else:
-            graph = trace_fake(step, inputs, {}, [model], device.type, price=pricer(card))
+            price = pricer(card)
+            graph = trace_fake(
+                step,
+                inputs,
+                {},
+                [model],
+                device.type,
+                lambda specs: {key: price(specs[key]) for key in specs},
+            )
             made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
             made = replace(made, notes=(*made.notes, _priced(card)))
         work.done(in_one_line(made))

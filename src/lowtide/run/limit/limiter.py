@@ -361,7 +361,7 @@ class Limiter:
                 self.forward,
                 args,
                 kwargs,
-                lambda result: loss_to_plan_for(result, self.loss_fn),
+                lambda _, result: loss_to_plan_for(result, self.loss_fn),
                 verify=self.verify != "never",
             )
         with self.known.lock:

@@ -175,15 +175,15 @@ def _bytes(items: Any) -> int:
 
 
 def _peak(tracer: FakeTracer) -> int:
-    made = {op["index"]: 0 for op in tracer.operations}
+    made = [0] * len(tracer.operations)
     for storage in tracer.storages:
-        if storage["producer"] is not None:
-            made[storage["producer"]] += storage["bytes"]
+        if storage.producer is not None:
+            made[storage.producer] += storage.bytes
     live = top = 0
     for event in tracer.events:
         if event.kind == "op":
             live += made[event.index]
             top = max(top, live)
-        elif event.kind == "free" and tracer.storages[event.index]["producer"] is not None:
-            live -= tracer.storages[event.index]["bytes"]
+        elif event.kind == "free" and tracer.storages[event.index].producer is not None:
+            live -= tracer.storages[event.index].bytes
     return top

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -21,18 +21,17 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
-from lowtide.ops import has_plain_storage, is_wrapper
+from lowtide.ops import enter
 from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.digest import tensor_over
 from lowtide.run.record.directors import RegionDirector
-from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
+from lowtide.run.record.handles import Evicted, Kept, unpack
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue
 from lowtide.run.record.verify import on_a_copy
 from lowtide.run.watch import StepWatch
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.untouched import Gradients, untouched, without_history
+from lowtide.trace.untouched import untouched, without_history
 
 
 class Look:
@@ -64,7 +63,7 @@ class Look:
         on_end: Callable[[Look], None] | None = None,
     ) -> None:
         self.tracer = StepTracer(model, device)
-        self.recorder = _LittleMemory(self.tracer, verify)
+        self.recorder = _LittleMemory(self, verify)
         self.tracer.before_write = self.recorder.copy_before_write
         self.verified = verify
         self.began = time.perf_counter()
@@ -90,7 +89,7 @@ class Look:
                         stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                         stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
                     stack.enter_context(left_alone(tracer.model.modules(), tracer))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack))
                 stack.enter_context(recorder)
                 tracer.start()
                 self._stack.callback(tracer.stop)
@@ -161,23 +160,6 @@ class Look:
         self.tracer.name_gradients()
         return self.tracer.graph()
 
-    # ---- saved tensors ---------------------------------------------------------------------------
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        if private.transformed():
-            return Kept(tensor)
-        if is_wrapper(tensor):
-            return Wrapped(tensor, self._pack)
-        if not has_plain_storage(tensor) or self.tracer.closed:
-            return Kept(tensor)
-        with unseen():
-            number, droppable = self.tracer.packs(tensor)
-            packed = _Looked(self, number, self.recorder.held(tensor, droppable))
-        return Attributed(tensor, packed) if tensor.__dict__ else packed
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        return packed.unpack()
-
 
 class _Looked:
     """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
@@ -204,7 +186,7 @@ class _Looked:
         if isinstance(self.held, Kept):
             tracer.hands_out(self.number, None, lambda: None)
             return tensor
-        alone = alias_of(tensor)
+        alone = self.held.ref.over(private.borrowed_storage(tensor.untyped_storage()))
         owner = [tensor]  # holds the bytes for as long as the alias is there
         tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
         return alone
@@ -219,9 +201,7 @@ def look_aside(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss_of: Callable[[Any], torch.Tensor],
-    *,
-    may_run_backward: bool = False,
+    loss_of: Callable[[StepTracer, Any], torch.Tensor | None],
     verify: bool = True,
 ) -> tuple[Look, StepGraph]:
     """Look at a step that is no training step: gradients, buffers, module attributes and random states are
@@ -231,17 +211,16 @@ def look_aside(
         modules: the modules that the step may change; the forward of the first can be planned.
         device, verify: as of `Look`.
         step, args, kwargs: the forward.
-        loss_of: from the forward's result to the loss.
-        may_run_backward: ``step`` may be a whole step, which runs its own backward.
+        loss_of: the loss in the forward's result; ``None`` where it has run its own backward.
     """
-    with untouched(modules), torch.enable_grad():
+    with untouched(modules) as gradients, torch.enable_grad():
         look = Look(modules[0] if modules else None, device, verify=verify)
+        look.tracer.gradients = gradients
         given, named = without_history((args, kwargs))
-        gradients = Gradients(modules)
         result = look.run(step, given, named)
         try:
-            if not (may_run_backward and look.tracer.ran_own_backward(result, gradients)):
-                loss = loss_of(result)
+            loss = loss_of(look.tracer, result)
+            if loss is not None:
                 del result
                 loss.backward()
                 if look.tracer.saved and not any(event.kind == "unpack" for event in look.tracer.events):
@@ -256,63 +235,54 @@ def look_aside(
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The outermost members of the model's lists of modules; its children where there are none."""
-    found: list[torch.nn.Module] = []
-
-    def search(module: torch.nn.Module) -> None:
-        for child in module.children():
-            if (
-                isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-                and len(list(module.children())) > 1
-            ):
-                found.append(child)
-            else:
-                search(child)
-
-    search(model)
-    blocks = found or list(model.children())
     # TorchScript's modules take no hooks
-    return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]
+    found = list(_members(model)) or model.children()
+    return [block for block in found if not isinstance(block, torch.jit.ScriptModule)]
 
 
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same bytes on a storage object of its own, which does not keep them alive."""
-    alone = private.borrowed_storage(tensor.untyped_storage())
-    alias = tensor_over(alone, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
-    if tensor.is_conj():
-        alias = private.conjugated(alias)
-    return private.negated(alias) if tensor.is_neg() else alias
+def _members(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    children = list(module.children())
+    if len(children) > 1 and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        yield from children
+    else:
+        for child in children:
+            yield from _members(child)
 
 
 class _LittleMemory(Recorder):
     """Evicts everything, and keeps copies of the inputs of blocks.
 
     Args:
-        tracer: knows which tensors the step made.
+        look: its tracer knows which tensors the step made.
         verify: as of `lowtide.run.record.recorder.Recorder`.
     """
 
-    def __init__(self, tracer: StepTracer, verify: bool) -> None:
-        super().__init__(RegionDirector(), verify=verify, check=False)  # what ran twice needs no digests
-        self._tracer = tracer
-        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    def __init__(self, look: Look, verify: bool) -> None:
+        super().__init__(RegionDirector(), verify=verify)
+        self.check = False  # what ran twice needs no digests
+        self._look, self._tracer = look, look.tracer
+        self._ends: dict[int, object] = {}
 
-    def held(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
-        """Keep or evict a saved tensor."""
+    def _packed(self, tensor: torch.Tensor) -> Any:
+        if self._tracer.closed:
+            return Kept(tensor)
+        with unseen():
+            number, droppable = self._tracer.packs(tensor)
+            return _Looked(self._look, number, self._held_or_evicted(tensor, droppable))
+
+    def _held_or_evicted(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
         key = private.storage_key(tensor)
         entry = self._given.get(key)
-        if entry is None and not (droppable and self._tracer.made(tensor)):
+        # what is blank is written after it was saved, as rrelu does with its noise: there is nothing to copy
+        if key in self._blank or (entry is None and not (droppable and self._tracer.made(tensor))):
             return Kept(tensor)
-        # it is written after it was saved, as rrelu does with its noise: there is nothing to copy yet
-        if key in self._blank:
-            return Kept(tensor)
-        value = entry[0] if entry is not None else self._value_of(tensor)
-        return self._evict(value, tensor)
+        return self._evict(entry[0] if entry is not None else self._value_of(tensor), tensor)
 
     def _second_run(self, call: Callable[[], Any]) -> Any:
-        return self._tracer.second_run(call)
+        return self._tracer.measured_run(call, warm=True)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return apart(func, args, kwargs, self._tracer.first_run)
+        return apart(func, args, kwargs, lambda run: self._tracer.measured_run(run, warm=False))
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
         """As the recorder's, but tensors that the step made are kept as copies, so that the originals are
@@ -327,7 +297,7 @@ class _LittleMemory(Recorder):
             value = LiveValue.stored(on_a_copy(tensor, lazy=True))
             held = self._held
             held[key] = weakref.ref(value)
-            self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))
+            enter(self._ends, tensor.untyped_storage(), None, lambda: held.pop(key, None))
         return value
 
     def may_keep(self, tensor: torch.Tensor) -> bool:
@@ -355,4 +325,4 @@ class _LittleMemory(Recorder):
             self._held.pop(private.storage_key(tensor), None)
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
-        super()._copy_on_write([t for t in written if has_plain_storage(t) and not self._tracer.made(t)])
+        super()._copy_on_write([tensor for tensor in written if not self._tracer.made(tensor)])

@@ -16,8 +16,9 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import with_overhead
 from lowtide.run.look.look import look_aside
+from lowtide.trace.costs.measure import measure_costs
+from lowtide.trace.eager import StepTracer
 from lowtide.trace.fake import trace_fake
-from lowtide.trace.results import loss_in
 
 
 def trace(
@@ -63,16 +64,11 @@ def trace(
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     device = device_of(modules, args)
     if fake:
-        graph = trace_fake(step, args, kwargs, modules, device, costs=costs)
+        graph = trace_fake(step, args, kwargs, modules, device, measure_costs if costs else lambda specs: {})
     else:
-        _, graph = look_aside(
-            modules, torch.device(device), step, args, kwargs, loss_in, may_run_backward=True
-        )
-    return with_overhead(graph) if costs else without_costs(graph)
-
-
-def without_costs(graph: StepGraph) -> StepGraph:
-    """The graph with every operation taking 0 seconds."""
+        _, graph = look_aside(modules, device, step, args, kwargs, StepTracer.loss_of)
+    if costs:
+        return with_overhead(graph)
     return graph.with_operations(lambda op: replace(op, seconds=0.0, scratch_bytes=0), plain_seconds=0.0)
 
 
@@ -101,8 +97,8 @@ def _variables(function: Any) -> list[Any]:
     return [*variables.nonlocals.values(), *variables.globals.values()]
 
 
-def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> str:
-    """The device type of the first tensor of the modules or the arguments."""
+def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> torch.device:
+    """The type of the device of the first tensor of the modules or the arguments."""
     own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     tensors = (item for item in (*own, *args) if isinstance(item, torch.Tensor))
-    return next((tensor.device.type for tensor in tensors), "cpu")
+    return torch.device(next((tensor.device.type for tensor in tensors), "cpu"))

@@ -31,12 +31,9 @@ class RegionDirector:
         """
         return self._evicted
 
-    def skip(self, count: int) -> None:
-        """So many operations have run without being asked about."""
-
     def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
-        """Which of the ``writes`` values of the operation that has run stay; missing entries do not."""
-        return ()
+        """Which of the ``writes`` values of the operation that has run stay."""
+        return (False,) * writes
 
 
 class PlanDirector:
@@ -75,16 +72,10 @@ class PlanDirector:
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self.at
-        if at < len(program) and program[at].name == info.name:
-            return at
         for ahead in range(at, min(at + _LOOK_AHEAD, len(program))):
             if program[ahead].name == info.name:
                 return ahead
         return None
-
-    def skip(self, count: int) -> None:
-        """Advance by so many operations of the program."""
-        self.at += count
 
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plan runs this operation again."""
@@ -102,10 +93,10 @@ class PlanDirector:
             number if number >= 0 and has_plain_storage(t) else -1
             for number, t in zip(self.moves, wrote, strict=True)
         ]
-        for number, tensor in zip(moves, wrote, strict=True):
-            if number >= 0 and not self._is_of(tensor, self._moves[number]):
-                self.skipped += 1
-                return (-1,) * len(moves)
+        pairs = zip(moves, wrote, strict=True)
+        if not all(number < 0 or self._is_of(tensor, self._moves[number]) for number, tensor in pairs):
+            self.skipped += 1
+            return (-1,) * len(moves)
         if self.departed:
             moves = [-1 if number < 0 or self._moves[number].encoded else number for number in moves]
         return tuple(moves)
@@ -127,13 +118,13 @@ class PlanDirector:
         at = self._find(info)
         if at is None:
             self.extra += 1
-            return ()
+            return (False,) * writes
         self.skipped += at - self.at
         self.at = at + 1
         step = self._program[at]
         if len(step.stored) != writes:
             self.skipped += 1
-            return ()
+            return (False,) * writes
         self.moves = step.moves
         return step.stored
 

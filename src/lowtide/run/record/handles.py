@@ -39,7 +39,7 @@ class Kept:
         if self.mover is not None:
             self.mover.begin()
             self.mover.ahead()
-        _check_version(self.tensor, self.version)
+        _check_version(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
 
@@ -75,13 +75,12 @@ class Evicted:
         return self._unpack() if self.around is None else self.around(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
-        if self.mover is None:
-            with unseen():
-                return self._bring_back()
-        self.mover.begin()
+        if self.mover is not None:
+            self.mover.begin()
         with unseen():
             found = self._bring_back()
-        self.mover.ahead()
+        if self.mover is not None:
+            self.mover.ahead()
         return found
 
     def _bring_back(self) -> torch.Tensor:
@@ -159,17 +158,12 @@ def _is_content(part: Any) -> bool:
 
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor for what `Recorder.pack` returned."""
-    # the commonest case, with the fewest calls
-    if type(packed) is Kept and packed.mover is None:
-        tensor = packed.tensor
-        if private.version(tensor) == packed.version:
-            return tensor
     return packed if isinstance(packed, torch.Tensor) else packed.unpack()
 
 
-def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size | None = None) -> None:
+def _check_version(tensor: torch.Tensor, expected: int, shape: Sequence[int]) -> None:
     if private.version(tensor) != expected:
-        overwritten(tensor, private.version(tensor), expected, tensor.shape if shape is None else shape)
+        overwritten(tensor, private.version(tensor), expected, shape)
 
 
 def overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.ops import Call
 from lowtide.run.record.tape import Node
 from lowtide.trace.untouched import generator_state, set_generator_state
 
-Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Own(threading.local):
@@ -75,29 +76,29 @@ def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> 
     return bool(list(map(generator.set_state, compress((after,), map(eq, now, (before,))))))
 
 
-def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fills: bool) -> Any:
+def drawn(node: Node, run: Run, call: Call) -> Any:
     """Run a random operation in the forward, and record the state that it draws from.
 
     Args:
         node: the operation as it is recorded.
-        call: runs an operation.
-        args, kwargs: what it is called with.
-        fills: whether it only overwrites its argument, so that it may run a second time.
+        run: runs an operation.
+        call: the call; one that only fills a tensor may run a second time.
     """
+    args, kwargs = call.args, call.kwargs
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     node.generator = given[0] if given else None
     node.random_state = generator_state(node.device, node.generator)
     func, position = taking_generator(node.func)
     if func is None or node.device.type != "cpu":
-        return call(node.func, args, kwargs)
+        return run(node.func, args, kwargs)
     own, shared = _OWN.generator, node.generator or torch.default_generator
     set_generator_state(node.device, own, node.random_state)
     args, kwargs = _with(own, position, args, kwargs)
-    result = call(func, args, kwargs)
-    if not _went_on(shared, node.random_state, own.get_state()) and fills:
+    result = run(func, args, kwargs)
+    if not _went_on(shared, node.random_state, own.get_state()) and call.info.fills:
         own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
         node.random_state = generator_state(node.device, own)
-        result = call(func, args, kwargs)
+        result = run(func, args, kwargs)
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -52,13 +53,10 @@ def bring_back(value: LiveValue) -> torch.Tensor:
             continue
         seen.add(id(node))
         order.append(node)
-        stack.extend(node.inputs())
+        stack.extend(node.inputs)
     order.sort(key=lambda node: node.order)
-    uses: dict[int, int] = {}
-    for node in order:
-        for source in node.inputs():
-            uses[id(source)] = uses.get(id(source), 0) + 1
-    uses[id(value)] = uses.get(id(value), 0) + 1
+    uses = Counter(id(source) for node in order for source in node.inputs)
+    uses[id(value)] += 1
     with unseen(), private.replaying():
         for node in order:
             private.set_grad_enabled(node.grad)
@@ -73,7 +71,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
     return found
 
 
-def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
+def _run(node: Writer, transient: dict[int, torch.Tensor], uses: Counter[int]) -> None:
     """Run one recorded operation again, or fetch a moved value, and cache its outputs for their readers."""
     if isinstance(node, Fetch):
         assert node.output is not None
@@ -81,10 +79,10 @@ def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int])
         return
     assert isinstance(node, Node)
     substitutes: dict[int, torch.Tensor] = {}
-    inputs = node.inputs()
-    for ref, matters, _ in node.written:
-        old = ref.value
-        if not matters:
+    inputs = node.inputs
+    for one in node.written:
+        ref, old = one.ref, one.ref.value
+        if not one.reads:
             blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
             base = ref.over(blank.untyped_storage())
         else:
@@ -92,7 +90,7 @@ def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int])
             if base is None:
                 base = old.here()
             assert base is not None
-            if old.held is not None or old.readers > 1 or uses.get(id(old), 0) > 1:
+            if old.held is not None or old.readers > 1 or uses[id(old)] > 1:
                 whole = words_of(base, torch.uint8, base.untyped_storage().nbytes())
                 base = ref.over(whole.clone().untyped_storage())
         substitutes[id(ref)] = base
@@ -103,20 +101,19 @@ def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int])
         args = [_argument(node, item, substitutes, transient) for item in node.args]
         kwargs = {name: _argument(node, item, substitutes, transient) for name, item in node.kwargs.items()}
         for position in node.statistics:
-            if isinstance(args[position], torch.Tensor):
-                args[position] = args[position].clone()
+            args[position] = args[position].clone()
         flat = flat_results(run_again(node, args, kwargs))
         del args, kwargs
     for position, output in node.outputs:
         _place(output(), flat[position], transient, uses)
-    for ref, _, output in node.written:
-        _place(output(), substitutes[id(ref)], transient, uses)
+    for one in node.written:
+        if one.new is not None:
+            _place(one.new(), substitutes[id(one.ref)], transient, uses)
     del flat, substitutes
     node.has_read()
     for source in inputs:
-        left = uses.get(id(source), 0) - 1
-        uses[id(source)] = left
-        if left <= 0:
+        uses[id(source)] -= 1
+        if uses[id(source)] <= 0:
             transient.pop(id(source), None)
 
 
@@ -145,13 +142,13 @@ def _base(node: Node, value: LiveValue, transient: dict[int, torch.Tensor]) -> t
 
 
 def _place(
-    value: LiveValue | None, tensor: torch.Tensor, transient: dict[int, torch.Tensor], uses: dict[int, int]
+    value: LiveValue | None, tensor: torch.Tensor, transient: dict[int, torch.Tensor], uses: Counter[int]
 ) -> None:
     if value is None:
         return
     if value.readers > 0 and value.cached is None:
         value.cached = tensor
-    if uses.get(id(value), 0) > 0:
+    if uses[id(value)] > 0:
         transient[id(value)] = tensor
 
 

@@ -8,13 +8,14 @@ During the forward the recorder has tables to find values by their storages.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.run.digest import tensor_over
+from lowtide.run.digest import Geometry
 from lowtide.run.move.engine import StoredTensor, TransferEngine
 
 
@@ -64,6 +65,11 @@ class LiveValue:
             if self.readers == 0:
                 self.cached = None
 
+    @property
+    def unchanged(self) -> bool:
+        """Whether it is held, and was not written since."""
+        return self.held is not None and private.version(self.held) == self.version
+
     def here(self) -> torch.Tensor | None:
         """A tensor on the value's bytes if they are in memory.
 
@@ -72,7 +78,7 @@ class LiveValue:
         """
         if self.held is None:
             return self.cached
-        if private.version(self.held) != self.version:
+        if not self.unchanged:
             raise ReplayError(
                 "a tensor that a recomputation starts from was modified by an in-place operation after the "
                 f"forward pass (version {private.version(self.held)}, expected {self.version}, shape "
@@ -88,37 +94,14 @@ class LiveValue:
         return self.held
 
 
-class Ref:
+class Ref(Geometry):
     """A tensor argument: a value and a geometry over it."""
 
-    __slots__ = ("conjugate", "dtype", "negative", "offset", "shape", "strides", "value")
+    __slots__ = ("value",)
 
     def __init__(self, value: LiveValue, tensor: torch.Tensor) -> None:
+        super().__init__(tensor)
         self.value = value
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.strides = tensor.stride()
-        self.offset = tensor.storage_offset()
-        self.conjugate = tensor.is_conj()
-        self.negative = tensor.is_neg()
-
-    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """A new tensor of this geometry over a storage, without its conjugate and negative bits."""
-        return tensor_over(storage, self.dtype, self.offset, self.shape, self.strides)
-
-    def view(self, base: torch.Tensor) -> torch.Tensor:
-        """This geometry over the storage of ``base``."""
-        if base.dtype is not self.dtype:
-            base = self.over(base.untyped_storage())
-        elif (
-            base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset
-        ):
-            base = base.as_strided(self.shape, self.strides, self.offset)
-        if base.is_conj() is not self.conjugate:
-            base = private.conjugated(base)
-        if base.is_neg() is not self.negative:
-            base = private.negated(base)
-        return base
 
 
 class SparseInput:
@@ -143,14 +126,30 @@ class SparseInput:
         return self.tensor
 
 
+class Overwrite:
+    """A tensor argument that an operation overwrites.
+
+    Attributes:
+        ref: the old value.
+        reads: whether that is read.
+        new: a weak reference to the new value, if that can be recomputed.
+    """
+
+    __slots__ = ("new", "reads", "ref")
+
+    def __init__(self, ref: Ref, reads: bool) -> None:
+        self.ref, self.reads = ref, reads
+        self.new: weakref.ref[LiveValue] | None = None
+
+
 class Node:
     """One recorded operation.
 
     Attributes:
         func, args, kwargs: the call, with `Ref` in place of tensors.
         order: position in the forward.
-        written: for each argument that it writes: a `Ref` to the old value, whether it reads that, and a weak
-            reference to the new value.
+        inputs: the values that it reads, each once when the node is complete.
+        written: the arguments that it overwrites.
         outputs: for each new storage: position in the flat list of result tensors, and a weak reference to
             its value.
         statistics: positions of running statistics; a replay gets clones of them.
@@ -164,7 +163,7 @@ class Node:
     """
 
     __slots__ = (
-        "__weakref__", "_inputs", "args", "call", "device", "exact", "func", "generator", "grad",
+        "__weakref__", "args", "call", "device", "exact", "func", "generator", "grad", "inputs",
         "kwargs", "order", "outputs", "random_state",
         "statistics", "waits", "written",
     )  # fmt: skip
@@ -177,32 +176,20 @@ class Node:
         self.args: list[Any] = []
         self.call: Any = None
         self.kwargs: dict[str, Any] = {}
-        self.written: list[tuple[Ref, bool, weakref.ref[LiveValue]]] = []
+        self.inputs: list[LiveValue] = []
+        self.written: list[Overwrite] = []
         self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
         self.statistics: tuple[int, ...] = ()
         self.random_state: bytes | None = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
         self.waits = False
-        self._inputs: list[LiveValue] | None = None
 
-    def inputs(self) -> list[LiveValue]:
-        """The values that it reads, each once; call this when the node is complete."""
-        if self._inputs is None:
-            unseen = [ref for ref, matters, _ in self.written if not matters]
-            found: dict[int, LiveValue] = {}
-            for item in [*self.args, *self.kwargs.values()]:
-                for ref in item if isinstance(item, list) else (item,):
-                    if isinstance(ref, Ref) and not any(ref is other for other in unseen):
-                        found.setdefault(id(ref.value), ref.value)
-            self._inputs = list(found.values())
-        return self._inputs
-
-    def reads(self, values: list[LiveValue]) -> None:
-        """Complete the node: count it among the readers of these values."""
-        self._inputs = values
+    def reads(self) -> None:
+        """Complete the node: count it among the readers of its inputs."""
+        self.inputs = list(dict.fromkeys(self.inputs))
         self.waits = True
-        for value in values:
+        for value in self.inputs:
             value.readers += 1
             if value.node is not None and not value.node.exact:
                 self.exact = False
@@ -211,7 +198,7 @@ class Node:
         """Stop counting this node as a reader: it has run again, or never will."""
         if self.waits:
             self.waits = False
-            for value in self.inputs():
+            for value in self.inputs:
                 value.read()
 
     def __del__(self) -> None:
@@ -230,6 +217,7 @@ class Fetch:
     """
 
     __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
+    inputs: Sequence[LiveValue] = ()
 
     def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
         self.func = "a moved value"
@@ -239,10 +227,6 @@ class Fetch:
         self.exact = stored.exact
         self.grad = False
         self.output: weakref.ref[LiveValue] | None = None
-
-    def inputs(self) -> list[LiveValue]:
-        """None."""
-        return []
 
     def fetch(self) -> torch.Tensor:
         """The bytes, now."""

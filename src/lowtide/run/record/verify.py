@@ -10,8 +10,8 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.digest import same_bytes, tensor_over, words_of
+from lowtide.ops import Call, has_plain_storage
+from lowtide.run.digest import Geometry, same_bytes, words_of
 from lowtide.run.record.replay import flat_results, run_again
 from lowtide.run.record.tape import Node
 
@@ -53,14 +53,12 @@ def on_a_copy(tensor: torch.Tensor, *, lazy: bool = False) -> torch.Tensor:
     """
     words = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes())
     storage = (private.lazy_clone(words) if lazy else words.clone()).untyped_storage()
-    return tensor_over(storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+    return Geometry(tensor).over(storage)
 
 
 def why_not_reproduced(
     node: Node,
-    info: OpInfo,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    call: Call,
     flat: list[Any],
     before: list[tuple[torch.Tensor, torch.Tensor]],
     around: Callable[[Callable[[], Any]], Any],
@@ -69,24 +67,21 @@ def why_not_reproduced(
 
     Args:
         node: the recorded operation.
-        info: its properties.
-        args, kwargs: its arguments.
+        call: the first run.
         flat: its results.
         before: each tensor that it overwrote, with a copy from before.
         around: makes the call of the second run, to measure it.
     """
-    fresh = {id(tensor): copy for tensor, copy in before}
-    for position in node.statistics:
-        if isinstance(args[position], torch.Tensor) and id(args[position]) not in fresh:
-            fresh[id(args[position])] = copied(args[position])
-
+    copies = {id(tensor): copy for tensor, copy in before}
     try:
-        fresh_ones = private.tree_map_only(torch.Tensor, lambda t: fresh.get(id(t), t), (list(args), kwargs))
+        args, kwargs = private.tree_map_only(
+            torch.Tensor, lambda t: copies.get(id(t), t), (list(call.args), call.kwargs)
+        )
         with private.replaying():
-            again = flat_results(around(lambda: run_again(node, *fresh_ones)))
+            again = flat_results(around(lambda: run_again(node, args, kwargs)))
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
-    results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in info.loose]
+    results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in call.info.loose]
     pairs = [(a, b) for a, b in results if isinstance(a, torch.Tensor)] + before
     for first, second in pairs:
         if has_plain_storage(first) and not same_bytes(first, second):

@@ -17,11 +17,11 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.ops import OpInfo, op_info
+from lowtide.ops import Call, op_info
 from lowtide.run.messages import warn
 from lowtide.run.record.directors import Director
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.tape import LiveValue, Node, Ref
+from lowtide.run.record.tape import LiveValue, Node
 from lowtide.run.record.verify import Verify
 
 MOST_FINGERPRINTS = 1 << 17
@@ -88,9 +88,9 @@ class ScopeRecorder(Recorder):
             self._fingerprint = ~self._fingerprint
         return result
 
-    def _prepare(self, func: Any, info: OpInfo, *rest: Any) -> tuple[Node, list[Ref]] | None:
+    def _prepare(self, call: Call) -> Node | None:
         """As the recorder's, but an operation that did not reproduce before is not recorded."""
-        return None if self._reproduces is False else super()._prepare(func, info, *rest)
+        return None if self._reproduces is False else super()._prepare(call)
 
     def _link(self, *node: Any) -> None:
         """As the recorder's; the operation has been verified by now."""
@@ -129,7 +129,7 @@ def _looks_of(items: tuple[Any, ...] | list[Any]) -> list[Any]:
     for item in items:
         if isinstance(item, torch.Tensor):
             looks += (None if item.is_nested else item.shape, item.dtype, item.device)
-            owner = item if item._base is None else item._base
+            owner = private.base_of(item)
             if type(owner) is torch.nn.Parameter:
                 looks.append(private.storage_key(owner))
         elif isinstance(item, (list, tuple)):

@@ -162,11 +162,8 @@ class Bench:
             """Seconds of a run, its scratch in bytes, what its outputs take beyond what was expected, and
             whether the watching took time itself.
             """
-            for data, dtype in dirty:
-                self._fill(data, dtype)
             with peak(device) as seen:
-                out, read = clock.time(lambda: spec.func(*args, **kwargs))
-                seconds = read()
+                seconds, out = run()
                 live = seen.live_bytes if seen.source != "profiler" else 0
             own = _own(out, known)
             made = sum(s.nbytes() for s in own)

@@ -83,10 +83,11 @@ class Core {
   }
 
   void to_python() {  // it runs the next operation, and may evict values
-    py::object recorder = behind(recorder_);
-    if (passed_) recorder.attr("skip")(passed_);
-    passed_ = 0;
-    recorder.attr("_order") = order_;
+    if (!python_ran_) {
+      py::object recorder = behind(recorder_);
+      recorder.attr("director").attr("at") = at_;
+      recorder.attr("_order") = order_;
+    }
     hooks_.put_in();
     python_ran_ = true;
   }
@@ -156,10 +157,7 @@ class Core {
     for (size_t at = first_; at < stack->size() && !wrote; ++at) {
       each_tensor((*stack)[at], [&](const Tensor& result, size_t) { return !(wrote = is_new(result)); });
     }
-    if (wrote) {
-      ++at_;
-      ++passed_;
-    }
+    if (wrote) ++at_;
     if (hooks_.in() && !evicts_any()) hooks_.take_out();
     return true;
   }
@@ -197,7 +195,6 @@ class Core {
     bool same = places.size() == known.stored.size();
     if (!same) skips();
     ++at_;
-    ++passed_;
     py::object node = new_node(known.func, order_++, std::move(call));
     reads(node, inputs);
     c10::SmallVector<py::object, 4> outputs;
@@ -281,7 +278,7 @@ class Core {
   Hooks hooks_;
   bool python_ran_ = false;
   size_t at_ = 0, first_ = 0;  // places: in the program; of the first argument on the stack
-  long passed_ = 0, order_ = 0;
+  long order_ = 0;
   c10::SmallVector<Shown, 8> shown_;
 };
 

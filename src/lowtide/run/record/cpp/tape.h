@@ -18,7 +18,7 @@ struct Classes {
     Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
         args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
         statistics{type, "statistics"}, random_state{type, "random_state"}, generator{type, "generator"},
-        grad{type, "grad"}, waits{type, "waits"}, inputs{type, "_inputs"},
+        grad{type, "grad"}, waits{type, "waits"}, inputs{type, "inputs"},
         call{type, "call"};
   } node;
   py::object unpack, bring_back, overwritten;  // functions in Python
