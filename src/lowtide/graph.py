@@ -175,11 +175,8 @@ class StepGraph:
 
     def __repr__(self) -> str:
         forward = sum(1 for operation in self.operations if operation.phase == "forward")
-        kept = sum(
-            {
-                s.value: self.storages[self.values[s.value].storage].bytes for s in self.saved if s.droppable
-            }.values()
-        )
+        values = {saved.value for saved in self.saved if saved.droppable}
+        kept = sum(self.storages[self.values[value].storage].bytes for value in values)
         return (
             f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; "
             f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "

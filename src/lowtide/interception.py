@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,12 @@ class Interceptor:
         """From here on, until `stop`, on this thread."""
         with _LOCK:
             _register()
+            native = _registered().native
         thread = self._thread_state = _thread()
         thread.active = [*thread.active, self]
         thread.choose()
         if thread.core is not None:
-            _registered().native.activate(thread.core)
+            native.activate(thread.core)
         _include(_KEY, True)
 
     def stop(self) -> None:
@@ -182,12 +183,11 @@ def is_evicted(tensor: torch.Tensor) -> bool:
     return any(one.will_evict(tensor) for one in watchers() if hasattr(one, "will_evict"))
 
 
-def without_modes() -> AbstractContextManager[object]:
+@contextmanager
+def without_modes() -> Iterator[None]:
     """Operations in the block are seen by nobody: neither recorded nor made fake."""
-    stack = ExitStack()
-    stack.enter_context(private.without_dispatch_modes())
-    stack.enter_context(unseen())  # pyright: ignore
-    return stack
+    with private.without_dispatch_modes(), unseen():
+        yield
 
 
 class _Kernel:
@@ -202,7 +202,9 @@ class _Kernel:
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         func = self.func
         if func is None:
-            func = self.func = _overload(self.name)
+            # the dispatcher's name is aten::add.Tensor, or aten::relu where the overload has none
+            name = self.name.replace("::", ".") + ("" if "." in self.name else ".default")
+            func = self.func = operation_named(name)
         thread = _known_thread()
         if (
             thread is None
@@ -210,7 +212,8 @@ class _Kernel:
             or not thread.active
             or (args and isinstance(args[0], private.FakeTensor))
         ):
-            return _passed(func, keyset & _BELOW, args, kwargs)
+            with unseen():
+                return _run(func, keyset & _BELOW, args, kwargs)
         _include(_KEY, False)
         active = thread.active
         thread.level, thread.keyset = len(active) - 1, keyset
@@ -220,11 +223,6 @@ class _Kernel:
             thread.level = -1
             if thread.active:
                 _include(_KEY, True)
-
-
-def _passed(func: Any, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with unseen():
-        return _run(func, below, args, kwargs)
 
 
 def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -250,11 +248,6 @@ def _takes_tensor(func: Any) -> bool:
 _DEVICES = ("CPU", "CUDA", "PrivateUse1")
 _NUMBERS = frozenset({int, float, bool, complex})
 _BELOW = private.keys_below(_KEY)
-
-
-def _overload(name: str) -> Any:
-    """The overload that the dispatcher calls ``aten::add.Tensor`` (or ``aten::relu``, which has no name)."""
-    return operation_named(name.replace("::", ".") + ("" if "." in name else ".default"))
 
 
 _RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "recorder.cpp"
@@ -283,22 +276,18 @@ class _Registered:
 
 
 _LOCK = threading.RLock()
-"""Held while kernels are put at the key, which every thread shares."""
+"""Held while kernels are put at the key, which every thread shares, and where `_registered` is called."""
 
 
 @functools.cache
-def _made() -> _Registered:
-    return _Registered()
-
-
 def _registered() -> _Registered:
-    with _LOCK:  # what is cached may be made twice where two threads ask first
-        return _made()
+    return _Registered()
 
 
 def compiled_recorder() -> Any:
     """The compiled recorder, or ``None`` where it cannot be compiled."""
-    return _registered().native
+    with _LOCK:
+        return _registered().native
 
 
 def _definitions() -> tuple[Any, ...]:

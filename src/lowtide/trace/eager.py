@@ -68,7 +68,6 @@ class StepTracer(Tracer, Interceptor):
         self._scratch: dict[Any, list[int]] = defaultdict(list)
         self._cost: Any = None  # of the operation at hand
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
-        self._costs: list[Any] = []  # for each operation, what equal calls share
         self._nodes: list[Any] = []  # for each operation, the autograd node whose turn it was
         self._newest = -1  # the newest operation
         self._meet = -2  # the newest in which autograd's engine added gradients
@@ -126,7 +125,7 @@ class StepTracer(Tracer, Interceptor):
         if node is not None and adds and self._meets(call.args[0], self.operations[index].reads, node):
             self._meet = index
         self._nodes.append(node)
-        self._costs.append(self._cost)
+        self.signatures.append(self._cost)
 
     def _meets(self, first: Any, reads: tuple[int, ...], node: Any) -> bool:
         """Whether a gradient that another node made is the first that is read: the engine adds the second to
@@ -177,7 +176,7 @@ class StepTracer(Tracer, Interceptor):
             return super()._storage_of(tensor, producer)
         index = self._add_operation(HIDDEN, (), HIDDEN)
         self._nodes.append(None)
-        self._costs.append((HIDDEN, index))
+        self.signatures.append((HIDDEN, index))
         number = super()._storage_of(tensor, index)
         self._writes(index, self._current[number])
         return number
@@ -219,16 +218,11 @@ class StepTracer(Tracer, Interceptor):
         """
         return self.measured(self._cost if warm else (self._cost, "cold"), call)
 
-    def costs(self) -> list[tuple[float, int]]:
-        """The median of an operation's warm runs, cold ones where there are none, and its most scratch."""
-
-        def cost_of(kind: Any) -> tuple[float, int]:
-            runs = self._seconds[kind] or self._seconds[kind, "cold"]
-            scratch = self._scratch[kind] + self._scratch[kind, "cold"]
-            return statistics.median(read() for read in runs) if runs else 0.0, max(scratch, default=0)
-
-        found = {kind: cost_of(kind) for kind in set(self._costs)}
-        return [found[kind] for kind in self._costs]
+    def cost_of(self, signature: Any) -> tuple[float, int]:
+        """The median of the warm runs, cold ones where there are none, and the most scratch."""
+        runs = self._seconds[signature] or self._seconds[signature, "cold"]
+        scratch = self._scratch[signature] + self._scratch[signature, "cold"]
+        return statistics.median(read() for read in runs) if runs else 0.0, max(scratch, default=0)
 
 
 def apart(

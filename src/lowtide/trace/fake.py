@@ -124,16 +124,9 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
     """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block."""
     with same_attributes(modules):
         for module in dict.fromkeys(module for root in modules for module in root.modules()):
-            tables: Any = (module._parameters, module._buffers)
-            for table in tables:
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        table[name] = faker.tensor(tensor)
-            for name, item in list(module.__dict__.items()):
-                if name not in ("_parameters", "_buffers", "_modules"):
-                    swapped = faker.attribute(item)
-                    if swapped is not item:
-                        module.__dict__[name] = swapped
+            for name, item in list(vars(module).items()):
+                if name != "_modules":
+                    vars(module)[name] = faker.attribute(item)
         yield
 
 
@@ -178,7 +171,6 @@ class FakeTracer(Tracer, TorchDispatchMode):
         device: whose memory the graph is about.
 
     Attributes:
-        signatures: for each operation, what equal calls share.
         specs: a call without its tensors for each signature.
         priced: what calls of a signature cost.
     """
@@ -186,7 +178,6 @@ class FakeTracer(Tracer, TorchDispatchMode):
     def __init__(self, model: torch.nn.Module | None = None, device: torch.device | str = "cpu") -> None:
         TorchDispatchMode.__init__(self)
         Tracer.__init__(self, model, torch.device(device))
-        self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
         self.priced: Costs = {}
         self._described: tuple[Signature, OpSpec] | None = None  # of the operation at hand
@@ -259,13 +250,13 @@ class FakeTracer(Tracer, TorchDispatchMode):
         signature, spec = self._described
         self.signatures.append(signature)
         if signature not in self.specs:
-            sizes = {private.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in fresh}
-            self.specs[signature] = replace(spec, output_bytes=sum(sizes.values()))
+            sizes = [tensor.untyped_storage().nbytes() for tensor in fresh]
+            self.specs[signature] = replace(spec, output_bytes=sum(sizes))
 
-    def costs(self) -> list[tuple[float, int]]:
-        """As they are known."""
-        found = [self.priced.get(signature) for signature in self.signatures]
-        return [(0.0, 0) if cost is None else (cost.seconds, cost.scratch_bytes) for cost in found]
+    def cost_of(self, signature: Any) -> tuple[float, int]:
+        """As it is known."""
+        cost = self.priced.get(signature)
+        return (0.0, 0) if cost is None else (cost.seconds, cost.scratch_bytes)
 
     # ---- saved tensors ---------------------------------------------------------------------------
 

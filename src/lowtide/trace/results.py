@@ -44,12 +44,8 @@ def loss_of(result: Any) -> torch.Tensor | None:
         loss = result.get("loss")
     if isinstance(loss, torch.Tensor):
         return loss_of(loss)
-    if isinstance(result, (tuple, list)):
-        for item in result:
-            found = loss_of(item)
-            if found is not None:
-                return found
-    return None
+    found = map(loss_of, result) if isinstance(result, (tuple, list)) else ()
+    return next((loss for loss in found if loss is not None), None)
 
 
 def loss_in(result: Any) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Tracer:
         in_region: whether what runs is the model's forward, which can be planned.
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
+        signatures: for each operation, what calls share that cost the same.
         unreleased: how many saved tensors autograd still holds.
         gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
     """
@@ -61,6 +62,7 @@ class Tracer:
         self.values: list[Value] = []
         self.saved: list[Saved] = []
         self.events: list[Event] = []
+        self.signatures: list[Any] = []
         self.in_region = True
         self.closed = False
         self.unreleased = 0
@@ -85,12 +87,10 @@ class Tracer:
     def _name_model(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self._name(parameter, "parameter", name)
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                self._name(gradient, "gradient", name)
-            slab = getattr(parameter, "gradient_slab", None)  # it stands without gradients, too
-            if isinstance(slab, torch.Tensor):
-                self._name(slab, "gradient", name)
+            # the slab stands without gradients, too
+            for tensor in (gradient_of(parameter), getattr(parameter, "gradient_slab", None)):
+                if isinstance(tensor, torch.Tensor):
+                    self._name(tensor, "gradient", name)
         for name, buffer in model.named_buffers():
             self._name(buffer, "buffer", name)
         self._module_names = {id(module): name for name, module in model.named_modules()}
@@ -307,15 +307,15 @@ class Tracer:
         """It gets one on ``storage``, made for it alone; without one, nobody can tell how long it is used,
         and it stays anyway.
         """
-        if storage is None:
-            self.event("done", number)
-            return
 
         def ended() -> None:
             self.event("done", number)
             on_end()
 
-        enter(self._handed_out, storage, self.saved[number].value, ended)
+        if storage is None:
+            ended()
+        else:
+            enter(self._handed_out, storage, self.saved[number].value, ended)
 
     def releases(self, number: int) -> None:
         """Autograd has let go of a saved tensor for good."""
@@ -335,8 +335,8 @@ class Tracer:
 
     # ---- the whole -------------------------------------------------------------------------------
 
-    def costs(self) -> list[tuple[float, int]]:
-        """Seconds and scratch bytes of each operation."""
+    def cost_of(self, signature: Any) -> tuple[float, int]:
+        """Seconds and scratch bytes of operations with this signature."""
         raise NotImplementedError
 
     def graph(self) -> StepGraph:
@@ -346,10 +346,11 @@ class Tracer:
         for value in self.values:
             if value.producer is None or self.operations[value.producer].phase == "forward":
                 newest[value.storage] = value.id
+        costs = {signature: self.cost_of(signature) for signature in set(self.signatures)}
         stays = {s.id for s in self.storages if s.kind == "backward"}
         operations = tuple(
-            replace(operation, seconds=seconds, scratch_bytes=scratch)
-            for operation, (seconds, scratch) in zip(self.operations, self.costs(), strict=True)
+            replace(operation, seconds=costs[signature][0], scratch_bytes=costs[signature][1])
+            for operation, signature in zip(self.operations, self.signatures, strict=True)
         )
         return StepGraph(
             operations=operations,

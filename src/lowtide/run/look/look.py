@@ -184,7 +184,7 @@ class _Looked:
         tracer.unpacks(self.number)
         tensor = self.held.unpack()
         if isinstance(self.held, Kept):
-            tracer.hands_out(self.number, None, lambda: None)
+            tracer.hands_out(self.number, None)
             return tensor
         alone = self.held.ref.over(private.borrowed_storage(tensor.untyped_storage()))
         owner = [tensor]  # holds the bytes for as long as the alias is there
@@ -307,11 +307,6 @@ class _LittleMemory(Recorder):
     def boundary(self) -> None:
         """As the recorder's, but kept values stay registered: they are copied when they are overwritten."""
         self._given.clear()
-
-    def close(self) -> None:
-        """Forget what would keep tensors alive."""
-        self._given.clear()
-        self._blank.clear()
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
         """Copy what replays start from before it is overwritten, by another forward for instance.

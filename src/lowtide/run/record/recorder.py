@@ -94,12 +94,10 @@ class Recorder(Interceptor):
 
         Not under a plan, which has decisions for the scope's operations.
         """
-        if isinstance(self.director, PlanDirector):
-            yield
-            return
         before = self.director
-        self.boundary()
-        self.director = director
+        if not isinstance(before, PlanDirector):
+            self.boundary()
+            self.director = director
         try:
             yield
         finally:
@@ -107,8 +105,7 @@ class Recorder(Interceptor):
 
     def close(self) -> None:
         """Forget all values; those that saved tensors need are held by autograd's graph."""
-        self._given.clear()
-        self._held.clear()
+        self.boundary()
         self._blank.clear()
 
     # ---- operations ------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 
 from lowtide import private
 from lowtide.meter import available, counting_allocator, peak, storages
-from lowtide.ops import tensors_of
+from lowtide.ops import op_info, tensors_of, written_tensors
 from lowtide.private import tree_leaves, tree_map
 from lowtide.progress import current
 from lowtide.trace.clock import Clock
@@ -146,11 +146,17 @@ class Bench:
         """
         device = _device_of(spec)
         clock = Clock(device)
-        inputs = {key: self._storage(leaves) for key, leaves in _by_storage(spec).items()}
-        dirty = self._mutated(spec, inputs)
+        leaves = spec.tensors()
+        inputs = {
+            key: self._storage([leaf for leaf in leaves if leaf.storage_key == key])
+            for key in {leaf.storage_key for leaf in leaves}
+        }
         args, kwargs = tree_map(lambda leaf: _argument(leaf, inputs), (spec.args, spec.kwargs))
         _fit(spec, args)
-        known = {private.storage_key(data) for data in inputs.values()}
+        known = {private.storage_key(data): data for data in inputs.values()}
+        # what it writes to is filled again before every run
+        written = written_tensors(op_info(spec.func), args, kwargs)
+        dirty = [(known[private.storage_key(tensor)], tensor.dtype) for tensor in written]
 
         def run() -> tuple[float, Any]:
             for data, dtype in dirty:
@@ -226,19 +232,6 @@ class Bench:
         data[: whole * pattern.numel()].view(whole, -1).copy_(pattern.expand(whole, -1))
         data[whole * pattern.numel() :].copy_(pattern[: data.numel() - whole * pattern.numel()])
 
-    @staticmethod
-    def _mutated(spec: OpSpec, inputs: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """The storages that the operation writes to, to be filled again before every run."""
-        found: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-        for at, argument in enumerate(private.schema_of(spec.func).arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = spec.kwargs.get(argument.name, spec.args[at] if at < len(spec.args) else None)
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, TensorSpec):
-                    found[leaf.storage_key] = (inputs[leaf.storage_key], leaf.dtype)
-        return list(found.values())
-
 
 def _argument(leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(leaf, torch.Generator):
@@ -263,17 +256,9 @@ def _fit(spec: OpSpec, args: Any) -> None:
                 tensor.fill_(1)
 
 
-def _own(out: Any, known: set[int]) -> list[torch.UntypedStorage]:
+def _own(out: Any, known: Mapping[int, object]) -> list[torch.UntypedStorage]:
     """The storages of an operation's results that are not its inputs'."""
-    made = storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-    return [storage for storage in made if private.storage_address(storage) not in known]
-
-
-def _by_storage(spec: OpSpec) -> dict[int, list[TensorSpec]]:
-    found: dict[int, list[TensorSpec]] = {}
-    for leaf in spec.tensors():
-        found.setdefault(leaf.storage_key, []).append(leaf)
-    return found
+    return [s for s in storages(tensors_of(out)) if private.storage_address(s) not in known]
 
 
 def _devices(spec: OpSpec) -> set[torch.device]:

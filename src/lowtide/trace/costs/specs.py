@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from lowtide import private
-from lowtide.ops import has_plain_storage
+from lowtide.ops import has_plain_storage, tensors_of
 from lowtide.private import OpOverload, tree_leaves, tree_map
 from lowtide.trace.costs.roofline import outside_modes
 
@@ -159,7 +159,7 @@ def likely_flops(spec: OpSpec) -> int:
         return known
     given = [_sizes(leaf.shape) for leaf in spec.tensors() if leaf.dtype.is_floating_point]
     try:
-        made = [_sizes(one.shape) for one in tree_leaves(_on_meta(spec)[2]) if torch.is_tensor(one)]
+        made = [_sizes(one.shape) for one in tensors_of(_on_meta(spec)[2])]
     except Exception:  # a kernel that wants to know what the tensors hold
         return 0
     pairs = list(combinations(given, 2)) or [(one, Counter()) for one in given]
@@ -205,6 +205,9 @@ def described_call(
     return OpSpec(func, described, named, output_bytes)
 
 
+_AS_THEY_ARE = (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)
+
+
 def _describe(item: Any, keys: dict[int, int], size_of: Callable[[Any], int]) -> Any:
     """An argument with tensors described; ``keys`` numbers the storages of the call in order of
     appearance.
@@ -221,12 +224,7 @@ def _describe(item: Any, keys: dict[int, int], size_of: Callable[[Any], int]) ->
         return tuple(_describe(part, keys, size_of) for part in item)
     if isinstance(item, torch.SymInt):
         return size_of(item)
-    if (
-        isinstance(
-            item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)
-        )
-        or item is None
-    ):
+    if item is None or isinstance(item, _AS_THEY_ARE):
         return item
     return repr(item) if not isinstance(item, torch.Generator) else None
 
