@@ -107,7 +107,7 @@ def limit_memory(
         progress=progress,
     )
     model.__dict__["forward"] = limiter
-    limiter.wait_for_a_step()
+    limiter.engagement.begin()
     return Handle.of(limiter)
 
 

@@ -48,14 +48,14 @@ def warn(text: str) -> None:
 
 
 class Once:
-    """Warns of each thing once."""
+    """Warns of each thing once: of a text, or of what it is about where its words vary."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def __call__(self, text: str, about: str = "") -> None:
+        if (about or text) not in self._told:
+            self._told.add(about or text)
             warn(text)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
-from lowtide.run.messages import Once
 from lowtide.trace.fake import Faker, FakeTracer
 
 
@@ -22,13 +21,11 @@ class OptimizerNeed:
     Attributes:
         state_bytes: its state, present or still to come.
         step_bytes: the most that one ``step()`` allocates beyond its state.
-        missing_gradient_bytes: gradients that its trainable parameters do not have yet.
         unknown: why ``step_bytes`` could not be worked out (they are 0 then), or nothing.
     """
 
     state_bytes: int
     step_bytes: int
-    missing_gradient_bytes: int
     unknown: str = ""
 
 
@@ -45,9 +42,8 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     faker = Faker()
     parameters = _parameters(optimizer)
     present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
-    missing = _missing_bytes(optimizer)
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
-        return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore
+        return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes())  # type: ignore
     try:
         with ExitStack() as stack, faker.mode:
             fakes = {
@@ -75,66 +71,28 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             total = _bytes(item for state in twin.state.values() for item in state.values())
     except Exception as error:  # user code on fake tensors may raise anything
         if present:
-            return OptimizerNeed(present, 0, missing, f"{type(error).__name__}: {error}")
+            return OptimizerNeed(present, 0, f"{type(error).__name__}: {error}")
         raise PlanError(
             f"the memory of {type(optimizer).__name__} cannot be worked out before its first step "
             f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and subtract "
             "its state from the budget"
         ) from error
-    return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]), missing)
+    return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]))
 
 
-class KnownNeed:
-    """An optimizer's need, worked out again only when its parameters, options or state have changed.
-
-    A step on fake tensors takes as long as planning for a small model, and every plan needs the result.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[tuple[Any, ...], OptimizerNeed] | None = None
-        self._tell = Once()
-
-    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-        """As `optimizer_need`; warns once of what is not known."""
-        if hasattr(optimizer, "device_state_bytes"):
-            return optimizer_need(optimizer)
-        inputs = _inputs(optimizer)
-        if self._known is None or self._known[0] != inputs:
-            self._known = (inputs, optimizer_need(optimizer))
-            if self._known[1].unknown:
-                self._tell(
-                    "unknown",
-                    f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
-                    f"out ({self._known[1].unknown}), so only the state counts against the budget: measure "
-                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
-                )
-        return replace(self._known[1], missing_gradient_bytes=_missing_bytes(optimizer))
-
-
-def _inputs(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What an optimizer's memory depends on, to be compared: options, parameters, and the shapes and types of
-    its state.
-    """
-
-    def form(item: Any) -> Any:
-        own = own_share(item)
-        if not isinstance(own, torch.Tensor):
-            return repr(own)
-        return id(item), own.shape, own.dtype, own.device, own.requires_grad
-
-    state = [
-        (name, form(item))
-        for p in _parameters(optimizer)
-        for name, item in optimizer.state.get(p, {}).items()
-    ]
-    return optimizer, repr(optimizer), [form(p) for p in _parameters(optimizer)], state
+def depends_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What its need depends on, to be compared: options, parameters, and how many have state."""
+    parameters = [(id(p), p.requires_grad) for p in _parameters(optimizer)]
+    host = getattr(optimizer, "host_fraction", None)  # of an optimizer whose state is partly elsewhere
+    return id(optimizer), repr(optimizer), parameters, len(optimizer.state), host
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _missing_bytes(optimizer: torch.optim.Optimizer) -> int:
+def missing_gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of the gradients that its trainable parameters do not have yet."""
     return sum(
         own_share(p).nbytes
         for p in _parameters(optimizer)
