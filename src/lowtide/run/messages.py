@@ -48,15 +48,15 @@ def warn(text: str) -> None:
 
 
 class Once:
-    """Warns of each thing once: of a text, or of what it is about where its words vary."""
+    """Warns of each thing once: in a text, by itself or with a name where its words vary."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(self, text: str, about: str = "") -> None:
-        if (about or text) not in self._told:
-            self._told.add(about or text)
-            warn(text)
+    def __call__(self, what: str, text: str = "") -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warn(text or what)
 
 
 def own_checkpointing(model: torch.nn.Module) -> str:

@@ -35,13 +35,7 @@ class Handle:
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
         self.model = limiter.model
-
-    @classmethod
-    def of(cls, limiter: Limiter) -> Handle:
-        """The one handle of a limit."""
-        if limiter.handle is None:
-            limiter.handle = cls(limiter)
-        return limiter.handle
+        limiter.handle = self
 
     def __repr__(self) -> str:
         if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
@@ -278,4 +272,4 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
-    return None if forward is None or forward.removed else Handle.of(forward)
+    return None if forward is None or forward.removed else forward.handle or Handle(forward)

@@ -172,8 +172,8 @@ class Kinds:
             else:
                 planned.accept(margin, planner.wanted(0))
             self.tell(
-                f"lowtide plans as if no step had taken more than predicted: no plan leaves that. {error}",
                 "stays",
+                f"lowtide plans as if no step had taken more than predicted: no plan leaves that. {error}",
             )
 
     # ---- looks -----------------------------------------------------------------------------------

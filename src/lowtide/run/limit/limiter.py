@@ -70,6 +70,10 @@ class _Local(threading.local):
 class Limiter:
     """Replaces ``model.forward``: looks at the first step of each kind, and runs later ones under its plan.
 
+    Args:
+        model, loss_fn, verify, stores: as of `limit_memory`.
+        asked: budget, policy, optimizer and progress, for the planner.
+
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
     It can be copied and pickled with the model; plans are not copied, the copy makes its own.
 
@@ -83,23 +87,18 @@ class Limiter:
     def __init__(
         self,
         model: torch.nn.Module,
-        *,
-        budget: str | int | None,
-        policy: Policy | None,
         loss_fn: Callable[[Any], torch.Tensor] | None,
-        optimizer: torch.optim.Optimizer | None,
         verify: Verify,
-        stores: Stores | None = None,
-        progress: bool | None = None,
+        stores: Stores | None,
+        asked: tuple[str | int | None, Policy, torch.optim.Optimizer | None, bool | None],
     ) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
+        self.model, self.loss_fn = model, loss_fn
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
-        self._begin(stores, budget, policy if policy is not None else "optimal", optimizer, progress)
+        self._begin(stores, asked)
 
-    def _begin(self, stores: Stores | None, *asked: Any) -> None:
+    def _begin(self, stores: Stores | None, asked: tuple[Any, Any, Any, Any]) -> None:
         """Begin with no plans; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
@@ -122,7 +121,7 @@ class Limiter:
     def __setstate__(self, state: dict[str, Any]) -> None:
         budget, policy, counted, progress = state.pop("asked")
         self.__dict__.update(state)
-        self._begin(None, budget, policy, None, progress)
+        self._begin(None, (budget, policy, None, progress))
         if counted:
             warn(
                 "the copy of a limited model does not count an optimizer: remove() its limit and call "

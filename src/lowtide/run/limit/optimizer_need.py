@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
+from lowtide.plan.simulate import plain
 from lowtide.trace.fake import Faker, FakeTracer
 
 
@@ -39,35 +39,30 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     Raises:
         PlanError: it cannot run on fake tensors, and has no state yet.
     """
-    faker = Faker()
-    parameters = _parameters(optimizer)
-    present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes())  # type: ignore
+    faker = Faker()
+    present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
     try:
-        with ExitStack() as stack, faker.mode:
-            fakes = {
-                id(p): faker.tensor(own_share(p).detach()).requires_grad_(p.requires_grad) for p in parameters
-            }
-            groups: list[dict[str, Any]] = []
-            for group in optimizer.param_groups:
-                options = {name: item for name, item in group.items() if name != "params"}
-                groups.append({**faker.tree(options), "params": [fakes[id(p)] for p in group["params"]]})
-            for parameter in parameters:
+        with faker.mode:
+            fakes: dict[torch.Tensor, torch.Tensor]
+            fakes = {p: faker.tensor(own_share(p).detach()) for p in _parameters(optimizer)}
+            for parameter, fake in fakes.items():
                 if parameter.requires_grad:
-                    fakes[id(parameter)].grad = torch.empty_like(fakes[id(parameter)])
+                    fake.requires_grad_().grad = torch.empty_like(fake)
+            groups = [
+                {**faker.tree({**group, "params": ()}), "params": [fakes[p] for p in group["params"]]}
+                for group in optimizer.param_groups
+            ]
             twin = type(optimizer).__new__(type(optimizer))
             torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
-            for name, item in optimizer.__dict__.items():
-                if name not in twin.__dict__:
-                    twin.__dict__[name] = item
+            twin.__dict__.update({n: item for n, item in vars(optimizer).items() if n not in vars(twin)})
             for parameter, state in optimizer.state.items():
-                if id(parameter) in fakes:
-                    twin.state[fakes[id(parameter)]] = faker.tree(
-                        {key: own_share(item) for key, item in state.items()}
-                    )
-            stack.enter_context(_AnyNumber())
-            peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
+                if parameter in fakes:
+                    own = {key: own_share(item) for key, item in state.items()}
+                    twin.state[fakes[parameter]] = faker.tree(own)
+            with _AnyNumber():
+                peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
     except Exception as error:  # user code on fake tensors may raise anything
         if present:
@@ -111,8 +106,8 @@ def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -
     with tracer:
         step = kind.step
         step.__wrapped__(twin) if hasattr(step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]
-    tracer.closed = True
-    return _peak(tracer)
+    graph = tracer.graph()
+    return plain(graph).peak_bytes - graph.resident_bytes
 
 
 class _AnyNumber(private.TorchDispatchMode):
@@ -130,18 +125,3 @@ class _AnyNumber(private.TorchDispatchMode):
 
 def _bytes(items: Any) -> int:
     return sum(s.nbytes() for s in storages(item for item in items if isinstance(item, torch.Tensor)))
-
-
-def _peak(tracer: FakeTracer) -> int:
-    made = {op["index"]: 0 for op in tracer.operations}
-    for storage in tracer.storages:
-        if storage["producer"] is not None:
-            made[storage["producer"]] += storage["bytes"]
-    live = top = 0
-    for event in tracer.events:
-        if event.kind == "op":
-            live += made[event.index]
-            top = max(top, live)
-        elif event.kind == "free" and tracer.storages[event.index]["producer"] is not None:
-            live -= tracer.storages[event.index]["bytes"]
-    return top

@@ -228,10 +228,10 @@ class Planner:
             self._need = asked, optimizer_need(optimizer)
             if unknown := self._need[1].unknown:
                 self.tell(
+                    "unknown",
                     f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
                     f"out ({unknown}), so only the state counts against the budget: measure "
                     "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
-                    "unknown",
                 )
         return self._need[1]
 
