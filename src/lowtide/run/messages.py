@@ -61,10 +61,8 @@ class Once:
 
 def own_checkpointing(model: torch.nn.Module) -> str:
     """The warning for a model that runs parts of itself under ``torch.utils.checkpoint``."""
-    names = (
-        "activation_checkpointing",
-        "gradient_checkpointing",
-    )  # of Hugging Face models: from 5.23 on, before
+    # of Hugging Face models: from 5.23 on, before
+    names = ("activation_checkpointing", "gradient_checkpointing")
     has = [name for name in names if any(hasattr(module, f"{name}_disable") for module in model.modules())]
     way = (
         f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
