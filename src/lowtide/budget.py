@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -41,9 +41,9 @@ RESERVE_BYTES = 256 << 20
 _MOST_SMALLER = 0.9
 """Share by which a batch can be made smaller and is worth training on."""
 
-_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
+_SIZES = {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
+_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, **{unit.lower(): size for unit, size in _SIZES.items()}}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
-_UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
 _FORMS = (
     "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of 1024; "
     "'1.5GB', '600MB' powers of 1000), a share of the plain step's peak ('60%'), 'min' for the smallest "
@@ -66,33 +66,26 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
     """
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise BudgetError(f"a budget cannot be {text!r}: {_FORMS}")
-    if not isinstance(text, str):
-        if not math.isfinite(text) or text != int(text):
-            raise BudgetError(f"the budget {text!r} is not a whole number of bytes: {_FORMS}")
-        return _positive(int(text), text)
-    found = _NUMBER.fullmatch(text.strip())
-    if found is None:
-        if asks_for(text):
-            raise BudgetError(f"the budget {text!r} is not known before the step is: {_FORMS}")
-        raise BudgetError(f"the budget {text!r} is not understood: {_FORMS}")
-    number, unit = Fraction(found[1].replace("_", "").rstrip(".")), found[2].lower()
-    if unit == "%":
-        if plain_peak_bytes is None:
-            raise BudgetError(
-                f"the budget {text!r} is a share of the plain step's peak, which is not known here: give "
-                "bytes, such as '600MiB'"
-            )
-        return _positive(int(plain_peak_bytes * number / 100), text)
-    if unit not in _UNITS:
-        raise BudgetError(f"the budget {text!r} has the unknown unit {found[2]!r}: {_FORMS}")
-    if unit in ("", "b", "byte", "bytes") and number.denominator != 1:
+    if isinstance(text, str):
+        found = _NUMBER.fullmatch(text.strip())
+        if found is None:
+            what = "known before the step is" if asks_for(text) else "understood"
+            raise BudgetError(f"the budget {text!r} is not {what}: {_FORMS}")
+        number, unit = Fraction(found[1].replace("_", "").rstrip(".")), found[2].lower()
+    else:  # infinity and NaN are no whole numbers, either
+        number, unit = Fraction(text if math.isfinite(text) else 0.5), "b"
+    if unit == "%" and plain_peak_bytes is None:
+        raise BudgetError(
+            f"the budget {text!r} is a share of the plain step's peak, which is not known here: give "
+            "bytes, such as '600MiB'"
+        )
+    if unit != "%" and unit not in _UNITS:
+        raise BudgetError(f"the budget {text!r} has the unknown unit {unit!r}: {_FORMS}")
+    if _UNITS.get(unit) == 1 and number.denominator != 1:
         raise BudgetError(f"the budget {text!r} is not a whole number of bytes: {_FORMS}")
     if unit == "" and 0 < number <= 100:  # a share or a size whose unit was forgotten
         raise BudgetError(f"the budget {text!r} has no unit, and no step fits into so few bytes: {_FORMS}")
-    return _positive(int(number * _UNITS[unit]), text)
-
-
-def _positive(value: int, text: str | int | float) -> int:
+    value = int(number * (Fraction(plain_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]))
     if value <= 0:
         raise BudgetError(f"the budget {text!r} is {value} bytes; a budget has to be above zero: {_FORMS}")
     return value
@@ -227,17 +220,17 @@ def too_small(
         the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take
         13.0 GiB
     """
-    ordered = sorted(
-        parts.items(), key=lambda part: _ORDER.index(part[0]) if part[0] in _ORDER else len(_ORDER)
-    )
     total = sum(parts.values())
-    budget, needed, unit, *each = _in_one_unit(
-        [budget_bytes, total or smallest_bytes, *(count for _, count in ordered)]
-    )
+    needed_bytes = total or smallest_bytes
+    unit, digits = _unit(needed_bytes), 1
+    while digits < 3 and _in(unit, budget_bytes, digits) == _in(unit, needed_bytes, digits):
+        digits += 1  # for the two to differ
+    budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
+    budget = f"{budget} {unit}" if budget_bytes >= _SIZES[unit] / 10 else format_bytes(budget_bytes)
     words = [
         f"{name} {text}"
-        for (name, count), text in zip(ordered, each, strict=True)
-        if count >= total / 200 and text.strip("0.")
+        for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
+        if parts[name] >= total / 200 and (text := _in(unit, parts[name], digits)).strip("0.")
     ]
     takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
     share = (
@@ -291,22 +284,13 @@ def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list
     return found
 
 
-def _in_one_unit(counts: Sequence[int]) -> list[str]:
-    """The first count with its unit, the second without, the unit that fits it, and the others; with digits
-    for the first two to differ.
-    """
-    power = 3 if counts[1] >= 1 << 30 else 2 if counts[1] >= 1 << 20 else 1
-    unit = f"{' KMG'[power]}iB"
-    for digits in (1, 2, 3):
-        first, second, *others = (f"{count / 1024**power:,.{digits}f}" for count in counts)
-        if first != second:
-            break
-    return [
-        f"{first} {unit}" if counts[0] >= 1024**power / 10 else format_bytes(counts[0]),
-        second,
-        unit,
-        *others,
-    ]
+def _unit(count: int) -> str:
+    """The unit for a count of bytes and others beside it."""
+    return "GiB" if count >= 1 << 30 else "MiB" if count >= 1 << 20 else "KiB"
+
+
+def _in(unit: str, count: int, digits: int) -> str:
+    return f"{count / _SIZES[unit]:,.{digits}f}"
 
 
 def rounded_up(count: int) -> str:
@@ -315,8 +299,8 @@ def rounded_up(count: int) -> str:
     >>> rounded_up(5_067_477), parse(rounded_up(5_067_477)) >= 5_067_477
     ('4.84MiB', True)
     """
-    power = 3 if count >= 1 << 30 else 2 if count >= 1 << 20 else 1
-    return f"{math.ceil(100 * count / 1024**power) / 100:g}{' KMG'[power]}iB"
+    unit = _unit(count)
+    return f"{math.ceil(100 * count / _SIZES[unit]) / 100:g}{unit}"
 
 
 def format_bytes(count: int | float) -> str:
@@ -325,10 +309,8 @@ def format_bytes(count: int | float) -> str:
     """
     if abs(count) < 1024:
         return f"{count:.0f} B"
-    power = 1
-    while power < 5 and abs(count) >= 999.5 * 1024**power:
-        power += 1
-    value = count / 1024**power
+    unit = next((unit for unit, size in _SIZES.items() if abs(count) < 999.5 * size), "PiB")
+    value = count / _SIZES[unit]
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     shown = f"{value:.{digits}f}"
-    return f"{shown.rstrip('0').rstrip('.') if '.' in shown else shown} {'KMGTP'[power - 1]}iB"
+    return f"{shown.rstrip('0').rstrip('.') if digits else shown} {unit}"

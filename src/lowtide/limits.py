@@ -96,19 +96,10 @@ def limit_memory(
         before.remove()
     refuse_sharded(model)
     optimizer = None if optimizer is None else innermost(optimizer)
-    limiter = Limiter(
-        model,
-        budget=budget,
-        policy=policy,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        verify=verify,
-        stores=stores,
-        progress=progress,
-    )
+    limiter = Limiter(model, loss_fn, verify, stores, (budget, policy or "optimal", optimizer, progress))
     model.__dict__["forward"] = limiter
-    limiter.wait_for_a_step()
-    return Handle.of(limiter)
+    limiter.engagement.begin()
+    return Handle(limiter)
 
 
 def _compiled(

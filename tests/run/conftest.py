@@ -83,7 +83,7 @@ class Twins:
             self.step(run, seed=seed, **options)
         assert self.handle.plan is not None
         assert bool(self.handle.plan.replayed) is replayed
-        assert all(not kind.look_again for kind in self.handle._limiter.known.kinds.values())
+        assert all(not kind.wants_look for kind in self.handle._limiter.kinds.known.values())
         return self.handle
 
 

@@ -268,14 +268,14 @@ def test_copies_train_on_their_own(twins: Any, same: Any, twin_of: Any, ran: boo
         model.zero_grad()
     twin = twin_of(model)
     limiter, own = twin.__dict__["forward"], model.__dict__["forward"]
-    assert limiter is not own and limiter.model is twin and limiter.known.kinds == {}
+    assert limiter is not own and limiter.model is twin and limiter.kinds.known == {}
     results = []
     for one in (model, twin):
         torch.manual_seed(0)
         one(batch()).sum().backward()
         results.append([p.grad.clone() for p in one.parameters()])
     assert all(map(same, *results))
-    assert limiter.known.latest.plan.replayed and limiter.known.latest is not own.known.latest
+    assert limiter.kinds.latest.plan.replayed and limiter.kinds.latest is not own.kinds.latest
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()
@@ -377,6 +377,27 @@ def test_one_graph_that_is_kept_leaves_later_plans_as_they_were() -> None:
     for _ in range(2):
         step()
     assert handle.plan.predicted_peak_bytes == before
+
+
+@needs_meter
+def test_a_budget_given_while_a_graph_is_kept_is_planned_for() -> None:
+    """The first backward takes more than predicted, and the second shows that only the kept graph did."""
+    model = small()
+    handle = lowtide.limit_memory(model, "70%")
+    for _ in range(2):
+        model.zero_grad()
+        model(batch()).backward()
+    model.zero_grad()
+    loss = model(batch())
+    with pytest.warns(lowtide.LowtideWarning, match="a planned step took"):
+        loss.backward(retain_graph=True)
+        handle.set_budget("60%")
+        loss.backward()
+    del loss
+    model.zero_grad()
+    model(batch()).backward()
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    assert handle.plan.budget_bytes <= 0.6 * handle.plan.plain_peak_bytes
 
 
 def test_a_handle_whose_limit_is_gone_shows_that() -> None:

@@ -7,96 +7,134 @@ from typing import Any
 
 import pytest
 
+from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.kinds import Kind, Replan
-from lowtide.run.limit.outcome import After, Outcome, Ran, after, learn
+from lowtide.run.limit.kinds import Kind
+from lowtide.run.limit.outcome import After, Outcome, after, learn
+from lowtide.run.limit.planned import Planned
+from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.verify import Findings
 
 LIMIT = 1 << 20
 PLAN = Plan("g", "optimal", LIMIT, {}, frozenset(), (3,), 2 * LIMIT, LIMIT - 1000, 1.0, 0.1)
 FITS = replace(PLAN, replayed=())
 OVER = 2 * LIMIT
+GRAPH = StepGraph((), (), (), (), (), 0, 0.0)
 
 
 def key(rows: int) -> StepKey:
     return StepKey(((rows, 8),), (), "", 0, (), 0, 0, 0)
 
 
-def kind_of(plan: Plan, **state: Any) -> Kind:
-    return Kind(key(100), plan=plan, looks=1, **state)
+def planned_of(plan: Plan, accepted_bytes: int = 0) -> Planned:
+    return Planned(key(100), GRAPH, plan, (0, 0), accepted_bytes)
+
+
+def kind_of(planned: Planned, backwards: int = 1) -> Kind:
+    return Kind(key(100), GRAPH, planned, wants_look=False, looks=1, backwards=backwards)
+
+
+def ran(
+    planned: Planned,
+    measured_bytes: int,
+    evicted_bytes: int = 0,
+    *,
+    rows: int = 100,
+    followed: bool = True,
+    recorded: bool = True,
+    **more: Any,
+) -> Outcome:
+    director = PlanDirector(())
+    director.skipped = int(not followed)
+    findings = Findings(evicted_bytes=evicted_bytes)
+    known = {"director": director if recorded else None, "findings": findings}
+    return Outcome(key(rows), planned, **known, measured_bytes=measured_bytes, **more)
 
 
 @pytest.mark.parametrize(
-    ("plan", "state", "outcome", "expected"),
+    ("plan", "state", "took", "step", "expected"),
     [
         # within the budget
-        (PLAN, {}, Outcome(LIMIT), After.NOTE_FITS),
-        (PLAN, {}, Outcome(LIMIT // 2, LIMIT // 2), After.NOTE_FITS),
-        (PLAN, {}, Outcome(LIMIT // 2, LIMIT // 2 + 1), After.NOTE_NEEDS_PLAN),
-        (PLAN, {}, Outcome(LIMIT, followed=False), After.NOTE_NEEDS_PLAN),
-        (PLAN, {}, Outcome(LIMIT, backwards=2), After.NOTE_NEEDS_PLAN),
-        (PLAN, {}, Outcome(LIMIT, may_drop_plan=False), After.NOTE_NEEDS_PLAN),
-        (PLAN, {}, Outcome(LIMIT, without_plan=True, recorded=False), After.NOTHING),
-        (FITS, {}, Outcome(LIMIT, recorded=False), After.NOTHING),
-        (replace(PLAN, budget_bytes=None), {}, Outcome(OVER), After.NOTHING),
+        (PLAN, {}, LIMIT, {}, After.NOTE_FITS),
+        (PLAN, {}, LIMIT // 2, {"evicted_bytes": LIMIT // 2}, After.NOTE_FITS),
+        (PLAN, {}, LIMIT // 2, {"evicted_bytes": LIMIT // 2 + 1}, After.NOTE_NEEDS_PLAN),
+        (PLAN, {}, LIMIT, {"followed": False}, After.NOTE_NEEDS_PLAN),
+        (PLAN, {}, LIMIT, {"backwards": 2}, After.NOTE_NEEDS_PLAN),
+        (PLAN, {}, LIMIT, {"may_drop_plan": False}, After.NOTE_NEEDS_PLAN),
+        (PLAN, {}, LIMIT, {"without_plan": True, "recorded": False}, After.NOTHING),
+        (FITS, {}, LIMIT, {"recorded": False}, After.NOTHING),
+        (replace(PLAN, budget_bytes=None), {}, OVER, {}, After.NOTHING),
         # above it
-        (PLAN, {"accepted_bytes": OVER}, Outcome(OVER), After.NOTHING),
-        (PLAN, {"accepted_bytes": OVER - 1}, Outcome(OVER), After.PLAN_WITH_LESS),
-        (PLAN, {}, Outcome(OVER, without_plan=True), After.RUN_UNDER_PLAN),
-        (PLAN, {}, Outcome(OVER, without_plan=True, followed=False), After.RUN_UNDER_PLAN),
-        (FITS, {}, Outcome(OVER, recorded=False), After.LOOK_AT_UNSEEN),
-        (FITS, {}, Outcome(OVER), After.PLAN_WITH_LESS),
-        (PLAN, {}, Outcome(OVER, followed=False), After.LOOK_AT_OTHERS),
-        (PLAN, {}, Outcome(OVER, followed=False, backwards=2), After.LOOK_AT_OTHERS),
-        (PLAN, {}, Outcome(OVER, backwards=2), After.ONLY_TELL),
-        (PLAN, {"backwards": 2}, Outcome(OVER, backwards=2), After.PLAN_WITH_LESS),
-        (PLAN, {}, Outcome(OVER), After.PLAN_WITH_LESS),
+        (PLAN, {"accepted_bytes": OVER}, OVER, {}, After.NOTHING),
+        (PLAN, {"accepted_bytes": OVER - 1}, OVER, {}, After.PLAN_WITH_LESS),
+        (PLAN, {}, OVER, {"without_plan": True}, After.RUN_UNDER_PLAN),
+        (PLAN, {}, OVER, {"without_plan": True, "followed": False}, After.RUN_UNDER_PLAN),
+        (FITS, {}, OVER, {"recorded": False}, After.LOOK_AT_UNSEEN),
+        (FITS, {}, OVER, {}, After.PLAN_WITH_LESS),
+        (PLAN, {}, OVER, {"followed": False}, After.LOOK_AT_OTHERS),
+        (PLAN, {}, OVER, {"followed": False, "backwards": 2}, After.LOOK_AT_OTHERS),
+        (PLAN, {}, OVER, {"backwards": 2}, After.ONLY_TELL),
+        (PLAN, {"backwards": 2}, OVER, {"backwards": 2}, After.PLAN_WITH_LESS),
+        (PLAN, {}, OVER, {}, After.PLAN_WITH_LESS),
     ],
 )
-def test_what_follows_a_step(plan: Plan, state: dict[str, Any], outcome: Outcome, expected: After) -> None:
-    kind = kind_of(plan, **state)
-    before = {**vars(kind), "sizes": {}}
-    assert after(kind, outcome) is expected
-    assert vars(kind) == before, "deciding changes nothing"
+def test_what_follows_a_step(
+    plan: Plan, state: dict[str, int], took: int, step: dict[str, Any], expected: After
+) -> None:
+    planned = planned_of(plan, state.get("accepted_bytes", 0))
+    kind = kind_of(planned, state.get("backwards", 1))
+    before = dict(vars(kind)), dict(vars(planned))
+    assert after(kind, ran(planned, took, **step)) is expected
+    assert (vars(kind), vars(planned)) == before, "deciding changes nothing"
 
 
-@pytest.mark.parametrize("outcome", [Outcome(OVER, recorded=False), Outcome(OVER, followed=False)])
-def test_a_kind_that_was_looked_at_often_is_planned_with_less(outcome: Outcome) -> None:
-    kind = kind_of(FITS)
+@pytest.mark.parametrize("step", [{"recorded": False}, {"followed": False}])
+def test_a_kind_that_was_looked_at_often_is_planned_with_less(step: dict[str, bool]) -> None:
+    kind = kind_of(planned := planned_of(FITS))
     kind.looks = 8
-    assert after(kind, outcome) is After.PLAN_WITH_LESS
+    assert after(kind, ran(planned, OVER, **step)) is After.PLAN_WITH_LESS
+
+
+def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
+    kind = kind_of(planned := planned_of(PLAN))
+    step = ran(planned, OVER)
+    step.measured_bytes = None
+    assert learn(kind, step) == "" and not kind.varies and not kind.wants_look
+    assert step.director is not None
+    step.director.extra = 1
+    assert learn(kind, step) == "" and kind.varies and kind.wants_look
 
 
 def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
-    kind, ran = kind_of(PLAN), Ran(key(100), PLAN)
-    said = learn(kind, ran, Outcome(OVER))
-    assert said.endswith("lowtide plans again with that much less")
-    assert (
-        kind.replan is Replan.TOOK_MORE and 0 < kind.margin_bytes == ran.margin_bytes <= OVER - LIMIT + 8192
-    )
-    learn(kind, ran, Outcome(OVER + 5))
-    assert kind.margin_bytes == ran.margin_bytes, "of a step with several backwards each teaches"
-    assert "retain_graph" in learn(kind, ran, Outcome(OVER + 5, backwards=2))
-    assert (kind.margin_bytes, ran.margin_bytes, kind.replan) == (0, 0, None), "only a kept graph took more"
+    kind = kind_of(planned := planned_of(PLAN))
+    step = ran(planned, OVER)
+    assert learn(kind, step).endswith("lowtide plans again with that much less")
+    assert 0 < kind.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
+    step.measured_bytes = OVER + 5
+    learn(kind, step)
+    assert kind.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
+    step.backwards = 2
+    assert "retain_graph" in learn(kind, step)
+    assert (kind.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
 
 
 def test_a_step_with_other_operations_is_looked_at_again() -> None:
-    kind = kind_of(PLAN)
-    learn(kind, Ran(key(100), PLAN), Outcome(OVER, followed=False))
-    assert kind.wants_look and kind.varies and kind.replan is None and kind.margin_bytes == 0
+    kind = kind_of(planned := planned_of(PLAN))
+    learn(kind, ran(planned, OVER, followed=False))
+    assert kind.wants_look and kind.varies and kind.margin_bytes == 0
 
 
 def test_sizes_are_noted() -> None:
-    kind = kind_of(PLAN)
-    assert learn(kind, Ran(key(50), PLAN), Outcome(LIMIT // 2)) == ""
-    assert kind.fits_without_plan(key(50)) and not kind.fits_without_plan(key(60))
-    assert learn(kind, Ran(key(40), PLAN, without_plan=True), Outcome(OVER, without_plan=True))
-    assert not kind.fits_without_plan(key(50)), "what does not fit at 40 rows does not at 50"
+    kind = kind_of(planned := planned_of(PLAN))
+    assert learn(kind, ran(planned, LIMIT // 2, rows=50)) == ""
+    assert planned.fits_without_plan(key(50)) and not planned.fits_without_plan(key(60))
+    assert learn(kind, ran(planned, OVER, rows=40, without_plan=True))
+    assert not planned.fits_without_plan(key(50)), "what does not fit at 40 rows does not at 50"
 
 
-def test_a_plan_that_is_kept_accepts_what_its_steps_take() -> None:
-    kind = kind_of(PLAN)
-    learn(kind, Ran(key(100), PLAN), Outcome(OVER))
-    kind.keep_plan()
-    assert kind.replan is None and kind.margin_bytes == 0
-    assert after(kind, Outcome(OVER)) is After.NOTHING
+def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
+    kind = kind_of(planned := planned_of(PLAN))
+    learn(kind, ran(planned, OVER))
+    planned.accept(kind.margin_bytes, (0, 0))
+    assert after(kind, ran(planned, OVER)) is After.NOTHING

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +14,9 @@ from torch import nn
 
 import lowtide
 from lowtide.meter import available, measure
-from lowtide.run.limit import optimizer_need as resident
-from lowtide.run.limit.optimizer_need import KnownNeed, optimizer_need
+from lowtide.run.limit import planning
+from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.planning import Planner
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p),
@@ -45,7 +45,7 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
     optimizer = OPTIMIZERS[name](model.parameters())
     before = optimizer_need(optimizer)
     assert all(p.grad is None for p in model.parameters())
-    assert before.missing_gradient_bytes == sum(p.nbytes for p in model.parameters())
+    assert missing_gradient_bytes(optimizer) == sum(p.nbytes for p in model.parameters())
     for step in range(8):
         model.zero_grad()
         model(torch.randn(2, 64)).sum().backward()
@@ -57,20 +57,20 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
             assert need.state_bytes == before.state_bytes == state_bytes(optimizer)
     assert abs(need.step_bytes - (measured.peak_bytes - measured.end_bytes)) <= 64  # numbers on the way
     assert abs(before.step_bytes - need.step_bytes) <= 64
-    assert need.missing_gradient_bytes == 0
+    assert missing_gradient_bytes(optimizer) == 0
 
 
 @pytest.mark.parametrize("change", ["option", "state", "frozen", "group", "another"])
 def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str) -> None:
     model, more = nn.Linear(8, 8), nn.Linear(8, 32)
     optimizer = torch.optim.AdamW(model.parameters())
-    known = KnownNeed()
-    first = known.of(optimizer)
+    need_of = Planner(model, dict, None, "full", optimizer).need_of
+    first = need_of(optimizer)
     assert first == optimizer_need(optimizer)
-    with patch.object(resident, "optimizer_need", side_effect=AssertionError("worked out again")):
-        assert known.of(optimizer) == first
+    with patch.object(planning, "optimizer_need", side_effect=AssertionError("worked out again")):
+        assert need_of(optimizer) == first
         model(torch.randn(2, 8)).sum().backward()
-        assert known.of(optimizer) == dataclasses.replace(first, missing_gradient_bytes=0)
+        assert need_of(optimizer) == first
         model.zero_grad()
     if change == "option":
         optimizer.param_groups[0]["amsgrad"] = True
@@ -85,7 +85,7 @@ def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str
         optimizer.add_param_group({"params": list(more.parameters())})
     else:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    assert known.of(optimizer) == optimizer_need(optimizer) != first
+    assert need_of(optimizer) == optimizer_need(optimizer) != first
 
 
 def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:

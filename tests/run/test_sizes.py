@@ -164,7 +164,7 @@ def test_shapes_prepared_together_are_planned_for_once_by_the_largest() -> None:
 
 
 def test_plans_of_old_kinds_of_steps_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.run.limit.known.MOST_KINDS", 2)
+    monkeypatch.setattr("lowtide.run.limit.kinds.MOST_KINDS", 2)
     net = Net()
     handle = lowtide.limit_memory(net, "90%")
     for count in (128, 256, 512, 640):

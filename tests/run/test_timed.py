@@ -22,7 +22,7 @@ def test_a_watch_that_ends_leaves_nothing_behind(gone: bool) -> None:
 
 def ends(gone: bool) -> None:
     before = counting_allocator().installs
-    watches = [StepWatch(lambda: None, torch.device("cpu"))]
+    watches = [StepWatch(lambda watch: None, torch.device("cpu"))]
     assert counting_allocator().installs > before
     if gone:
         watches.clear()
@@ -37,23 +37,23 @@ def test_a_plan_goes_on_following_the_times_of_its_steps() -> None:
     planned, timed = None, []
     for _ in range(60):
         model(x).backward()
-        planned = handle._limiter.known.latest
+        planned = handle._limiter.kinds.latest
         assert planned is not None
-        timed.append(planned.times.timed is not None)
-    assert planned is not None and planned.times.settled
+        timed.append(planned.timed is not None)
+    assert planned is not None and planned.settled
     begin = timed.index(True)
     assert all(timed[begin : begin + 9])
     assert [at for at in range(20, 60) if timed[at]] == list(range(20 + timed[20:].index(True), 60, 4)), (
         "every fourth"
     )
-    planned.times.seconds.extend([(2.0, 0.5)] * 4)
+    planned.seconds.extend([(2.0, 0.5)] * 4)
     assert (
         handle.plan is not None
         and handle.plan.calibrated_plain_seconds is not None
         and handle.plan.calibrated_plain_seconds < 1
     )
     forecast = handle.plan.plain_seconds, handle.plan.predicted_extra_seconds
-    planned.times.seconds.extend([(2.0, 0.5)])
+    planned.seconds.extend([(2.0, 0.5)])
     slow = handle.plan
     assert (slow.calibrated_plain_seconds, slow.calibrated_extra_seconds) == (1.5, 0.5), (
         "most of the latest steps took so long"
@@ -71,9 +71,9 @@ def test_a_time_that_the_device_has_yet_to_tell_is_not_waited_for() -> None:
     handle = limit_memory(model, budget="90%")
     for _ in range(6):
         model(x).backward()
-    planned = handle._limiter.known.latest
-    assert planned is not None and planned.times.timed is not None
-    running, before = planned.times.timed, len(planned.times.seconds)
+    planned = handle._limiter.kinds.latest
+    assert planned is not None and planned.timed is not None
+    running, before = planned.timed, len(planned.seconds)
 
     class Event:
         done = False
@@ -83,9 +83,7 @@ def test_a_time_that_the_device_has_yet_to_tell_is_not_waited_for() -> None:
 
     end, running._marks[-1] = running._marks[-1], Event()
     model(x).backward()
-    assert planned.times.timed is running and len(planned.times.seconds) == before, (
-        "no other step is timed meanwhile"
-    )
+    assert planned.timed is running and len(planned.seconds) == before, "no other step is timed meanwhile"
     running._marks[-1] = end
     model(x).backward()
-    assert planned.times.timed is not running and len(planned.times.seconds) == before + 1
+    assert planned.timed is not running and len(planned.seconds) == before + 1

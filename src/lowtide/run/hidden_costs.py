@@ -19,11 +19,9 @@ def overlapped_bytes(graph: StepGraph) -> int:
 
     A trace shows them where a collective starts; when it ends depends on the other ranks.
     """
-    found: dict[str, int] = {}
-    for operation in graph.operations:
-        if operation.name in FUNCTIONAL_COLLECTIVES:
-            found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
-    return sum(found.values())
+    collectives = [op for op in graph.operations if op.name in FUNCTIONAL_COLLECTIVES]
+    # of one name the last is the largest
+    return sum(dict(sorted((op.name, op.scratch_bytes) for op in collectives)).values())
 
 
 def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
@@ -67,22 +65,17 @@ def with_earlier_gradients(graph: StepGraph) -> StepGraph:
 
     Gradients are the storages made in the step that have a parameter's name.
     """
-    made = {
-        storage.id: storage.bytes
-        for storage in graph.storages
-        if storage.name and storage.producer is not None
-    }
+    made = {s.id: s.bytes for s in graph.storages if s.name and s.producer is not None}
     ended = {event.index for event in graph.events if event.kind == "free"}
-    last: dict[int, int] = {}
-    for place, event in enumerate(graph.events):
-        if event.kind == "op":
-            operation = graph.operations[event.index]
-            for value in (*operation.reads, *operation.writes):
-                storage = graph.values[value].storage
-                if storage in made and storage not in ended:
-                    last[storage] = place
+    last = {
+        graph.values[value].storage: place
+        for place, event in enumerate(graph.events)
+        if event.kind == "op"
+        for value in (*graph.operations[event.index].reads, *graph.operations[event.index].writes)
+    }
     after: dict[int, list[Event]] = {}
-    for storage, place in last.items():
-        after.setdefault(place, []).append(Event("free", storage))
+    for storage in made:
+        if storage in last and storage not in ended:
+            after.setdefault(last[storage], []).append(Event("free", storage))
     events = tuple(new for place, event in enumerate(graph.events) for new in (event, *after.get(place, ())))
     return replace(graph, events=events, resident_bytes=graph.resident_bytes + sum(made.values()))

@@ -48,23 +48,21 @@ def warn(text: str) -> None:
 
 
 class Once:
-    """Warns of each thing once."""
+    """Warns of each thing once: in a text, by itself or with a name where its words vary."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
 
-    def __call__(self, what: str, text: str) -> None:
+    def __call__(self, what: str, text: str = "") -> None:
         if what not in self._told:
             self._told.add(what)
-            warn(text)
+            warn(text or what)
 
 
 def own_checkpointing(model: torch.nn.Module) -> str:
     """The warning for a model that runs parts of itself under ``torch.utils.checkpoint``."""
-    names = (
-        "activation_checkpointing",
-        "gradient_checkpointing",
-    )  # of Hugging Face models: from 5.23 on, before
+    # of Hugging Face models: from 5.23 on, before
+    names = ("activation_checkpointing", "gradient_checkpointing")
     has = [name for name in names if any(hasattr(module, f"{name}_disable") for module in model.modules())]
     way = (
         f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"

@@ -22,7 +22,7 @@ class StepWatch:
     its backwards.
 
     Args:
-        on_end: called each time that a backward through the step has ended.
+        on_end: called with this each time that a backward through the step has ended.
         device: whose memory and time are watched.
         on_gone: called when backward through the step has become impossible; ``None`` closes the watch then,
             so that no meter stays open after the last step.
@@ -36,7 +36,10 @@ class StepWatch:
     """
 
     def __init__(
-        self, on_end: Callable[[], None], device: torch.device, on_gone: Callable[[], None] | None = None
+        self,
+        on_end: Callable[[StepWatch], None],
+        device: torch.device,
+        on_gone: Callable[[], None] | None = None,
     ) -> None:
         self.device = device
         self.began = False
@@ -105,7 +108,7 @@ class StepWatch:
         self.backwards += 1
         if len(self._marks) == 3:
             self._marks.append(_now(self.device))
-        self._on_end()
+        self._on_end(self)
         self._check_gone()
 
     def _check_gone(self, *_: object) -> None:

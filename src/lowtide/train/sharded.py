@@ -23,7 +23,7 @@ from lowtide import meter
 from lowtide.errors import BudgetError
 from lowtide.models import ModelSpec
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradients
-from lowtide.run.limit.optimizer_need import optimizer_need
+from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
 from lowtide.train.errors import require
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, WholeModel, raised
@@ -156,7 +156,7 @@ class ShardedModel(WholeModel):
         optimizer.zero_grad(set_to_none=True)
         need = optimizer_need(optimizer)
         own = meter.resident_bytes(self.model, optimizer, self.ranks.device)
-        return own + need.state_bytes + need.missing_gradient_bytes, need.step_bytes
+        return own + need.state_bytes + missing_gradient_bytes(optimizer), need.step_bytes
 
     def _measure(self, recomputed: int, optimizer: torch.optim.Optimizer) -> int:
         """The most that a step's forward and backward take on top of what stands, gradients included in

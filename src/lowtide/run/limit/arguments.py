@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.plan import resolve
+from lowtide.run.scope.rules import takes
 from lowtide.store.stores import Stores
 
 
@@ -30,9 +29,12 @@ def check_arguments(model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer
         resolve(policy)
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
-    if loss_fn is not None and not _takes_one(loss_fn):
+    is_module = isinstance(loss_fn, torch.nn.Module)
+    adds_arguments = is_module and private.forward_pre_hooks(loss_fn)
+    if loss_fn is not None and not adds_arguments and not takes(loss_fn.forward if is_module else loss_fn, 1):
+        name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
         raise CallError(
-            f"loss_fn={_name(loss_fn)} cannot be called with one argument: it is given the model's output "
+            f"loss_fn={name} cannot be called with one argument: it is given the model's output "
             "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
             "criterion(output, target)"
         )
@@ -52,42 +54,14 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
-    if _holds_none(model, optimizer):
+    own = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(own.values()) and not held & own.keys():  # a frozen model is not limited
         raise PlanError(
             f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
             "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
             "the budget"
         )
-
-
-def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument; true where its signature is not known."""
-    if isinstance(function, torch.nn.Module):
-        if private.forward_pre_hooks(function):  # which may add arguments
-            return True
-        function = function.forward
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        signature.bind(None)
-    except TypeError:
-        return False
-    return True
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__qualname__", type(function).__name__)
-
-
-def _holds_none(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer holds no parameter of a model that trains; a frozen one is not limited."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    own = list(model.parameters())
-    return any(parameter.requires_grad for parameter in own) and not any(
-        id(parameter) in held for parameter in own
-    )
 
 
 def sharded_units(model: torch.nn.Module) -> list[str]:

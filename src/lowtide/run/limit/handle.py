@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,26 +35,20 @@ class Handle:
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
         self.model = limiter.model
-
-    @classmethod
-    def of(cls, limiter: Limiter) -> Handle:
-        """The one handle of a limit."""
-        if limiter.handle is None:
-            limiter.handle = cls(limiter)
-        return limiter.handle
+        limiter.handle = self
 
     def __repr__(self) -> str:
         if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
             return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self._limiter.known.planner.budget, len(self.plans), self.plan)
+        return limit_line(self.model, self._limiter.planner.budget, len(self.plans), self.plan)
 
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step, or ``None`` before the first has ended. Its
         `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
         follow the steps that are timed: the first ones, and every fourth of the others."""
-        latest = self._limiter.known.latest
-        return latest.calibrated() if latest is not None and latest.plan is not None else None
+        latest = self._limiter.kinds.latest
+        return latest.calibrated() if latest is not None else None
 
     @property
     def measured_peak_bytes(self) -> int | None:
@@ -66,7 +59,7 @@ class Handle:
     @property
     def graph(self) -> StepGraph | None:
         """The step graph that `plan` was made for."""
-        latest = self._limiter.known.latest
+        latest = self._limiter.kinds.latest
         return latest.graph if latest is not None else None
 
     def report(self, path: str | Path, title: str = "") -> None:
@@ -104,32 +97,30 @@ class Handle:
             raise PlanError(
                 "there is no plan to report on yet: run a step, or call prepare(...) with its arguments"
             )
-        planner = self._limiter.known.planner
-        graph = replace(graph, resident_bytes=graph.resident_bytes - planner.moved_bytes)
         more.setdefault("measured_planned", Measured(self.measured_peak_bytes))
         return make_report(
             graph,
             plan,
             title=title or f"{type(self.model).__name__}, one training step",
-            optimizer_bytes=planner.optimizer_bytes,
+            optimizer_bytes=self._limiter.planner.optimizer_bytes,
             **more,
         )
 
     @property
     def plans(self) -> dict[StepKey, Plan]:
         """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
-        kinds = self._limiter.known.kinds
-        return {key: kind.calibrated() for key, kind in kinds.items() if kind.plan is not None}
+        known = self._limiter.kinds.known
+        return {key: kind.planned.calibrated() for key, kind in known.items() if kind.planned is not None}
 
     @property
     def plannings(self) -> int:
         """How many plans were searched for so far."""
-        return self._limiter.known.planner.solved
+        return self._limiter.planner.solved
 
     @property
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they do not reproduce, with the reason."""
-        return dict(self._limiter.known.planner.kept)
+        return dict(self._limiter.planner.kept)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are
@@ -168,7 +159,9 @@ class Handle:
             PlanError: the limit was removed or replaced.
         """
         check_budget(budget)
-        self._in_force().known.set_budget(budget)
+        limiter = self._in_force()
+        with limiter.kinds.lock:
+            limiter.planner.set_budget(budget)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer's state and step from the next step on, in place of the one counted so far:
@@ -188,12 +181,13 @@ class Handle:
         """
         limiter = self._in_force()
         check_optimizer(self.model, optimizer)
-        limiter.known.set_optimizer(None if optimizer is None else innermost(optimizer))
+        with limiter.kinds.lock:
+            limiter.planner.set_optimizer(None if optimizer is None else innermost(optimizer))
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
         limiter = self._limiter
-        limiter.stop_waiting()
+        limiter.engagement.end()
         if limiter.removed:
             return
         limiter.removed = True
@@ -216,7 +210,7 @@ class Handle:
         limiter = self._in_force()
         limiter.removed = True
         try:
-            with limiter.not_waiting():
+            with limiter.engagement.paused():
                 yield
         finally:
             limiter.removed = False
@@ -278,4 +272,4 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
-    return None if forward is None or forward.removed else Handle.of(forward)
+    return None if forward is None or forward.removed else forward.handle or Handle(forward)

@@ -22,7 +22,7 @@ class StepKey(NamedTuple):
     inputs: tuple[Any, ...]
     structure: str
     training: int
-    autocast: tuple[Any, ...]
+    autocast: Any
     trainable: int
     parameters: int
     gradients: int
@@ -51,12 +51,11 @@ class StepKey(NamedTuple):
 
 def _leaf(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        order = (
-            tuple(sorted(range(item.dim()), key=lambda at: -item.stride(at)))
-            if item.layout is torch.strided
-            else None
-        )
-        return (item.dim(), item.dtype, item.device.type, item.requires_grad, item.layout, order)
+        if item.is_nested:
+            return "nested"
+        strides = item.stride() if item.layout is torch.strided else ()
+        order = tuple(sorted(range(len(strides)), key=lambda at: -strides[at]))
+        return item.dim(), item.dtype, item.device.type, item.requires_grad, item.layout, order
     if isinstance(item, (str, bool, type(None))):
         return item
     return type(item).__qualname__
@@ -130,23 +129,14 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """The key of a step of a model with these members and arguments, now."""
     leaves, structure = private.tree_flatten((args, kwargs))
     device = members.device.type
-    autocast = (
-        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        if torch.is_autocast_enabled(device)
-        else (False,)
-    )
     trainable, gradients, types = members.parameter_states()
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
     return StepKey(
-        shapes=tuple(
-            tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested
-        ),
-        inputs=tuple(
-            _leaf(leaf) if not (isinstance(leaf, torch.Tensor) and leaf.is_nested) else "nested"
-            for leaf in leaves
-        ),
+        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        inputs=tuple(map(_leaf, leaves)),
         structure=str(structure),
         training=hash(members.training),
-        autocast=autocast,
+        autocast=torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         trainable=hash(trainable),
         # a model may be cast, or its embeddings resized, between two steps
         parameters=hash(types),

@@ -1,163 +1,252 @@
-"""Kinds of steps: which steps may share a plan, and what is known of each kind."""
+"""All kinds of steps of a model: which steps may share a plan, and what is known of each kind.
+
+In: a kind's key, or the graph of a step that was looked at. Out: the `Kind`, with a plan where one can be
+made. Warnings of what was found are given here, once each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
-from typing import Any
+import threading
+from dataclasses import dataclass
 
+from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Plan, ProgramStep
+from lowtide.plan.data import in_one_line
+from lowtide.progress import working
+from lowtide.run.hidden_costs import checkpoint_bytes, overlapped_bytes, with_earlier_gradients
+from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.step_times import StepTimes
+from lowtide.run.limit.optimizer_need import own_share
+from lowtide.run.limit.planned import Planned
+from lowtide.run.limit.planning import Planner
+from lowtide.run.look.look import Look
+from lowtide.run.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.ranks.agree import LEARNING_STEPS
+from lowtide.run.record.verify import Verify
 
 _LOOKS = 8  # at a kind whose steps differ from one to the next, before the plan for the longest stays
-_LONGER = 0.1  # a step with a larger share of operations that its plan lacks is looked at
-# a step with a smaller share of the elements of the step that a plan is for gets one of its own
-_WORTH_ITS_PLAN = 0.4
 MOST_KINDS = 24  # are remembered
-_MOST_SIZES = 8  # of smaller steps are remembered with a kind
-
-
-class Replan(Enum):
-    """Why a plan is to be made again before the next step."""
-
-    TOOK_MORE = auto()
-    """A step took more than predicted."""
-    BUDGET_CHANGED = auto()
-    """The budget or the optimizer is another."""
 
 
 @dataclass
 class Kind:
-    """One kind of step: its plan, and what its steps have shown.
+    """One kind of step.
 
     Attributes:
-        graph: the step as it was looked at, or ``None`` before.
-        plan: the plan in force, or ``None``.
+        graph: the longest step that was looked at, the optimizer aside, or ``None`` before.
+        planned: the plan in force, or ``None``.
+        wants_look: the next step is to be looked at.
         looks: how often a step of it was looked at.
         backwards: the most that ran through a step that was looked at.
         varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
-        look_again: whether the next step is to be looked at although there is a plan.
-        replan: why the plan is to be made again before the next step, or ``None``.
         margin_bytes: by how much a step was seen to exceed its prediction.
-        accepted_bytes: what steps may take without another warning, since no plan leaves the margin; or 0.
         unseen_backward: backward runs on a thread whose operations are not intercepted: the next look runs
             its own backward.
-        verified: fingerprint of the program whose operations were seen to reproduce, at this or another size.
-        must_verify: its program is another than the one that was verified at another size.
-        sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
-        steps: how many steps have run under a plan.
-        programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
-        times: of the latest steps under the plan.
     """
 
     key: StepKey
     graph: StepGraph | None = None
-    plan: Plan | None = None
+    planned: Planned | None = None
+    wants_look: bool = True
     looks: int = 0
     backwards: int = 1
     varies: bool = False
-    look_again: bool = False
-    replan: Replan | None = None
     margin_bytes: int = 0
-    accepted_bytes: int = 0
     unseen_backward: bool = False
-    verified: str | None = None
-    must_verify: bool = False
-    sizes: dict[StepKey, bool] = field(default_factory=dict)
-    steps: int = 0
-    programs: dict[bool, Any] = field(default_factory=dict)
-    times: StepTimes = field(default_factory=StepTimes)
-
-    @property
-    def wants_look(self) -> bool:
-        """Whether the next step is to be looked at."""
-        return self.plan is None or self.look_again
 
     @property
     def may_look_again(self) -> bool:
         """Whether there were few looks so far; some models run other operations in every step."""
         return self.looks < _LOOKS
 
-    def note_unplanned_operations(self, count: int) -> None:
-        """A step ran so many operations that its plan does not have."""
-        if count > 0:
-            self.varies = True
-        if self.plan is not None and count > _LONGER * len(self.plan.program) and self.may_look_again:
-            self.look_again = True
 
-    def take(self, graph: StepGraph, plan: Plan) -> None:
-        """A plan has been made."""
-        self.graph, self.plan = graph, plan
-        self.look_again, self.replan = False, None
-        self.accepted_bytes = 0
-        self.programs = {}
-        self.sizes = {}
-        self.times = StepTimes()
+class Kinds:
+    """The kinds of steps of one model.
 
-    def keep_plan(self) -> None:
-        """No plan leaves the margin: keep the present one, and accept what its steps take."""
-        assert self.plan is not None
-        predicted = max(self.plan.predicted_peak_bytes, self.plan.budget_bytes or 0)
-        self.accepted_bytes = self.margin_bytes + predicted
-        self.margin_bytes, self.replan = 0, None
+    Args:
+        planner: makes their plans.
+        verify: as of `limit_memory`.
 
-    def calibrated(self) -> Plan:
-        """The plan with the times of its steps beside its forecast."""
-        assert self.plan is not None
-        return self.times.calibrated(self.plan)
-
-    def add_resident(self, more: int) -> None:
-        """Add to the bytes that exist before each step."""
-        if self.graph is not None:
-            self.graph = replace(self.graph, resident_bytes=self.graph.resident_bytes + more)
-
-    # ---- smaller steps ---------------------------------------------------------------------------
-
-    def serves(self, key: StepKey) -> bool:
-        """Whether a step with ``key``, which fits in this kind's, is to run under this plan.
-
-        The plan holds for every smaller step. The first one that is far smaller shows whether such steps need
-        a plan at all; if so, they get their own.
-        """
-        assert self.plan is not None
-        near = key.elements() >= _WORTH_ITS_PLAN * self.key.elements()
-        heavy = any(known.fits_in(key) for known, fits in self.sizes.items() if not fits)
-        return self.plan.changes_nothing or near or not heavy
-
-    def fits_without_plan(self, key: StepKey) -> bool:
-        """Whether a step with ``key`` is known to keep the budget without a plan."""
-        return any(key.fits_in(known) for known, fits in self.sizes.items() if fits)
-
-    def note_size(self, key: StepKey, fits: bool) -> None:
-        """A step with ``key`` was seen to fit without a plan, or not."""
-        if key == self.key:
-            return
-        # a size that fits covers smaller ones; a size that does not covers larger ones
-        covered = [known for known in self.sizes if (known.fits_in(key) if fits else key.fits_in(known))]
-        rest = [(known, was) for known, was in self.sizes.items() if known not in covered]
-        self.sizes = dict([*rest, (key, fits)][-_MOST_SIZES:])
-
-
-def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
-    """The smallest planned kind that is at least as large as ``key`` in every dimension, and otherwise equal.
-
-    The bytes of each operation grow with the step's sizes, so a plan holds for smaller steps, too.
+    Attributes:
+        known: by key, the latest last.
+        latest: what is planned for the kind of the latest step, or ``None``.
+        lock: held while a kind or its plan changes.
     """
-    fitting = [k for k in kinds if k.plan is not None and not k.look_again and key.fits_in(k.key)]
-    return min((k for k in fitting if k.serves(key)), key=lambda k: k.key.elements(), default=None)
 
+    def __init__(self, planner: Planner, verify: Verify) -> None:
+        self.planner, self.tell = planner, planner.tell
+        self.verify: Verify = verify
+        self.known: dict[StepKey, Kind] = {}
+        self.latest: Planned | None = None
+        self.lock = threading.RLock()
+        self._verified: set[str] = set()  # programs whose operations were seen to reproduce
 
-def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
-    """The program with nothing evicted; operations outside it still are."""
-    kept = ((step, (True,) * len(step.stored)) for step in program)
-    return tuple(step._replace(replayed=False, stored=stored) for step, stored in kept)
+    def kind_for(self, key: StepKey) -> Kind:
+        """The kind of steps with this key; its plan is made again if it is out of date.
 
+        Raises:
+            BudgetError: no plan fits.
+        """
+        with self.lock:
+            kind = self.known.get(key) or self._larger(key) or self._new(key)
+            if self._is_out_of_date(kind) and not kind.wants_look:
+                assert kind.graph is not None
+                self._plan_again(kind, kind.graph, "planned again")
+            self.latest = kind.planned or self.latest
+            return kind
 
-def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
-    """The planned kind whose key is equal but for the gradients that exist before the step."""
-    wanted = key.without_gradients()
-    found = (k for k in kinds.values() if k.graph is not None and k.key.without_gradients() == wanted)
-    return next(found, None)
+    def _larger(self, key: StepKey) -> Kind | None:
+        """The smallest planned kind that is at least as large in every dimension, and otherwise equal."""
+        fitting = [k for k in self.known.values() if k.planned and not k.wants_look and k.planned.serves(key)]
+        return min(fitting, key=lambda kind: kind.key.elements(), default=None)
+
+    def _new(self, key: StepKey) -> Kind:
+        """A new kind. If its steps differ from known ones only in gradients that exist before, it is planned
+        for at once.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        refuse_sharded(self.planner.model)
+        kind, alike = Kind(key), key.without_gradients()
+        others = (k for k in self.known.values() if k.graph and k.key.without_gradients() == alike)
+        if key.gradients and (other := next(others, None)):
+            assert other.graph is not None
+            kind.margin_bytes, kind.backwards = other.margin_bytes, other.backwards
+            graph = with_earlier_gradients(other.graph)
+            self._plan_again(kind, graph, "planned for steps that add to gradients")
+        self.known[key] = kind
+        if len(self.known) > MOST_KINDS:
+            self.known.pop(next(iter(self.known)))
+        return kind
+
+    def _is_out_of_date(self, kind: Kind) -> bool:
+        """Whether the plan was made for another budget, optimizer or margin.
+
+        All ranks that share the plan exchange what the latest step showed: if one has to look or to plan
+        again, all do.
+        """
+        planned, planner = kind.planned, self.planner
+        is_old = planned is not None and planned.wanted != planner.wanted(kind.margin_bytes)
+        if planner.agreement is None or (planned is not None and planned.steps > LEARNING_STEPS):
+            return is_old
+        mine = (kind.wants_look, is_old, planner.changes, kind.margin_bytes, planner.kept)
+        look, old, changes, margins, kept = zip(*planner.agreement.share(mine), strict=True)
+        kind.wants_look, is_old, planner.changes = any(look), any(old), max(changes)
+        if kind.wants_look or is_old:
+            kind.margin_bytes = max(margins)
+        for found in kept:
+            planner.kept.update(found)
+        return is_old
+
+    def _plan(self, kind: Kind, graph: StepGraph, past: str) -> None:
+        """Plan for a kind from a step of it.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        with working("planning", past, self.planner.progress) as work:
+            work.say(f"planning {len(graph.operations):,} operations")
+            whole, plan = self.planner.plan(graph, kind.margin_bytes)
+            work.done(in_one_line(plan))
+        kind.graph, kind.wants_look = graph, False
+        kind.planned = Planned(kind.key, whole, plan, self.planner.wanted(kind.margin_bytes))
+
+    def _plan_again(self, kind: Kind, graph: StepGraph, past: str) -> None:
+        """Plan without another look. Where no plan leaves the margin that steps were seen to need, the
+        present one stays, or there is none.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        planner, planned = self.planner, kind.planned
+        try:
+            self._plan(kind, graph, past)
+        except BudgetError as error:
+            changed = planned is not None and planned.wanted[0] != planner.changes
+            if changed or not kind.margin_bytes:
+                raise
+            margin, kind.margin_bytes = kind.margin_bytes, 0
+            if planned is None:
+                self._plan(kind, graph, past)
+            else:
+                planned.accept(margin, planner.wanted(0))
+            self.tell(
+                "stays",
+                f"lowtide plans as if no step had taken more than predicted: no plan leaves that. {error}",
+            )
+
+    # ---- looks -----------------------------------------------------------------------------------
+
+    def is_to_verify(self, kind: Kind) -> bool:
+        """Whether a look runs each operation twice; not where that was done at another size."""
+        if self.verify == "never" or kind.looks or self.planner.kept:
+            return self.verify != "never"
+        return not any(other.looks and other.key.differs_in_size(kind.key) for other in self.known.values())
+
+    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
+        """A step of a kind was looked at: plan for the longest one seen.
+
+        Returns:
+            Whether the look is of use. One that trusted another size's verification and found another program
+            is to be repeated.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        self._tell_of(look)
+        kind.looks += 1
+        program = graph.fingerprint(sizes=False)
+        if look.verified:
+            self._verified.add(program)
+        elif self.verify != "never" and program not in self._verified:
+            return False
+        kind.backwards = max(kind.backwards, look.watch.backwards)
+        kind.varies |= look.tracer.asks
+        if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
+            self._plan_looked(kind, graph, look.tracer.checkpoints)
+        kind.wants_look = False
+        self.latest = kind.planned
+        return True
+
+    def _plan_looked(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
+        """Plan for a kind from a step of it that was looked at, with so many calls of
+        ``torch.utils.checkpoint``.
+
+        Raises:
+            BudgetError: no plan fits; on every rank that shares the model's layers.
+        """
+        planner, refusal = self.planner, None
+        graph, neighbours = planner.agreed(graph)
+        unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
+        kind.margin_bytes = max(kind.margin_bytes, unseen)
+        try:
+            self._plan(kind, graph, "planned")
+        except BudgetError as error:
+            refusal = error
+            made = [
+                p for p in planner.model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")
+            ]
+            if made and not kind.key.gradients:
+                error.add(
+                    "Where gradients add up over several steps, those after the first take up to "
+                    f"{sum(own_share(p).nbytes for p in made):,} bytes more."
+                )
+            if checkpoints:
+                error.remedies = (OWN_OFF, *error.remedies)
+        if neighbours is not None:  # if one refused alone, the others would wait in a collective
+            refusal = neighbours.refusal(refusal)
+        if refusal is not None:
+            raise refusal
+
+    def _tell_of(self, look: Look) -> None:
+        """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
+        keeps their results from now on.
+        """
+        kept = look.recorder.findings.kept
+        for name, reason in kept.items():
+            if name not in self.planner.kept:
+                warn(f"lowtide keeps the results of {name}: {reason}")
+        self.planner.kept.update(kept)
+        if look.tracer.checkpoints:
+            self.tell(own_checkpointing(self.planner.model))

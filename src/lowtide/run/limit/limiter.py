@@ -23,14 +23,13 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
-from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import Kind, keeps_all
-from lowtide.run.limit.known import Known
-from lowtide.run.limit.outcome import Outcome, Ran, learn
+from lowtide.run.limit.kinds import Kind, Kinds
+from lowtide.run.limit.outcome import Outcome, learn
+from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import (
     AROUND_COMPILED,
@@ -44,7 +43,7 @@ from lowtide.run.look.look import Look, look_aside
 from lowtide.run.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
-from lowtide.run.record.native import compiled, compiled_program
+from lowtide.run.record.native import compiled
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch
@@ -71,11 +70,16 @@ class _Local(threading.local):
 class Limiter:
     """Replaces ``model.forward``: looks at the first step of each kind, and runs later ones under its plan.
 
+    Args:
+        model, loss_fn, verify, stores: as of `limit_memory`.
+        asked: budget, policy, optimizer and progress, for the planner.
+
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
     It can be copied and pickled with the model; plans are not copied, the copy makes its own.
 
     Attributes:
-        known: the kinds of steps so far, and their plans.
+        planner: makes the plans.
+        kinds: the kinds of steps so far, and what is planned for each.
         shared: other limited models take part in the same steps; each is planned for its own part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
     """
@@ -83,51 +87,41 @@ class Limiter:
     def __init__(
         self,
         model: torch.nn.Module,
-        *,
-        budget: str | int | None,
-        policy: Policy | None,
         loss_fn: Callable[[Any], torch.Tensor] | None,
-        optimizer: torch.optim.Optimizer | None,
         verify: Verify,
-        stores: Stores | None = None,
-        progress: bool | None = None,
+        stores: Stores | None,
+        asked: tuple[str | int | None, Policy, torch.optim.Optimizer | None, bool | None],
     ) -> None:
-        self.model = model
-        self.policy: Policy = policy if policy is not None else "optimal"
-        self.loss_fn = loss_fn
-        self.progress = progress
+        self.model, self.loss_fn = model, loss_fn
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
+        self._begin(stores, asked)
+
+    def _begin(self, stores: Stores | None, asked: tuple[Any, Any, Any, Any]) -> None:
+        """Begin with no plans; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
-        self._fresh(budget, optimizer)
-
-    def _fresh(self, budget: str | int | None, optimizer: torch.optim.Optimizer | None) -> None:
-        planner = Planner(
-            self.model, budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
-        )
-        self.known = Known(planner, self.verify)
+        self.planner = Planner(self.model, lambda: self.stores.groups, *asked)
+        self.kinds = Kinds(self.planner, self.verify)
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
-        self.engagement: Engagement | None = None
+        self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.shared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "policy", "loss_fn", "verify", "original", "progress", "removed")
+        names, planner = ("model", "loss_fn", "verify", "original", "removed"), self.planner
+        counted = planner.optimizer is not None
         return {
+            "asked": (planner.budget, planner.policy, counted, planner.progress),
             **{name: self.__dict__[name] for name in names},
-            "budget": self.known.planner.budget,
-            "counted": self.known.planner.optimizer is not None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        budget, counted = state.pop("budget"), state.pop("counted")
+        budget, policy, counted, progress = state.pop("asked")
         self.__dict__.update(state)
-        self.stores = Stores()
-        self.own_stores = True
-        self._fresh(budget, None)
+        self._begin(None, (budget, policy, None, progress))
         if counted:
             warn(
                 "the copy of a limited model does not count an optimizer: remove() its limit and call "
@@ -135,13 +129,9 @@ class Limiter:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limiter:
-        twin = Limiter.__new__(Limiter)
-        memo[id(self)] = twin
-        state = {
-            name: copy.deepcopy(item, memo) if name in ("model", "original") else item
-            for name, item in self.__getstate__().items()
-        }
-        twin.__setstate__(state)
+        twin = memo[id(self)] = Limiter.__new__(Limiter)
+        state = self.__getstate__()
+        twin.__setstate__(state | {n: copy.deepcopy(state[n], memo) for n in ("model", "original")})
         twin.stores = self.stores.fresh()
         return twin
 
@@ -166,29 +156,6 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
-    # ---- whether it engages ----------------------------------------------------------------------
-
-    def wait_for_a_step(self) -> None:
-        """Warn should the model train without its own forward ever running."""
-        self.engagement = Engagement(self.model, warn)
-
-    def stop_waiting(self) -> None:
-        """The limit has engaged, or is gone."""
-        if self.engagement is not None:
-            self.engagement.end()
-            self.engagement = None
-
-    @contextmanager
-    def not_waiting(self) -> Iterator[None]:
-        """Suspend the warning for the block, which is no step of the user's."""
-        waited = self.engagement is not None
-        self.stop_waiting()
-        try:
-            yield
-        finally:
-            if waited:
-                self.wait_for_a_step()
-
     # ---- a step ----------------------------------------------------------------------------------
 
     @private.skipped_by_dynamo
@@ -199,34 +166,36 @@ class Limiter:
             return self.forward(*args, **kwargs)
         with private.out_of_dynamo() as compiled:
             if compiled:
-                self.known.tell("compiled", AROUND_COMPILED)
+                self.planner.tell(AROUND_COMPILED)
             return self._call(args, kwargs, compiled)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
         if keeps_nothing():
             return self._plainly(args, kwargs)
         if governed():
-            self.stop_waiting()
+            self.engagement.end()
             return self._plainly(args, kwargs)
         members = Members(self.model)
         unlimited = why_unlimited(members, args, kwargs)
         if unlimited is not None:
-            if unlimited.text:
-                self.stop_waiting()  # the reason is told instead
-                self.known.tell(*unlimited)
+            if unlimited:
+                self.engagement.end()  # the reason is told instead
+                self.planner.tell(unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
-        self.stop_waiting()
+        self.engagement.end()
         self._finish_previous()
         if self.local.look is not None:  # a step with several forwards before its backward
             result = self._plainly(args, kwargs)
-            self.local.look[0].beside(result, lambda: self.known.tell("abandoned", ABANDONED))
+            self.local.look[0].beside(result, lambda: self.planner.tell(ABANDONED))
             return result
         key = step_key(members, args, kwargs)
-        kind = self.known.kind_for(key)
-        self.shared |= self._beside_others()
-        if self.shared and self.known.planner.budget is not None:
-            self.known.tell("shared", SHARED)
+        kind = self.kinds.kind_for(key)
+        for one in interceptors():
+            if isinstance(one, StepTracer):  # another model's look, which would show the operations of both
+                one.crowded = self.shared = True
+        if self.shared and self.planner.budget is not None:
+            self.planner.tell(SHARED)
         kind.unseen_backward |= compiled  # a compiled call restores dispatch when it returns
         if kind.wants_look and (self.shared or kind.unseen_backward):
             try:
@@ -271,8 +240,7 @@ class Limiter:
                 watch.close()
 
     def _tell_together(self) -> None:
-        self.known.tell(
-            "pending",
+        self.planner.tell(
             "a forward of this limited model begins while what an earlier one saved is still needed (its "
             "backward is to come, or kept its graph): the budget holds for each of them, and together they "
             "take more than the budget. Run backward after each forward (gradients add up), or put the "
@@ -286,7 +254,7 @@ class Limiter:
         look = Look(
             self.model,
             device,
-            verify=self.known.is_to_verify(kind),
+            verify=self.kinds.is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
         )
         self.local.look = (look, kind)
@@ -298,15 +266,6 @@ class Limiter:
             raise
         return result
 
-    def _beside_others(self) -> bool:
-        """Whether other limited models are looking at a step now. Such a look shows the operations of both,
-        so all of them look again.
-        """
-        others = [one for one in interceptors() if isinstance(one, StepTracer)]
-        for tracer in others:
-            tracer.crowded = True
-        return bool(others)
-
     def _looked(self, look: Look, kind: Kind) -> None:
         """A look has ended: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
@@ -317,29 +276,27 @@ class Limiter:
             look.close()
             return
         twice = "every operation ran twice" if look.verified else "no operation ran twice"
-        took("looked at a first step", time.perf_counter() - look.began, twice, self.progress)
-        with self.known.lock:
-            peak = look.peak_bytes
+        took("looked at a first step", time.perf_counter() - look.began, twice, self.planner.progress)
+        with self.kinds.lock:
             graph = look.graph()
-            if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
-                return
-            self.measured_bytes = kind.graph.resident_bytes + peak
-            self._tell_above(kind, graph, peak)
+            if self.kinds.looked(kind, look, graph):
+                self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
 
-    def _tell_above(self, kind: Kind, graph: StepGraph, peak: int | None) -> None:
-        """Warn of a look that took more than the budget."""
-        plan = kind.plan
-        if plan is None or plan.budget_bytes is None or plan.changes_nothing or peak is None:
+    def _tell_above(self, kind: Kind, resident_bytes: int, peak: int | None) -> None:
+        """Take down what a look took, and warn if that was more than the budget."""
+        planned = kind.planned
+        if planned is None or peak is None:
             return
-        taken = graph.resident_bytes + peak
-        if taken > plan.budget_bytes:
-            which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
+        self.measured_bytes = planned.graph.resident_bytes + peak
+        limit, taken = planned.plan.budget_bytes, resident_bytes + peak
+        if limit is not None and taken > limit and not planned.plan.changes_nothing:
+            which = "the first step" if len(self.kinds.known) == kind.looks == 1 else "this step"
             warn(
                 f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)}, and the budget is "
-                f"{budgets.format_bytes(plan.budget_bytes)}; later ones keep to it"
+                f"{budgets.format_bytes(limit)}; later ones keep to it"
             )
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Kind:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
         """Plan for steps with these arguments now: look at one, and restore all state afterwards.
 
         Args:
@@ -351,68 +308,74 @@ class Limiter:
             TraceError: no loss can be found or made up.
         """
         members = Members(self.model)
-        kind = self.known.kind_for(step_key(members, args, kwargs))
-        if not kind.wants_look:
-            return kind
-        with self.not_waiting(), self._inside():
-            look, graph = look_aside(
-                [self.model],
-                members.device,
-                self.forward,
-                args,
-                kwargs,
-                lambda _, result: loss_to_plan_for(result, self.loss_fn),
-                verify=self.verify != "never",
-            )
-        with self.known.lock:
-            self.known.looked(kind, look, graph)
-            if within_step:
-                self._tell_above(kind, graph, look.peak_bytes)
-        return kind
+        kind = self.kinds.kind_for(step_key(members, args, kwargs))
+        if kind.wants_look:
+            with self.engagement.paused(), self._inside():
+                look, graph = look_aside(
+                    [self.model],
+                    members.device,
+                    self.forward,
+                    args,
+                    kwargs,
+                    lambda _, result: loss_to_plan_for(result, self.loss_fn),
+                    verify=self.verify != "never",
+                )
+            with self.kinds.lock:
+                self.kinds.looked(kind, look, graph)
+                if within_step:
+                    self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
+        assert kind.planned is not None
+        return kind.planned
 
     # ---- under a plan ----------------------------------------------------------------------------
 
     def _step(
         self, kind: Kind, key: StepKey, members: Members, forward: Callable[[], Any], begin: float
     ) -> Any:
-        plan = kind.plan
-        assert plan is not None and kind.graph is not None
-        kind.times.note(kind.graph.overhead_seconds)
-        ran = Ran(key, plan, kind.fits_without_plan(key))
-        ran.watch = self.local.watch = StepWatch(lambda: self._learn(kind, ran), members.device)
-        if plan.budget_bytes is not None and ran.watch.peak_bytes is None:
-            self.known.tell("unmeasured", UNMEASURED)
+        planned, planner = kind.planned, self.planner
+        assert planned is not None
+        planned.note_time()
+        # ranks that share a model run alike, and a policy that the user chose is followed
+        alone = planner.agreement is None and planner.policy == "optimal"
+        outcome = Outcome(key, planned, planned.fits_without_plan(key), alone)
+        watch = self.local.watch = StepWatch(partial(self._learn, kind, outcome), members.device)
+        plan = planned.plan
+        if plan.budget_bytes is not None and watch.peak_bytes is None:
+            planner.tell(UNMEASURED)
         steady = plan.budget_bytes is None or not kind.varies
-        if steady and (ran.without_plan or plan.changes_nothing):
+        if steady and (outcome.without_plan or plan.changes_nothing):
             with self._inside():
                 result = forward()
         else:
-            result = self._recorded(kind, ran, members, forward, begin)
-        kind.steps += 1
-        ran.watch.forward_ends(tensors_inside(result))
+            result = self._recorded(outcome, watch, members, forward, begin)
+        planned.steps += 1
+        watch.forward_ends(tensors_inside(result))
         return result
 
     def _recorded(
-        self, kind: Kind, ran: Ran, members: Members, forward: Callable[[], Any], begin: float
+        self,
+        outcome: Outcome,
+        watch: StepWatch,
+        members: Members,
+        forward: Callable[[], Any],
+        begin: float,
     ) -> Any:
         """Run the forward under the plan; all since ``begin`` beside the forward itself is its overhead."""
-        plan, watch, first = ran.plan, ran.watch, kind.steps == 0
-        timed = kind.times.due(kind.steps)
+        planned, plan = outcome.planned, outcome.planned.plan
+        first, timed = planned.steps == 0, planned.times_next()
         if timed:
-            kind.times.timed = watch
+            planned.timed = watch
         mover = TransferEngine(plan, self.stores, first and self.verify != "never") if plan.moves else None
-        program = keeps_all(plan.program) if ran.without_plan else plan.program
-        if kind.programs.get(ran.without_plan) is None:
-            kind.programs[ran.without_plan] = compiled_program(program)
-        ran.director = PlanDirector(program, plan.moves, smaller=ran.key != kind.key)
+        program, compiled_program = planned.program(outcome.without_plan)
+        outcome.director = PlanDirector(program, plan.moves, smaller=outcome.key != planned.key)
         recorder = Recorder(
-            ran.director,
+            outcome.director,
             check=self.verify == "always",
             around_unpack=watch.unpacks if timed else None,
             mover=mover,
-            program=kind.programs[ran.without_plan],
+            program=compiled_program,
         )
-        ran.findings = recorder.findings
+        outcome.findings = recorder.findings
         watch.replays = recorder.core.replays if recorder.core is not None else None
         with ExitStack() as stack:
             stack.enter_context(self._inside())
@@ -429,19 +392,14 @@ class Limiter:
         watch.recording_seconds += inside - begin + time.perf_counter() - outside
         return result
 
-    def _learn(self, kind: Kind, ran: Ran) -> None:
+    def _learn(self, kind: Kind, outcome: Outcome, watch: StepWatch) -> None:
         """A backward of a step has ended: compare what it took with the budget."""
-        plan = ran.plan
-        if ran.director is not None:
-            kind.note_unplanned_operations(ran.director.extra)
-        if self.shared or kind.plan is not plan:  # the peak is that of all models together
+        planned, peak = outcome.planned, watch.peak_bytes
+        if kind.planned is not planned:
             return
-        peak = ran.watch.peak_bytes
-        if peak is None or kind.graph is None:
-            return
-        took = kind.graph.resident_bytes - self.known.planner.moved_bytes + plan.slab_bytes + peak
-        self.measured_bytes = took
-        # ranks that share a model run alike, and a policy that the user chose is followed
-        alone = self.known.planner.agreement is None and self.policy == "optimal"
-        if said := learn(kind, ran, Outcome.of(ran, took, alone)):
+        outcome.backwards = watch.backwards
+        if peak is not None and not self.shared:  # else it is that of all models together
+            outcome.measured_bytes = planned.graph.resident_bytes + planned.plan.slab_bytes + peak
+            self.measured_bytes = outcome.measured_bytes
+        if said := learn(kind, outcome):
             warn(said)

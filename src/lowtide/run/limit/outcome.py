@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple
 
 from lowtide import budget as budgets
-from lowtide.plan.data import Plan
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.kinds import Kind, Replan
+from lowtide.run.limit.kinds import Kind
+from lowtide.run.limit.planned import Planned
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.verify import Findings
-from lowtide.run.watch import StepWatch
+
+_LONGER = 0.1  # a step with a larger share of operations that its plan lacks is looked at
 
 
 class After(Enum):
@@ -58,109 +58,81 @@ _TOLD = {
 
 
 @dataclass
-class Ran:
-    """A step under a plan.
+class Outcome:
+    """A step under a plan, and what it showed when a backward through it ended.
 
     Attributes:
         key: the step's own; its plan may be for larger ones.
-        plan: what it ran under.
+        planned: what it ran under.
         without_plan: it ran as it is, since steps of its size were seen to need no plan.
-        watch: measures what it takes.
+        may_drop_plan: steps that keep the budget without a plan may run so.
         director: followed its operations, or ``None`` where it was not recorded.
-        findings: of its forward.
+        findings: of its forward: the most that it would have taken on top without evictions.
+        measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
+        backwards: how many ran so far.
         margin_bytes: what it added to its kind's margin.
     """
 
     key: StepKey
-    plan: Plan
-    without_plan: bool = False
-    watch: StepWatch = field(init=False)
-    director: PlanDirector | None = None
-    findings: Findings = field(default_factory=Findings)
-    margin_bytes: int = 0
-
-
-class Outcome(NamedTuple):
-    """What a step showed when a backward through it ended.
-
-    Attributes:
-        measured_bytes: its peak, resident bytes included.
-        evicted_bytes: the most that it would have taken on top without evictions.
-        backwards: how many ran so far.
-        followed: it ran the operations of its plan and no others, as far as is known.
-        recorded: its operations were followed.
-        without_plan: as of `Ran`.
-        may_drop_plan: steps that keep the budget without a plan may run so.
-    """
-
-    measured_bytes: int
-    evicted_bytes: int = 0
-    backwards: int = 1
-    followed: bool = True
-    recorded: bool = True
+    planned: Planned
     without_plan: bool = False
     may_drop_plan: bool = True
-
-    @classmethod
-    def of(cls, ran: Ran, measured_bytes: int, may_drop_plan: bool) -> Outcome:
-        """What a step showed by now."""
-        director = ran.director
-        return cls(
-            measured_bytes,
-            ran.findings.evicted_bytes,
-            ran.watch.backwards,
-            director is None or not director.departed,
-            director is not None,
-            ran.without_plan,
-            may_drop_plan,
-        )
+    director: PlanDirector | None = None
+    findings: Findings = field(default_factory=Findings)
+    measured_bytes: int | None = None
+    backwards: int = 1
+    margin_bytes: int = 0
 
 
 def after(kind: Kind, outcome: Outcome) -> After:
     """What follows a step of this kind."""
-    plan, took = kind.plan, outcome.measured_bytes
-    assert plan is not None
+    plan, took, director = outcome.planned.plan, outcome.measured_bytes, outcome.director
     limit = plan.budget_bytes
-    if limit is None:
+    if limit is None or took is None:
         return After.NOTHING
+    followed = director is None or not director.departed
     if took <= limit + budgets.slack_bytes(limit):
         if outcome.without_plan or plan.changes_nothing:
             return After.NOTHING
-        known = outcome.may_drop_plan and outcome.backwards == 1 and outcome.followed and not plan.moves
-        fits = known and took + outcome.evicted_bytes <= limit
+        known = outcome.may_drop_plan and outcome.backwards == 1 and followed and not plan.moves
+        fits = known and took + outcome.findings.evicted_bytes <= limit
         return After.NOTE_FITS if fits else After.NOTE_NEEDS_PLAN
-    if took <= kind.accepted_bytes:
+    if took <= outcome.planned.accepted_bytes:
         return After.NOTHING
     if outcome.without_plan:
         return After.RUN_UNDER_PLAN
-    if kind.may_look_again and plan.changes_nothing and not outcome.recorded:
+    if kind.may_look_again and plan.changes_nothing and director is None:
         return After.LOOK_AT_UNSEEN
-    if kind.may_look_again and not outcome.followed:
+    if kind.may_look_again and not followed:
         return After.LOOK_AT_OTHERS
     return After.ONLY_TELL if outcome.backwards > kind.backwards else After.PLAN_WITH_LESS
 
 
-def learn(kind: Kind, ran: Ran, outcome: Outcome) -> str:
+def learn(kind: Kind, outcome: Outcome) -> str:
     """Decide what follows a step, and note it with its kind.
 
     Returns:
         A warning, or an empty text.
     """
-    if ran.margin_bytes and outcome.backwards > kind.backwards:  # only a kept graph made it take more
-        kind.margin_bytes -= ran.margin_bytes
-        ran.margin_bytes, kind.replan = 0, None
-    action = after(kind, outcome)
-    predicted, limit, took = ran.plan.predicted_peak_bytes, ran.plan.budget_bytes, outcome.measured_bytes
+    extra = outcome.director.extra if outcome.director is not None else 0
+    kind.varies |= extra > 0
+    kind.wants_look |= extra > _LONGER * len(outcome.planned.plan.program) and kind.may_look_again
+    if outcome.backwards > kind.backwards:  # only a kept graph made it take more
+        kind.margin_bytes -= outcome.margin_bytes
+        outcome.margin_bytes = 0
+    action, planned = after(kind, outcome), outcome.planned
+    predicted, limit = planned.plan.predicted_peak_bytes, planned.plan.budget_bytes
+    took = outcome.measured_bytes
     if action in (After.NOTE_FITS, After.NOTE_NEEDS_PLAN, After.RUN_UNDER_PLAN):
-        kind.note_size(ran.key, action is After.NOTE_FITS)
+        planned.note_size(outcome.key, action is After.NOTE_FITS)
     elif action in (After.LOOK_AT_UNSEEN, After.LOOK_AT_OTHERS):
-        kind.look_again = kind.varies = True
+        kind.wants_look = kind.varies = True
     elif action is After.PLAN_WITH_LESS:
-        assert limit is not None
+        assert limit is not None and took is not None
         more = max(0, took - max(predicted, limit - budgets.slack_bytes(limit)))
-        kind.margin_bytes += more - ran.margin_bytes  # each backward of a step counts anew
-        ran.margin_bytes, kind.replan = more, Replan.TOOK_MORE
-    if action not in _TOLD or limit is None:
+        kind.margin_bytes += more - outcome.margin_bytes  # each backward of a step counts anew
+        outcome.margin_bytes = more
+    if action not in _TOLD or limit is None or took is None:
         return ""
     return (
         f"a planned step took {budgets.format_bytes(took)} where {budgets.format_bytes(predicted)} was "

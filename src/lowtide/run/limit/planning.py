@@ -17,19 +17,18 @@ from lowtide.meter.resident import gradient_of
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
 from lowtide.plan.carry import CARRIED, carried, keep
-from lowtide.plan.data import Plan, in_one_line
+from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
-from lowtide.progress import working
-from lowtide.run.hidden_costs import (
-    checkpoint_bytes,
-    overlapped_bytes,
-    with_earlier_gradients,
-    with_overhead,
+from lowtide.run.hidden_costs import overlapped_bytes, with_overhead
+from lowtide.run.limit.optimizer_need import (
+    OptimizerNeed,
+    depends_on,
+    missing_gradient_bytes,
+    optimizer_need,
 )
-from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.optimizer_need import KnownNeed
-from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
+from lowtide.run.messages import Once
+from lowtide.run.ranks.agree import Agreement, agreement_of, agreement_over
 from lowtide.trace.tracer import with_collectives
 
 Policy = str | Callable[..., Plan]
@@ -40,183 +39,148 @@ class Planner:
 
     Args:
         model: the model.
+        groups: process groups over which plans may shard, by name.
         budget: as given to `limit_memory`.
         policy: a policy or its name.
         optimizer: counts against the budget, or ``None``.
-        groups: process groups over which plans may shard, by name.
         progress: as of `limit_memory`.
 
     Attributes:
+        changes: how often another budget or optimizer was given.
         kept: operations that do not reproduce, with the reason: every plan keeps their results.
-        moved_bytes: of the optimizer's state that was moved to the host.
         solved: how many plans took a search. A step that fits as it is takes none, nor does one for which
             earlier decisions are near the bound.
+        agreement: the ranks that share the model and its plans, or ``None``.
+        tell: warns of something once.
     """
 
     def __init__(
         self,
         model: torch.nn.Module,
+        groups: Callable[[], Mapping[str, Any]],
         budget: str | int | None,
         policy: Policy,
-        optimizer: torch.optim.Optimizer | None,
-        groups: Callable[[], Mapping[str, Any]] = dict,
+        optimizer: torch.optim.Optimizer | None = None,
         progress: bool | None = None,
     ) -> None:
-        self.model = model
-        self.budget = budget
-        self.policy = policy
-        self.optimizer = optimizer
-        self.groups = groups
-        self.progress = progress
+        self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
+        self.budget, self.optimizer, self.changes = budget, optimizer, 0
         self.kept: dict[str, str] = {}
-        self.moved_bytes = 0
         self.solved = 0
         self.agreement: Agreement | None = None
-        # ranks that share layers and run other programs: each plans alone
-        self._neighbours: Agreement | None = None
-        # whether the ranks that share the model were looked for: a copied model is not complete yet here
-        self._asked = False
+        self.tell = Once()
+        self._looked_for_ranks = False  # a copied model is not complete yet here
         self._cache = Cache(folder())
-        self._need = KnownNeed()
+        self._need: tuple[Any, OptimizerNeed] | None = None
+        self._moved_bytes = 0  # of the optimizer's state, to the host
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
-    def plan(self, kind: Kind, looked: StepGraph, checkpoints: int) -> None:
-        """Plan for a kind of step from one of it that was looked at.
+    def set_budget(self, budget: str | int) -> None:
+        """Plan for another budget from now on."""
+        self.budget, self.changes = budget, self.changes + 1
 
-        Args:
-            kind: gets the plan.
-            looked: the step.
-            checkpoints: how many parts of it are under ``torch.utils.checkpoint``.
+    def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count this optimizer from now on."""
+        self.optimizer, self._moved_bytes, self.changes = optimizer, 0, self.changes + 1
 
-        Raises:
-            BudgetError: no plan fits.
-        """
-        if not self._asked:
-            self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
-        with working("planning", "planned", self.progress) as work:
-            work.say(f"planning {len(looked.operations):,} operations")
-            graph = self._agreed(with_overhead(self._whole(looked)))
-            unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
-            kind.margin_bytes = max(kind.margin_bytes, unseen)
-            refusal: BudgetError | None = None
-            try:
-                self._solve(kind, graph)
-            except BudgetError as error:
-                refusal = error
-            # if one rank refused alone, the others would wait in a collective
-            if self._neighbours is not None:
-                refusal = self._neighbours.refusal(refusal)
-            if refusal is not None:
-                raise refusal
-            assert kind.plan is not None
-            work.done(in_one_line(kind.plan))
+    def wanted(self, margin_bytes: int) -> tuple[int, int]:
+        """What a plan is made for: one for anything else is out of date."""
+        return self.changes, margin_bytes
 
-    def plan_with_gradients(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps that add to gradients, from a step without earlier ones.
-
-        Raises:
-            BudgetError: no plan fits.
-        """
-        assert without.graph is not None
-        kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
-        kind.backwards = without.backwards
-        with working("planning", "planned for steps that add to gradients", self.progress) as work:
-            work.done(in_one_line(self._solve(kind, with_earlier_gradients(without.graph))))
-
-    def solve_again(self, kind: Kind) -> None:
-        """Make the plan again from all that is known by now.
-
-        Raises:
-            BudgetError: no plan fits.
-        """
-        assert kind.graph is not None
-        with working("planning", "planned again", self.progress) as work:
-            work.done(in_one_line(self._solve(kind, kind.graph)))
-
-    def share_findings(self, kind: Kind) -> None:
-        """Exchange what the latest step showed with all ranks: if one has to look or plan again, all do."""
-        if self.agreement is None or kind.steps > LEARNING_STEPS:
-            return
-        mine = (kind.look_again, kind.replan, kind.margin_bytes, self.kept)
-        for look_again, replan, margin, kept in self.agreement.share(mine):
-            kind.look_again = kind.look_again or look_again
-            kind.replan = kind.replan or replan
-            kind.margin_bytes = max(kind.margin_bytes, margin)
-            self.kept.update(kept)
-
-    def count(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Count this optimizer from now on.
+    def agreed(self, looked: StepGraph) -> tuple[StepGraph, Agreement | None]:
+        """The step to plan for, from one that was looked at: with all of the model, what the executor adds,
+        and collectives that may run again where the ranks that share the model agree on the program.
 
         Returns:
-            By how many bytes its state exceeds that of the optimizer before.
+            The step, and the ranks that share the model where each has to plan alone.
         """
-        before = self.optimizer_bytes + self.moved_bytes
-        self.optimizer, self.moved_bytes = optimizer, 0
-        return self.optimizer_bytes - before
+        if not self._looked_for_ranks:
+            self._looked_for_ranks = True
+            self.agreement = agreement_of(self.model) or agreement_over(self.groups())
+        graph, shared = with_overhead(_with_all_of(self.model, looked)), self.agreement
+        if shared is None:
+            return graph, None
+        if shared.same_program(graph):
+            return with_collectives(replace(graph, events=shared.from_first(graph.events))), None
+        self.agreement = None  # on every rank alike
+        return graph, shared
 
-    # ---- one plan --------------------------------------------------------------------------------
+    def plan(self, graph: StepGraph, margin_bytes: int) -> tuple[StepGraph, Plan]:
+        """Plan for a step within the budget, less a margin.
 
-    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
-        """Give the kind a plan for this step, within the budget less the kind's margin.
+        Args:
+            graph: the step, the optimizer aside.
+            margin_bytes: how much of the budget is left free.
+
+        Returns:
+            The step with all that counts, and its plan.
 
         Raises:
             BudgetError: no plan fits.
         """
-        graph = self._without_kept(graph)
-        limit = self._limit_bytes(graph, kind.margin_bytes)
-        self._balance(graph, limit, kind.margin_bytes)
+        kept = self.kept
+        graph = graph.with_operations(
+            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
+        )
+        graph = _with_resident(graph, self.optimizer_bytes + self._moved_bytes)
+        plain_peak = max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
+        limit = self._limit_bytes(graph, plain_peak, margin_bytes)
+        self._balance(graph, limit, margin_bytes)
+        graph = _with_resident(graph, -self._moved_bytes)
+
+        def solve(limit: int | None) -> Plan:
+            return self._plan_within(graph, limit, margin_bytes, plain_peak)
+
         refusal = self._optimizer_refuses(limit)
         if self.agreement is not None:
             refusal = self.agreement.refusal(refusal)
-        elif refusal is not None:
-            refusal = self._larger(refusal, graph, limit, kind.margin_bytes)
+        try:  # a plan of this rank's own, or one for all ranks that share the model
+            plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+        except BudgetError as error:
+            if refusal is None:
+                raise
+            # the smallest budget that is named has to do for both
+            if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
+                error.add("Nor does the budget hold optimizer.step().")
+                raise
         if refusal is not None:
             raise refusal
-        moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
-
-        def solve(limit: int | None) -> Plan:
-            return self._plan_within(moved, limit, kind.margin_bytes)
-
-        # of this rank's own, or one for all ranks that share the model
-        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
-        self._greatest_plain = self._plain_peak(graph)
+        self._greatest_plain = plain_peak
         self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
-        plan = replace(plan, budget_bytes=limit)
-        kind.take(graph, plan)
-        return plan
+        return graph, replace(plan, budget_bytes=limit)
 
-    def _limit_bytes(self, graph: StepGraph, margin_bytes: int) -> int | None:
-        """The budget in bytes. A percentage is of the plain step, or of a larger one that was planned;
-        ``"min"`` includes the margin.
+    def _limit_bytes(self, graph: StepGraph, plain_peak: int, margin_bytes: int) -> int | None:
+        """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
+        largest step that was planned, so that the last one of an epoch has no smaller budget; ``"min"``
+        includes the margin.
         """
         if self.budget is None:
             return None
-        return budgets.resolve(
-            self.budget,
-            self._plain_peak(graph),
-            lambda: self._least(graph) + margin_bytes,
-            torch.device(graph.device),
-            standing_bytes=graph.resident_bytes,
-        )
 
-    def _least(self, graph: StepGraph) -> int:
-        """The smallest peak that the policy can reach."""
-        try:
-            return make(graph, budget=1, policy=self.policy).predicted_peak_bytes
-        except BudgetError as error:
-            if error.smallest_bytes is None:
-                raise
-            return error.smallest_bytes
+        def smallest() -> int:
+            try:
+                least = make(graph, budget=1, policy=self.policy).predicted_peak_bytes
+            except BudgetError as error:
+                if error.smallest_bytes is None:
+                    raise
+                least = error.smallest_bytes
+            return least + margin_bytes
 
-    def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
+        device = torch.device(graph.device)
+        return budgets.resolve(self.budget, plain_peak, smallest, device, standing_bytes=graph.resident_bytes)
+
+    def _plan_within(
+        self, graph: StepGraph, limit: int | None, margin_bytes: int, plain_peak: int = 0
+    ) -> Plan:
         """A plan that leaves the margin free within the limit.
 
         A step that needs eviction is planned for a little less, or for all of it if less does not work.
 
         Raises:
-            BudgetError: no plan fits.
+            BudgetError: no plan fits; says the smallest budget that works, with the optimizer's state as a
+                part of its own.
         """
         if limit is None:
             return make(graph, policy=self.policy)
@@ -232,42 +196,63 @@ class Planner:
             if least is None:
                 raise
             if least > most:
-                smallest = min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1)
-                raise self._refusal(error, graph, limit, smallest) from None
+                resident = error.parts.pop(budgets.STANDING, 0)
+                state = min(self.optimizer_bytes, resident)
+                parts = {budgets.STATE: state, budgets.STANDING: resident - state, **error.parts}
+                raise budgets.too_small(
+                    limit,
+                    min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1),
+                    {name: count for name, count in parts.items() if count},
+                    policy=error.policy,
+                    plain_peak_bytes=plain_peak if str(self.budget).rstrip().endswith("%") else None,
+                    detail=error.detail,
+                ) from None
             plan = make(graph, budget=least, policy=self.policy)
         if cached:
             keep(self._cache, graph, plan, most)
         return plan
 
-    def _larger(
-        self, refusal: BudgetError, graph: StepGraph, limit: int | None, margin_bytes: int
-    ) -> BudgetError:
-        """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is
-        named has to do for both.
-        """
-        try:
-            self._plan_within(graph, limit, margin_bytes)
-        except BudgetError as error:
-            if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
-                error.add("Nor does the budget hold optimizer.step().")
-                return error
-        return refusal
+    # ---- the optimizer ---------------------------------------------------------------------------
 
-    def _refusal(self, error: BudgetError, graph: StepGraph, limit: int, smallest: int) -> BudgetError:
-        """The planner's refusal, worded with the given budget, the smallest one that works, and the
-        optimizer's state as a part of its own.
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer's state on the device, present or still to come."""
+        return self.need_of(self.optimizer).state_bytes if self.optimizer is not None else 0
+
+    def need_of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
+        """What it takes. That takes as long as planning for a small model: it is worked out again only where
+        it may have changed.
         """
-        resident = error.parts.pop(budgets.STANDING, 0)
-        state = min(self.optimizer_bytes, resident)
-        rest = {budgets.STATE: state, budgets.STANDING: resident - state}
-        return budgets.too_small(
-            limit,
-            smallest,
-            {name: count for name, count in (*rest.items(), *error.parts.items()) if count},
-            policy=error.policy,
-            plain_peak_bytes=self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None,
-            detail=error.detail,
-        )
+        asked = depends_on(optimizer)
+        if self._need is None or self._need[0] != asked:
+            self._need = asked, optimizer_need(optimizer)
+            if unknown := self._need[1].unknown:
+                self.tell(
+                    "unknown",
+                    f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
+                    f"out ({unknown}), so only the state counts against the budget: measure "
+                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
+                )
+        return self._need[1]
+
+    def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
+        """Why the optimizer's own step cannot meet the budget, or ``None``."""
+        if self.optimizer is None or limit is None:
+            return None
+        need, own = self.need_of(self.optimizer), resident_bytes(self.model)
+        own += missing_gradient_bytes(self.optimizer)
+        least = own + need.state_bytes + need.step_bytes
+        if least <= limit:
+            return None
+        parameters = sum(parameter.nbytes for parameter in self.model.parameters())
+        parts = {
+            budgets.PARAMETERS: parameters,
+            budgets.GRADIENTS: own - parameters,
+            budgets.STATE: need.state_bytes,
+            "its update": need.step_bytes,
+        }
+        detail = "An optimizer with fused=True takes less for its update." if need.step_bytes else ""
+        return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
 
     def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:
         """With ``host_fraction="auto"``, move optimizer state to the host while that takes less time than
@@ -284,75 +269,25 @@ class Planner:
         everything = optimizer.device_state_bytes(0.0)
 
         def extra_seconds(share: float) -> float:
-            moved = replace(
-                graph,
-                resident_bytes=graph.resident_bytes - (everything - optimizer.device_state_bytes(share)),
-            )
+            moved = _with_resident(graph, optimizer.device_state_bytes(share) - everything)
             try:
                 return self._plan_within(moved, limit, margin_bytes).predicted_extra_seconds
             except BudgetError:
                 return math.inf
 
         share = optimizer.choose_host_fraction(extra_seconds)
-        self.moved_bytes = everything - optimizer.device_state_bytes(share)
+        self._moved_bytes = everything - optimizer.device_state_bytes(share)
 
-    # ---- ranks -----------------------------------------------------------------------------------
 
-    def _agreed(self, graph: StepGraph) -> StepGraph:
-        """The step, with collectives that may run again where the ranks that share the model agree on it."""
-        self._neighbours = None
-        if self.agreement is None:
-            return graph
-        if self.agreement.same_program(graph):
-            return with_collectives(replace(graph, events=self.agreement.from_first(graph.events)))
-        self.agreement, self._neighbours = None, self.agreement  # on every rank alike
-        return graph
+def _with_resident(graph: StepGraph, more: int) -> StepGraph:
+    """The step with more bytes that exist before it."""
+    return replace(graph, resident_bytes=graph.resident_bytes + more)
 
-    # ---- what counts beside the step that was looked at ------------------------------------------
 
-    def _plain_peak(self, graph: StepGraph) -> int:
-        """The peak that percentages are of, with collectives under way: that of the largest step so far, so
-        that the last one of an epoch has no smaller budget.
-        """
-        return max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
-
-    def _without_kept(self, graph: StepGraph) -> StepGraph:
-        """The graph with the operations that were found not to reproduce marked so."""
-        kept = self.kept
-        return graph.with_operations(
-            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
-        )
-
-    def _whole(self, graph: StepGraph) -> StepGraph:
-        """Count all of the model and of the optimizer's state, whether the step uses it or not."""
-        own = resident_bytes(self.model)
-        seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-        there = {name for name, p in self.model.named_parameters() if gradient_of(p) is not None}
-        # gradients that the step made
-        made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
-        state = self.optimizer_bytes + self.moved_bytes
-        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - made - seen) + state)
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state on the device, which a graph's resident bytes include."""
-        return self._need.of(self.optimizer).state_bytes if self.optimizer is not None else 0
-
-    def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
-        """Why the optimizer's own step cannot meet the budget, or ``None``."""
-        if self.optimizer is None or limit is None:
-            return None
-        need = self._need.of(self.optimizer)
-        resident = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
-        least = resident + need.step_bytes
-        if least <= limit:
-            return None
-        parameters = sum(parameter.nbytes for parameter in self.model.parameters())
-        parts = {
-            budgets.PARAMETERS: parameters,
-            budgets.GRADIENTS: resident - need.state_bytes - parameters,
-            budgets.STATE: need.state_bytes,
-            "its update": need.step_bytes,
-        }
-        detail = "An optimizer with fused=True takes less for its update." if need.step_bytes else ""
-        return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
+def _with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
+    """The step with all of the model, whether it uses it or not."""
+    seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
+    there = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
+    # gradients that the step made
+    made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
+    return _with_resident(graph, max(0, resident_bytes(model) - made - seen))

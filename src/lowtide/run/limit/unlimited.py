@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.interception import interceptors
 from lowtide.run.limit.key import Members
+from lowtide.run.messages import warn
 from lowtide.run.record.recorder import Recorder
 from lowtide.trace.results import tensors_inside
-
-
-class Unlimited(NamedTuple):
-    """Why a step runs without the limit.
-
-    Attributes:
-        key: of the reason; each is told once.
-        text: the warning, empty where nobody would be surprised.
-    """
-
-    key: str
-    text: str = ""
-
 
 AROUND_COMPILED = (
     "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled"
@@ -35,29 +24,25 @@ SHARED = (
     "them"
 )
 
-_NOTHING_TO_LIMIT = Unlimited("nothing to limit")
-_TRANSFORMED = Unlimited(
-    "transformed",
+_TRANSFORMED = (
     "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the like, "
     "torch.cond): such steps run as they are, without a limit. Put the limit on a module whose forward "
-    "holds the transform, or use torch.autograd.grad",
+    "holds the transform, or use torch.autograd.grad"
 )
-_LAZY = Unlimited(
-    "lazy",
+_LAZY = (
     "some parameters of this limited model are not initialized yet (lazy modules): this step runs as it "
     "is, without a limit, and later ones within the budget. To limit it, too, run the model once under "
-    "torch.no_grad() before",
+    "torch.no_grad() before"
 )
-_UNTRAINED = Unlimited(
-    "untrained",
+_UNTRAINED = (
     "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps "
     "for the gradients of its inputs is not limited. Put the limit on a module around it that has "
-    "parameters to train",
+    "parameters to train"
 )
 
 
-def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Unlimited | None:
-    """Why a step with these arguments is not limited, or ``None``.
+def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Why a step with these arguments is not limited, or ``None``; empty where nobody would be surprised.
 
     Args:
         members: of the model.
@@ -70,7 +55,7 @@ def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any
     if any(parameter.requires_grad for parameter in members.parameters):
         return None
     asked = any(tensor.requires_grad for tensor in tensors_inside((args, kwargs)))
-    return _UNTRAINED if asked else _NOTHING_TO_LIMIT
+    return _UNTRAINED if asked else ""
 
 
 def governed() -> bool:
@@ -84,7 +69,7 @@ def keeps_nothing() -> bool:
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore
 
 
 class _Runs:
@@ -105,28 +90,43 @@ class _Runs:
 class Engagement:
     """Waits for a limited model's first forward, and warns if its parameters get gradients before, because
     its parts are called one by one, for instance.
-
-    Args:
-        model: the limited model.
-        warn: gives the warning.
     """
 
-    def __init__(self, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
-        self._kind = type(model).__name__
-        self._warn = warn
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """Wait from now on."""
         self._ran: dict[str, None] = {}
         self._with_gradients: set[int] = set()
         self._hooks = [
             part.register_forward_pre_hook(_Runs(name, self._ran))
-            for name, part in model.named_modules()
-            if part is not model and not isinstance(part, torch.jit.ScriptModule)
+            for name, part in self._model.named_modules()
+            if part is not self._model and not isinstance(part, torch.jit.ScriptModule)
         ]
-        trained = [
-            p
-            for p in model.parameters()
+        self._hooks += [
+            p.register_post_accumulate_grad_hook(self._has_gradient)
+            for p in self._model.parameters()
             if not torch.nn.parameter.is_lazy(p) and p.is_leaf and p.requires_grad
         ]
-        self._hooks += [p.register_post_accumulate_grad_hook(self._has_gradient) for p in trained]
+
+    def end(self) -> None:
+        """Wait no longer: the limit has engaged, or is gone."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Do not wait within the block, which is no step of the user's."""
+        waited = bool(self._hooks)
+        self.end()
+        try:
+            yield
+        finally:
+            if waited:
+                self.begin()
 
     def _has_gradient(self, parameter: torch.Tensor) -> None:
         if not self._ran and id(parameter) not in self._with_gradients:
@@ -136,13 +136,8 @@ class Engagement:
         more = f" and {len(called) - 4} more" if len(called) > 4 else ""
         who = f"{', '.join(called[:4])}{more} did" if called else "a method of its own did, perhaps"
         self.end()
-        self._warn(
-            f"the limit on this {self._kind} has not engaged: its parameters got gradients, but its own "
-            f"forward never ran ({who}). Put the limit on what is called, or call the model itself"
+        warn(
+            f"the limit on this {type(self._model).__name__} has not engaged: its parameters got gradients, "
+            f"but its own forward never ran ({who}). Put the limit on what is called, or call the model "
+            "itself"
         )
-
-    def end(self) -> None:
-        """Remove the hooks."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []

@@ -126,7 +126,7 @@ class Look:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
 
-    def _backward_ends(self) -> None:
+    def _backward_ends(self, _: StepWatch) -> None:
         if self.tracer.closed:
             return
         self.blind |= self.tracer not in interceptors()

@@ -85,9 +85,9 @@ def director_for(policy: RegionPolicy) -> RegionDirector:
             f"checkpointing(policy={policy!r}): this policy needs a step graph; give it to "
             "lowtide.limit_memory"
         )
-    if _takes(policy, 1):
+    if takes(policy, 1):
         return RuleDirector(lambda func, args, kwargs: policy(op_info(func).name))  # type: ignore[call-arg]
-    if _takes(policy, 3):
+    if takes(policy, 3):
         return RuleDirector(policy)  # type: ignore[arg-type]
     raise PlanError(
         f"checkpointing(policy={policy!r}): a rule takes an operation's name, or the operation, its "
@@ -95,10 +95,10 @@ def director_for(policy: RegionPolicy) -> RegionDirector:
     )
 
 
-def _takes(rule: Callable[..., object], count: int) -> bool:
+def takes(function: Callable[..., object], count: int) -> bool:
     """Whether a function can be called with so many arguments."""
     try:
-        inspect.signature(rule).bind(*range(count))
+        inspect.signature(function).bind(*range(count))
     except TypeError:
         return False
     except ValueError:  # its signature is not known
