@@ -80,7 +80,7 @@ class Disk(Tier):
                     raise OSError(errno.EIO, f"only {count} bytes were written")
                 done += count // PAGE * PAGE
 
-    def _read(self, start: int, out: Tensor, ready: Event | None) -> None:
+    def _read(self, out: Tensor, start: int, ready: Event | None) -> None:
         for at, part, buffer in self._in.pieces(out):
             whole, done = -(-part.numel() // PAGE) * PAGE, 0
             while done < whole:

@@ -28,13 +28,11 @@ class Replicas:
         self.gathers = 0
         self.gathered_bytes = 0
 
-    def part_elements(self, elements: int) -> int:
-        """Elements of each part; the last part is padded, by less than one element a rank."""
-        return -(-elements // self.size)
-
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor, a tensor of its own: the caller's is left as it is."""
-        each = self.part_elements(flat.numel())
+        """This rank's part of a flat tensor, a tensor of its own: the caller's is left as it is. The last
+        part is padded, by less than one element a rank.
+        """
+        each = -(-flat.numel() // self.size)
         mine = flat[self.rank * each : (self.rank + 1) * each]
         if mine.numel() == each:
             return mine.clone()
@@ -56,7 +54,7 @@ class Replicas:
             raise self.explain(error) from error
         self.gathers += 1
         self.gathered_bytes += out.numel()
-        return Gather(self, work)
+        return Gather(self, work, part)
 
     def explain(self, error: BaseException) -> StoreError:
         """An error that says what to do."""
@@ -91,17 +89,10 @@ class Replicas:
 
 
 class Gather:
-    """A gather under way."""
+    """A gather under way, which holds what it reads."""
 
-    __slots__ = ("_replicas", "_work")
-
-    def __init__(self, replicas: Replicas, work: dist.Work | None) -> None:
-        self._replicas, self._work = replicas, work
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is written any more."""
-        return self._work is None or self._work.is_completed()
+    def __init__(self, replicas: Replicas, work: dist.Work | None, part: torch.Tensor) -> None:
+        self._replicas, self._work, self._part = replicas, work, part
 
     def join(self) -> None:
         """Order the device's work behind it; on a CPU, return when the parts are there.
