@@ -1,5 +1,5 @@
 """Compile the C++ files of this package into the per-user cache, each once per source and machine. Where that
-cannot be done, who asks has a slower way to do the same.
+cannot be done, callers fall back to Python.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from lowtide.errors import LowtideError
 from lowtide.progress import working
 
 try:
@@ -40,7 +41,16 @@ NO_CACHE = ("off", "0", "no", "false")
 
 
 def cache_folder() -> Path:
-    """The folder for what lowtide keeps: ``LOWTIDE_CACHE``, else the user's cache folder."""
+    """The folder for what lowtide keeps: ``LOWTIDE_CACHE``, else the user's cache folder.
+
+    Raises:
+        LowtideError: the variable's earlier name is set, which nothing reads any more.
+    """
+    if "LOWTIDE_CACHE_DIR" in os.environ:
+        raise LowtideError(
+            "LOWTIDE_CACHE_DIR is not read any more: name the folder in LOWTIDE_CACHE, which is for compiled "
+            "helpers and plans alike, and unset LOWTIDE_CACHE_DIR"
+        )
     named = os.environ.get("LOWTIDE_CACHE", "")
     if named and named.lower() not in NO_CACHE:
         return Path(named)
