@@ -16,17 +16,12 @@ class Replicas:
 
     Args:
         group: the process group.
-
-    Attributes:
-        gathers, gathered_bytes: what was gathered so far.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.gathers = 0
-        self.gathered_bytes = 0
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of a flat tensor, a tensor of its own: the caller's is left as it is. The last
@@ -52,8 +47,6 @@ class Replicas:
             work = dist.all_gather_into_tensor(out, part.view(torch.uint8), group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.explain(error) from error
-        self.gathers += 1
-        self.gathered_bytes += out.numel()
         return Gather(self, work, part)
 
     def explain(self, error: BaseException) -> StoreError:

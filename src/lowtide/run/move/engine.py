@@ -187,7 +187,8 @@ class StoredTensor:
             except CodecError as error:  # it stays as it is
                 self.note, codec, then = str(error), None, None
             else:
-                self.exact, self.replayable_from = codec.bitwise, codec.replayable_from
+                self.replayable_from = codec.replayable_from
+                self.exact = codec.lossless and codec.replayable_from
         here = partial(stores.destination, device, move.place)
         source: OnDevice | InTier = OnDevice(parts)
         if then is not None:
