@@ -5,6 +5,7 @@ cannot be done, callers fall back to Python.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -25,11 +26,6 @@ from typing import Literal
 
 from lowtide.errors import LowtideError
 from lowtide.progress import working
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None
 
 
 class BuildError(Exception):
@@ -63,13 +59,13 @@ def cache_dir() -> Path:
     Raises:
         BuildError: none of them is writable and ours alone.
     """
-    uid = os.getuid() if hasattr(os, "getuid") else 0
+    uid = os.getuid()
     places = [cache_folder(), Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             facts = place.stat()
-            if hasattr(os, "getuid") and (facts.st_uid != uid or facts.st_mode & 0o022):
+            if facts.st_uid != uid or facts.st_mode & 0o022:
                 continue  # somebody else could swap the library under us
             if os.access(place, os.W_OK | os.X_OK):
                 return place
@@ -146,8 +142,6 @@ def _options(source: Path, uses: str) -> tuple[tuple[str, ...], tuple[str, ...],
         return ("-std=c++17", "-O2", "-shared", "-fPIC"), (), ()
     import torch
 
-    if sys.platform == "win32":
-        raise BuildError(f"{source.name} is not built on Windows")
     root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
     flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
     flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
@@ -168,9 +162,6 @@ def _lock(target: Path) -> Iterator[None]:
     """One process of this machine compiles the file, the others wait; the system opens the lock of one that
     dies.
     """
-    if fcntl is None:
-        yield
-        return
     with target.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

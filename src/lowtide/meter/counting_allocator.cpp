@@ -9,14 +9,13 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <pthread.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <mutex>
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
 
 namespace {
 
@@ -160,14 +159,12 @@ CountingAllocator& allocator() {
   return *a;
 }
 
-#if !defined(_WIN32)
 void before_fork() {
   for (auto& sh : state().shards) sh.lock.lock();
 }
 void after_fork() {
   for (auto& sh : state().shards) sh.lock.unlock();
 }
-#endif
 
 }  // namespace
 
@@ -184,10 +181,8 @@ int lt_install() {
   }
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current != c10::GetDefaultCPUAllocator()) return 1;
-#if !defined(_WIN32)
   static const bool forks = pthread_atfork(&before_fork, &after_fork, &after_fork) == 0;
   (void)forks;
-#endif
   c10::SetCPUAllocator(&allocator(), 0);
   if (c10::GetCPUAllocator() != &allocator()) return 2;
   s.previous = current;

@@ -65,18 +65,15 @@ Batch = list[Stretch]
 
 
 def batches(tasks: Iterable[Task], most: int) -> Iterator[Batch]:
-    """Tasks cut into batches of at most ``most`` elements and one group and precision each; stretches of one
-    part stay in order.
+    """Tasks cut into batches of at most ``most`` elements and one `_kind` each; stretches of one part stay in
+    order.
     """
     batch: Batch = []
     room = most
     for task in tasks:
         start = task.part.start
         while start < task.part.stop:
-            other = batch and (
-                batch[0].task.group is not task.group or batch[0].task.gradient.dtype != task.gradient.dtype
-            )
-            if room == 0 or other:
+            if room == 0 or (batch and _kind(batch[0].task) != _kind(task)):
                 yield batch
                 batch, room = [], most
             stop = min(task.part.stop, start + room)
@@ -86,6 +83,11 @@ def batches(tasks: Iterable[Task], most: int) -> Iterator[Batch]:
             start = stop
     if batch:
         yield batch
+
+
+def _kind(task: Task) -> tuple[Any, ...]:
+    """What the tasks of one kernel call have in common."""
+    return id(task.group), task.gradient.dtype, task.part.fresh
 
 
 def copies_of(scalars: dict[str, Any]) -> dict[str, Any]:
@@ -266,8 +268,9 @@ class Updater:
 
     def _compute(self, batch: Batch, gradients: Sequence[Tensor], group: Group) -> None:
         """One kernel call."""
-        operands = Operands(state={name: [] for name in self.kernel.names(group)})
-        empty = not self.kernel.counts_steps
+        begun = not batch[0].task.part.fresh
+        operands = Operands(state={name: [] for name in self.kernel.names(group)}, begun=begun)
+        empty = not (self.kernel.counts_steps or begun)
         place = 0
         for stretch, gradient in zip(batch, gradients, strict=True):
             part = stretch.task.part
@@ -285,12 +288,11 @@ class Updater:
             operands.parameters.append(target)
             operands.gradients.append(gradient)
             for name, pieces in operands.state.items():
-                pieces.append(None if empty and part.fresh else stretch.of(part.state[name]))
+                pieces.append(None if empty else stretch.of(part.state[name]))
             # Every stretch of a part does the same step: all but the last count on a copy.
             last = stretch.stop == part.stop
             operands.steps.append(part.step if last else part.step.clone())
             operands.scalars.append(part.scalars if last else copies_of(part.scalars))
-            operands.begun.append(not part.fresh)
         given = {name: list(pieces) for name, pieces in operands.state.items()}
         self.kernel.update(group, operands)
         for place, stretch in enumerate(batch):

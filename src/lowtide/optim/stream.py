@@ -151,7 +151,8 @@ class GradientStream:
         self._largest = 0
         self._adding: dict[int, Transfer] = {}
         self._turn = 0
-        self._worker: ThreadLane | None = None
+        self._worker = ThreadLane("gradients")
+        """adds up gradients"""
         self._hooks: dict[Tensor, Any] = {}
         weakref.finalize(self, _remove, self._hooks)
 
@@ -173,9 +174,7 @@ class GradientStream:
     def close(self) -> None:
         """Remove the hooks, and let go of the thread."""
         _remove(self._hooks)
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        self._worker.close()
 
     def _take(self, parameter: Tensor) -> None:
         """Backward has accumulated into ``.grad``."""
@@ -311,7 +310,7 @@ class GradientStream:
                 if last:
                     self._norm(slot, held)
 
-            self._adding[turn % DEPTH] = adding = self.worker.do(add)
+            self._adding[turn % DEPTH] = adding = self._worker.do(add)
             held.transfers.append(adding)
 
     def _norm(self, slot: Slot, held: HostGradient) -> None:
@@ -360,13 +359,6 @@ class GradientStream:
         while sum(size for _, size in self._flying) > limit:
             for transfer in self._flying.popleft()[0]:
                 transfer.join()
-
-    @property
-    def worker(self) -> ThreadLane:
-        """The thread that adds up gradients."""
-        if self._worker is None:
-            self._worker = ThreadLane("gradients")
-        return self._worker
 
 
 def _still(reference: weakref.ReferenceType[_Kept]) -> _Kept:

@@ -64,7 +64,7 @@ class Tier(ABC):
         self.arena = Arena(align)
         self._lock = threading.Lock()
         self._closed = False
-        self._lanes: list[ThreadLane] = []
+        self._lanes = {way: ThreadLane(f"{self.name}-{way}") for way in ("write", "read")}
 
     # ---- regions ----------------------------------------------------------------------------------
 
@@ -138,9 +138,7 @@ class Tier(ABC):
             except BaseException as error:
                 raise self._explain(what, error) from error
 
-        if not self._lanes:
-            self._lanes = [ThreadLane(f"{self.name}-{way}") for way in ("write", "read")]
-        return self._lanes[what == "read"].do(job)
+        return self._lanes[what].do(job)
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -152,7 +150,7 @@ class Tier(ABC):
             if self._closed:
                 return
             self._closed = True
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.close()
         self._drop()
 
