@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,17 +22,13 @@ def free_main_memory() -> int | None:
 
 
 def _available() -> int | None:
-    """What the system says is available; where it says nothing, the pages that are free."""
     try:
         for line in (_ROOT / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not a name that this system knows
-        return None
+    return None
 
 
 def _left_in_groups() -> Iterator[int]:

@@ -7,6 +7,7 @@ go up. Buffers have a constant size, whatever the model's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,13 @@ def copies_of(scalars: dict[str, Any]) -> dict[str, Any]:
     return {name: item.clone() if isinstance(item, Tensor) else item for name, item in scalars.items()}
 
 
+def _wait(going: deque[list[Transfer]], left: int = 0) -> None:
+    """Wait for the oldest transfers, until those of ``left`` batches are under way."""
+    while len(going) > left:
+        for transfer in going.popleft():
+            transfer.wait()
+
+
 class Updater:
     """Runs updates.
 
@@ -166,23 +174,20 @@ class Updater:
             copy_back: write the results to the parameters, too; otherwise `copy_back` does that later.
         """
         todo = list(batches(tasks, self.chunk_elements if self._in_pieces(tasks) else 1 << 62))
-        staged: list[list[tuple[Tensor, Transfer | None]]] = []
-        going: list[list[Transfer]] = []
+        staged: deque[list[tuple[Tensor, Transfer | None]]] = deque()
+        going: deque[list[Transfer]] = deque()
         for index, batch in enumerate(todo):
-            while len(staged) < min(len(todo), index + DEPTH):
-                staged.append(self._fetch(todo[len(staged)], len(staged)))
-            gradients = self._arrived(batch, staged[index])
-            staged[index] = []
+            for ahead in range(index + len(staged), min(len(todo), index + DEPTH)):
+                staged.append(self._fetch(todo[ahead], ahead))
+            gradients = self._arrived(batch, staged.popleft())
             group = on_host(batch[0].task.group)
             self.link.on_host(
                 lambda batch=batch, gradients=gradients, group=group: self._compute(batch, gradients, group),
                 sum(stretch.stop - stretch.start for stretch in batch),
             )
             if copy_back:
-                going.append(self._send(batch, index, going))
-        for some in going[-DEPTH:]:
-            for transfer in some:
-                transfer.wait()
+                self._send(batch, index, going)
+        _wait(going)
 
     def _converts(self, tasks: Sequence[Task]) -> bool:
         """Whether kernels need memory beside state, parameters and gradients."""
@@ -201,16 +206,14 @@ class Updater:
 
     def copy_back(self, tasks: Sequence[tuple[Slot, Part]]) -> None:
         """Write host parts that have been updated to their parameters."""
-        going: list[list[Transfer]] = []
+        going: deque[list[Transfer]] = deque()
         empty = torch.empty(0)
         every = [Task(slot, part, {}, empty) for slot, part in tasks]
         for task in every:
             task.group = every[0].group
         for index, batch in enumerate(batches(every, self.chunk_elements)):
-            going.append(self._send(batch, index, going))
-        for some in going[-DEPTH:]:
-            for transfer in some:
-                transfer.wait()
+            self._send(batch, index, going)
+        _wait(going)
 
     def _fetch(self, batch: Batch, index: int) -> list[tuple[Tensor, Transfer | None]]:
         """Start to bring a batch's gradients to the host, where they are not there or on their way, and its
@@ -243,12 +246,9 @@ class Updater:
                     elements.mul_(scale)
         return [elements for elements, _ in fetched]
 
-    def _send(self, batch: Batch, index: int, going: list[list[Transfer]]) -> list[Transfer]:
+    def _send(self, batch: Batch, index: int, going: deque[list[Transfer]]) -> None:
         """Start to bring updated parameters to the device, in their own precision."""
-        if index >= DEPTH:
-            for transfer in going[index - DEPTH]:
-                transfer.wait()
-            going[index - DEPTH] = []
+        _wait(going, DEPTH - 1)  # a buffer is free then
         started: list[Transfer] = []
         place = 0
         for stretch in batch:
@@ -262,7 +262,7 @@ class Updater:
                 place += count
                 source = rounded.copy_(source)
             started.append(self.link.up(target, source))
-        return started
+        going.append(started)
 
     # ---- both ------------------------------------------------------------------------------------
 

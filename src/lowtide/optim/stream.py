@@ -202,11 +202,8 @@ class GradientStream:
         if self.norm_order is not None:
             held.norm = (self.norm_order, torch.linalg.vector_norm(piece, self.norm_order))
         if held.elements.data_ptr() != elements[slot.cut :].data_ptr():
-            target = held.elements
-            for start, stop in spans(slot.cut, elements.numel(), self.updater.chunk_elements):
-                part = target[start - slot.cut : stop - slot.cut]
-                held.transfers.append(self.link.down(part, elements[start:stop]))
-            self._fly(held.transfers.copy(), target.nbytes)
+            self._down(held, elements[slot.cut :])
+            self._fly(held.transfers.copy(), held.elements.nbytes)
         on_device = elements[: slot.cut].clone() if slot.cut else None
         made = SentGradient(piece, slot, self, on_device)
         slot.placeholder = weakref.ref(made)
@@ -259,10 +256,13 @@ class GradientStream:
         held = slot.gradient
         if held is None or held.elements.dtype != elements.dtype:
             held = slot.gradient = HostGradient(self.pool.zeros([(elements.numel(), elements.dtype)])[0])
-        for start, stop in spans(0, elements.numel(), self.updater.chunk_elements):
-            held.transfers.append(self.link.down(held.elements[start:stop], elements[start:stop]))
+        self._down(held, elements)
         held.scales, held.norm = [], None
         return held
+
+    def _down(self, held: HostGradient, elements: Tensor) -> None:
+        for start, stop in spans(0, elements.numel(), self.updater.chunk_elements):
+            held.transfers.append(self.link.down(held.elements[start:stop], elements[start:stop]))
 
     def release(self, slot: Slot) -> None:
         """Give the memory of a slot's gradients back."""

@@ -38,7 +38,8 @@ class Replicas:
     def gather(self, part: torch.Tensor, out: torch.Tensor) -> Gather:
         """Start putting the parts together in ``out``, flat bytes for all of them; returns what to wait for.
 
-        The parts arrive where the value is needed, so that no buffer grows with it.
+        The parts arrive where the value is needed, so that no buffer grows with it. The backend holds ``out``
+        and its place in a slab until nothing is written there, even where nobody waits.
 
         Raises:
             StoreError: another rank is gone.

@@ -234,10 +234,9 @@ class TransferEngine:
         self.verify = verify
         self.notes: list[str] = []
         self._waiting: deque[tuple[int, InTier]] = deque()
-        self._waiting_bytes = 0
-        self._order: list[weakref.ref[StoredTensor] | None] = [None] * sum(
-            1 for move in plan.moves if move.fetched >= 0
-        )
+        """(bytes that are held, copy out under way), the oldest first"""
+        self._order: weakref.WeakValueDictionary[int, StoredTensor] = weakref.WeakValueDictionary()
+        """place in the order of fetching -> value that is stored and not in use yet"""
         self._next = 0
         self._early: dict[int, int] = {}
         self._began = False
@@ -250,18 +249,12 @@ class TransferEngine:
             if stored.note:
                 self.notes.append(stored.note)
             if move.fetched >= 0:
-                self._order[move.fetched] = weakref.ref(stored)
+                self._order[move.fetched] = stored
             if stored.leaving is not None:
                 self._waiting.append((move.encoded_bytes, stored.leaving))
-                self._waiting_bytes += move.encoded_bytes
-                while self._waiting_bytes > self.plan.window_bytes:
-                    self._settle()
+                while sum(held for held, _ in self._waiting) > self.plan.window_bytes:
+                    self._waiting.popleft()[1].settle()
         return stored
-
-    def _settle(self) -> None:
-        bytes_, leaving = self._waiting.popleft()
-        self._waiting_bytes -= bytes_
-        leaving.settle()
 
     def begin(self) -> None:
         """Backward has begun: wait for the copies out that are under way."""
@@ -269,16 +262,15 @@ class TransferEngine:
             return
         self._began = True
         while self._waiting:
-            self._settle()
+            self._waiting.popleft()[1].settle()
 
     def ahead(self) -> None:
         """Rule 4: start fetching what comes next, as far as the window allows."""
         if not self._began:
             return
         free = self.plan.window_bytes - sum(self._early.values())
-        while self._next < len(self._order):
-            reference = self._order[self._next]
-            stored = reference() if reference is not None else None
+        while self._next < len(self.plan.moves):
+            stored = self._order.get(self._next)
             if stored is not None and stored.move.link_in and not stored.note:
                 size = stored.move.ahead_bytes
                 if size > free:
@@ -292,8 +284,7 @@ class TransferEngine:
     def taken(self, stored: StoredTensor) -> None:
         """A value is in use, and no longer ahead of need; nor is any before it."""
         self._early.pop(id(stored), None)
-        if stored.move.fetched >= self._next:
-            self._order[stored.move.fetched] = None
+        self._order.pop(stored.move.fetched, None)
 
 
 def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
