@@ -1,10 +1,11 @@
 """Compile the C++ files of this package into the per-user cache, each once per source and machine. Where that
-cannot be done, who asks has a slower way to do the same.
+cannot be done, callers fall back to Python.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -23,12 +24,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
+from lowtide.errors import LowtideError
 from lowtide.progress import working
-
-try:
-    import fcntl
-except ImportError:  # on Windows
-    fcntl = None
 
 
 class BuildError(Exception):
@@ -40,7 +37,16 @@ NO_CACHE = ("off", "0", "no", "false")
 
 
 def cache_folder() -> Path:
-    """The folder for what lowtide keeps: ``LOWTIDE_CACHE``, else the user's cache folder."""
+    """The folder for what lowtide keeps: ``LOWTIDE_CACHE``, else the user's cache folder.
+
+    Raises:
+        LowtideError: the variable's earlier name is set, which nothing reads any more.
+    """
+    if "LOWTIDE_CACHE_DIR" in os.environ:
+        raise LowtideError(
+            "LOWTIDE_CACHE_DIR is not read any more: name the folder in LOWTIDE_CACHE, which is for compiled "
+            "helpers and plans alike, and unset LOWTIDE_CACHE_DIR"
+        )
     named = os.environ.get("LOWTIDE_CACHE", "")
     if named and named.lower() not in NO_CACHE:
         return Path(named)
@@ -53,13 +59,13 @@ def cache_dir() -> Path:
     Raises:
         BuildError: none of them is writable and ours alone.
     """
-    uid = os.getuid() if hasattr(os, "getuid") else 0
+    uid = os.getuid()
     places = [cache_folder(), Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
             facts = place.stat()
-            if hasattr(os, "getuid") and (facts.st_uid != uid or facts.st_mode & 0o022):
+            if facts.st_uid != uid or facts.st_mode & 0o022:
                 continue  # somebody else could swap the library under us
             if os.access(place, os.W_OK | os.X_OK):
                 return place
@@ -136,8 +142,6 @@ def _options(source: Path, uses: str) -> tuple[tuple[str, ...], tuple[str, ...],
         return ("-std=c++17", "-O2", "-shared", "-fPIC"), (), ()
     import torch
 
-    if sys.platform == "win32":
-        raise BuildError(f"{source.name} is not built on Windows")
     root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
     flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
     flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
@@ -158,9 +162,6 @@ def _lock(target: Path) -> Iterator[None]:
     """One process of this machine compiles the file, the others wait; the system opens the lock of one that
     dies.
     """
-    if fcntl is None:
-        yield
-        return
     with target.with_suffix(".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

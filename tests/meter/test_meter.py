@@ -378,6 +378,25 @@ def test_a_cache_folder_that_others_can_write_is_not_used(
         cache_dir()
 
 
+def test_the_cache_folders_earlier_variable_is_refused(tmp_path: Path) -> None:
+    code = (
+        "import torch, lowtide; model = torch.nn.Linear(2, 2)\n"
+        "lowtide.limit_memory(model, '1GiB'); model(torch.ones(1, 2))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "LOWTIDE_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (
+        "LowtideError: LOWTIDE_CACHE_DIR is not read any more: name the folder in LOWTIDE_CACHE"
+        in done.stderr
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 @needs_allocator
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_can_allocate() -> None:

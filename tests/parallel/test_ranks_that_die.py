@@ -24,7 +24,6 @@ from ranks import needs_gloo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import PipelineStage
 
-from lowtide import processes
 from lowtide.errors import LowtideError
 from lowtide.parallel import linear
 from lowtide.train import alive, checkpoint
@@ -373,7 +372,7 @@ class Store:
         return all(key in self.items for key in keys)
 
 
-@pytest.mark.parametrize(("where", "ends"), [("elsewhere", True), (processes.machine(), False)])
+@pytest.mark.parametrize(("where", "ends"), [("elsewhere", True), (alive._machine(), False)])
 def test_a_silent_rank_is_waited_for_where_its_process_is_seen(
     monkeypatch: pytest.MonkeyPatch, where: str, ends: bool
 ) -> None:

@@ -1,4 +1,4 @@
-"""Transfers and gathers that begin late, or fail."""
+"""Transfers and gathers that begin late, or fail, or are counted."""
 
 from __future__ import annotations
 
@@ -30,3 +30,16 @@ def before_each(patch: pytest.MonkeyPatch, fault: Callable[[str], object]) -> No
             return original(*given)
 
         patch.setattr(kind, name, late)
+
+
+def gathered(patch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every gather from now on."""
+    found: list[int] = []
+    original = Replicas.gather
+
+    def counted(replicas: Replicas, part: Any, out: Any) -> Any:
+        found.append(out.numel())
+        return original(replicas, part, out)
+
+    patch.setattr(Replicas, "gather", counted)
+    return found

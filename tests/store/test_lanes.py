@@ -140,7 +140,7 @@ def test_the_host_tier_on_streams(locked: list[int]) -> None:
     streams.synchronize()
     assert len(seen) == 5 and all(torch.equal(a, b) for a, b in seen)
     assert host.counts.allocations == 1 and host.counts.read_bytes == host.counts.written_bytes == 3000
-    assert not host._lanes, "no thread is needed"
+    assert not threads("host"), "no thread is needed"
     host.close()
 
 

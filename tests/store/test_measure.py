@@ -12,8 +12,9 @@ import torch
 
 from lowtide.links import Link
 from lowtide.store import measure
+from lowtide.store.arena import Region
 from lowtide.store.lanes import Transfer
-from lowtide.store.tier import Slot, StoreError
+from lowtide.store.tier import StoreError
 
 
 class Clock:
@@ -35,14 +36,14 @@ class Slow:
         self.clock, self.slower = clock, slower
         self.under_way: list[Transfer] = []
 
-    def take(self, bytes_: int) -> Slot:
-        return Slot.__new__(Slot)
+    def take(self, bytes_: int) -> Region:
+        return Region(0, bytes_)
 
-    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
+    def write(self, data: torch.Tensor, slot: Region) -> Transfer:
         self.under_way.append(Transfer())
         return self.under_way[-1]
 
-    def read(self, slot: Slot, data: torch.Tensor) -> Transfer:
+    def read(self, slot: Region, data: torch.Tensor) -> Transfer:
         return self.write(data, slot)
 
     def compute(self) -> None:

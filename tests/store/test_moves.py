@@ -143,7 +143,6 @@ def test_two_hundred_steps_of_varying_shapes_leave_no_fragment() -> None:
     # the second kind is the largest
     assert grown[: len(kinds)] == [1, 2, 2, 2, 2] and set(grown[len(kinds) :]) == {2}
     assert tier.counts.slab_bytes == tier.arena.static_bytes == max(needed)
-    assert tier.counts.most_slab_bytes == max(needed)
 
 
 def test_a_retained_graph_fetches_again() -> None:

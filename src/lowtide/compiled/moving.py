@@ -32,9 +32,10 @@ from lowtide.compiled.coding import call
 from lowtide.errors import PlanError
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
+from lowtide.store.arena import Region
 from lowtide.store.lanes import Transfer
 from lowtide.store.stores import Stores
-from lowtide.store.tier import Slot, StoreError
+from lowtide.store.tier import StoreError
 
 
 def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload, ...]:
@@ -66,18 +67,19 @@ class Stored:
     def __init__(self, x: torch.Tensor, tier: str, path: str) -> None:
         self._device = x.device
         self._geometry = tuple(x.shape), tuple(x.stride()), x.dtype
-        slot = stores().tier(tier, path, x.device).take(x.nbytes)
-        self._slot: Slot | None = slot
-        self._writing: Transfer | None = slot.tier.write(_flat(x), slot)
+        self._tier = stores().tier(tier, path, x.device)
+        region = self._tier.take(x.nbytes)
+        self._region: Region | None = region
+        self._writing: Transfer | None = self._tier.write(_flat(x), region)
 
     def settle(self) -> None:
         """Order the device behind the copy out."""
-        slot, writing = self._slot, self._writing
+        region, writing = self._region, self._writing
         if writing is None:
             return
-        self._slot = self._writing = None  # an error's frames hold tickets: none may lead back to the error
+        self._region = self._writing = None  # an error's frames hold tickets: none may lead back to the error
         writing.join()
-        self._slot = slot
+        self._region = region
 
     def fetch(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Arriving:
         """Start copying back."""
@@ -85,10 +87,9 @@ class Stored:
             raise StoreError(
                 f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}"
             )
-        slot = self._slot
-        assert slot is not None
+        assert self._region is not None
         room = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
-        return Arriving(room, slot.tier.read(slot, _flat(room)))
+        return Arriving(room, self._tier.read(self._region, _flat(room)))
 
 
 class Arriving:

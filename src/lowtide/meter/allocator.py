@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,30 +28,11 @@ class CountingAllocator:
 
     def __init__(self, path: str) -> None:
         # PyDLL: calls of nanoseconds are not worth giving up the interpreter lock for
-        calls = ctypes.PyDLL(path)
-        number, position, pointer = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
-
-        def bind(name: str, result: Any, *arguments: Any) -> Any:
-            function = getattr(calls, name)
-            function.restype, function.argtypes = result, list(arguments)
-            return function
-
-        self._install, self._uninstall, self._installs = (
-            bind(f"lt_{name}", position) for name in ("install", "uninstall", "installs")
-        )
-        self._live = bind("lt_live", number)
-        self.mark_open, self.mark_close = (
-            bind("lt_mark_open", position),
-            bind("lt_mark_close", None, position),
-        )
-        self.mark_peak, self.mark_live = (
-            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live")
-        )
-        self.log_open, self.log_end, self.now = (
-            bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now")
-        )
-        self.log_close = bind("lt_log_close", None)
-        self.log_read = bind("lt_log_read", number, number, number, pointer, pointer)
+        self.calls: Any = ctypes.PyDLL(path)
+        for name in ("live", "mark_peak", "mark_live", "log_open", "log_close", "log_read", "now"):
+            getattr(self.calls, f"lt_{name}").restype = ctypes.c_int64
+        numbers = ctypes.POINTER(ctypes.c_int64)
+        self.calls.lt_log_read.argtypes = [ctypes.c_int64, ctypes.c_int64, numbers, numbers]
 
     def install(self) -> None:
         """Count allocations from now on, or join whoever installed before.
@@ -60,7 +40,7 @@ class CountingAllocator:
         Raises:
             MeterError: when another allocator than PyTorch's default is set.
         """
-        code = self._install()
+        code = self.calls.lt_install()
         if code:
             why = "is not PyTorch's default one" if code == 1 else "has a higher priority"
             raise MeterError(
@@ -71,18 +51,18 @@ class CountingAllocator:
         """Leave; the last to leave puts the default allocator back. A call without an `install` raises
         MeterError.
         """
-        if self._uninstall() < 0:
+        if self.calls.lt_uninstall() < 0:
             raise MeterError("the counting allocator is not installed")
 
     @property
     def installs(self) -> int:
         """How many users it has now; 0 when PyTorch's own allocator is set."""
-        return self._installs()
+        return self.calls.lt_installs()
 
     @property
     def live_bytes(self) -> int:
         """Bytes live now, of those allocated while it was installed."""
-        return self._live()
+        return self.calls.lt_live()
 
 
 @lru_cache(maxsize=1)
@@ -125,41 +105,33 @@ class AllocatorPeak(Peak):
     source = "allocator"
 
     def _open(self) -> None:
-        a = self._allocator = counting_allocator()
-        with ExitStack() as undo:
-            a.install()
-            undo.callback(a.uninstall)
-            self._mark = a.mark_open()
-            if self._mark < 0:
-                raise MeterError(
-                    "64 peaks are being measured at once, which is all the meter has registers for"
-                )
-            undo.callback(a.mark_close, self._mark)
-            if self.with_timeline:
-                self._first, self._clock = a.log_open(), a.now()
-                if self._first < 0:
-                    raise MeterError("no memory for the event log")
-            undo.pop_all()
+        self._allocator, calls = counting_allocator(), counting_allocator().calls
+        self._allocator.install()
+        self._mark = calls.lt_mark_open()
+        if self._mark < 0:
+            self._allocator.uninstall()
+            raise MeterError("64 peaks are being measured at once, which is all the meter has registers for")
+        if self.with_timeline:
+            self._first, self._clock = calls.lt_log_open(), calls.lt_now()
 
     def _read(self) -> tuple[int, int]:
-        return self._allocator.mark_peak(self._mark), self._allocator.mark_live(self._mark)
+        calls = self._allocator.calls
+        return calls.lt_mark_peak(self._mark), calls.lt_mark_live(self._mark)
 
     def _close(self) -> tuple[tuple[int, int], Moments]:
-        a, bytes_ = self._allocator, self._read()
-        a.mark_close(self._mark)
-        moments: Moments = ()
-        if self.with_timeline:
-            last = a.log_end()
-            a.log_close()
-            moments = self._moments(last, bytes_[1])
-        a.uninstall()
+        bytes_ = self._read()
+        self._allocator.calls.lt_mark_close(self._mark)
+        moments = self._moments(bytes_[1]) if self.with_timeline else ()
+        self._allocator.uninstall()
         return bytes_, moments
 
-    def _moments(self, last: int, end_bytes: int) -> Moments:
+    def _moments(self, end_bytes: int) -> Moments:
         """The newest 1,048,576 events of the log, in the order of their clock."""
+        calls = self._allocator.calls
+        last = calls.lt_log_close()
         room = max(0, min(last - self._first, 1 << 20))
         clock, deltas = (ctypes.c_int64 * room)(), (ctypes.c_int64 * room)()
-        count = self._allocator.log_read(max(self._first, last - room), last, clock, deltas)
+        count = calls.lt_log_read(max(self._first, last - room), last, clock, deltas)
         # 0 but for a log that overflowed, whose oldest events are gone
         live = end_bytes - sum(deltas[:count])
         moments = []

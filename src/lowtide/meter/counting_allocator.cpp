@@ -9,15 +9,13 @@
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/flat_hash_map.h>
 
+#include <pthread.h>
+
 #include <array>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstdlib>
 #include <mutex>
-#if !defined(_WIN32)
-#include <pthread.h>
-#endif
 
 namespace {
 
@@ -45,17 +43,18 @@ struct Mark {
   std::atomic<int64_t> start{0};
 };
 
+// The log: where nobody reads it, no page of it is touched.
 struct Event {
   int64_t ns;
   int64_t delta;
 };
+Event ring[kRing];
 
 struct State {
   std::array<Shard, kShards> shards;
   std::array<Mark, kMarks> marks;
   std::atomic<uint64_t> open{0};
   std::atomic<int64_t> live{0};
-  std::atomic<Event*> ring{nullptr};
   std::atomic<uint64_t> written{0};
   std::atomic<int> readers{0};
   std::mutex mutex;
@@ -89,7 +88,6 @@ void raise_to(std::atomic<int64_t>& peak, int64_t value) {
 void log_event(int64_t delta) {
   State& s = state();
   if (s.readers.load(std::memory_order_relaxed) == 0) return;
-  Event* ring = s.ring.load(std::memory_order_acquire);
   ring[s.written.fetch_add(1, std::memory_order_relaxed) % kRing] = Event{now_ns(), delta};
 }
 
@@ -161,14 +159,12 @@ CountingAllocator& allocator() {
   return *a;
 }
 
-#if !defined(_WIN32)
 void before_fork() {
   for (auto& sh : state().shards) sh.lock.lock();
 }
 void after_fork() {
   for (auto& sh : state().shards) sh.lock.unlock();
 }
-#endif
 
 }  // namespace
 
@@ -185,10 +181,8 @@ int lt_install() {
   }
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current != c10::GetDefaultCPUAllocator()) return 1;
-#if !defined(_WIN32)
   static const bool forks = pthread_atfork(&before_fork, &after_fork, &after_fork) == 0;
   (void)forks;
-#endif
   c10::SetCPUAllocator(&allocator(), 0);
   if (c10::GetCPUAllocator() != &allocator()) return 2;
   s.previous = current;
@@ -236,30 +230,23 @@ void lt_mark_close(int id) {
   state().open.fetch_and(~(uint64_t{1} << id));
 }
 
-// Begin logging for one more reader; returns the position of the next event, or -1 when there is no memory
-// for the ring.
+// Begin logging for one more reader; returns the position of the next event.
 int64_t lt_log_open() {
-  State& s = state();
-  std::lock_guard<std::mutex> guard(s.mutex);
-  if (s.ring.load() == nullptr) {
-    auto* ring = static_cast<Event*>(std::calloc(kRing, sizeof(Event)));
-    if (ring == nullptr) return -1;
-    s.ring.store(ring);
-  }
-  s.readers.fetch_add(1);
-  return static_cast<int64_t>(s.written.load());
+  state().readers.fetch_add(1);
+  return static_cast<int64_t>(state().written.load());
 }
 
-void lt_log_close() { state().readers.fetch_sub(1); }
-
-int64_t lt_log_end() { return static_cast<int64_t>(state().written.load()); }
+// Log for one reader less; returns the position after its last event.
+int64_t lt_log_close() {
+  auto end = static_cast<int64_t>(state().written.load());
+  state().readers.fetch_sub(1);
+  return end;
+}
 
 // Copy the events [from, to) into ns and delta, the oldest that the ring no longer has left out; returns how
 // many were copied.
 int64_t lt_log_read(int64_t from, int64_t to, int64_t* ns, int64_t* delta) {
-  State& s = state();
-  Event* ring = s.ring.load();
-  auto kept = static_cast<int64_t>(s.written.load()) - static_cast<int64_t>(kRing);
+  auto kept = static_cast<int64_t>(state().written.load()) - static_cast<int64_t>(kRing);
   if (from < kept) from = kept;
   int64_t copied = 0;
   for (int64_t i = from; i < to; ++i, ++copied) {

@@ -2,73 +2,63 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+_ROOT = Path("/")
 
-def free_main_memory(root: Path = Path("/")) -> int | None:
+
+def free_main_memory() -> int | None:
     """Bytes of main memory that this process can still have, or ``None`` where the system does not say.
 
     What the system has available, within the limits of the process's control groups.
-
-    Args:
-        root: where the system's files are.
 
     >>> free = free_main_memory()
     >>> free is None or free > 0
     True
     """
-    found = [count for count in (_available(root), *_left_in_groups(root)) if count is not None]
+    found = [count for count in (_available(), *_left_in_groups()) if count is not None]
     return max(0, min(found)) if found else None
 
 
-def _available(root: Path) -> int | None:
-    """What the system says is available; where it says nothing, the pages that are free."""
+def _available() -> int | None:
     try:
-        for line in (root / "proc/meminfo").read_text().splitlines():
+        for line in (_ROOT / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
+    except OSError:
         pass
+    return None
+
+
+def _left_in_groups() -> Iterator[int]:
+    """What each control group around this process leaves, of those with a limit: version 2 and version 1.
+    Inside a container the root of its hierarchy is all there is to see.
+    """
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):  # not a name that this system knows
-        return None
-
-
-def _left_in_groups(root: Path) -> Iterator[int | None]:
-    """What each control group around this process leaves, of those with a limit: version 2 and version 1."""
-    mounts = root / "sys/fs/cgroup"
-    for controllers, path in _groups(root):
-        if controllers == "":
-            yield from _limits(mounts, path, "memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
+        lines = (_ROOT / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    mounts = _ROOT / "sys/fs/cgroup"
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        names, mount = ("memory.max", "memory.current", "inactive_file"), mounts
+        if controllers:  # version 1
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            yield from _limits(mounts / "memory", path, *names)
-
-
-def _groups(root: Path) -> list[tuple[str, str]]:
-    """(controllers, path) of each hierarchy that this process is in."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-        return [(controllers, path) for _, controllers, path in (line.split(":", 2) for line in lines)]
-    except (OSError, ValueError):
-        return []
-
-
-def _limits(mount: Path, path: str, limit: str, used: str, cache: str) -> Iterator[int | None]:
-    """From a group up to the root of its hierarchy; inside a container that root is all there is to see."""
-    for folder in _up(mount, path):
-        try:
-            most = int((folder / limit).read_text())  # "max" where there is none
-            taken = int((folder / used).read_text())
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        except (OSError, ValueError):
+            mount = mounts / "memory"
+        if controllers and "memory" not in controllers.split(","):
             continue
-        yield most - taken + int(stat.get(cache, 0))  # the page cache goes when memory is wanted
+        own = mount / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(mount) and (left := _left(folder, *names)) is not None:
+                yield left
 
 
-def _up(mount: Path, path: str) -> list[Path]:
-    parts = [part for part in path.split("/") if part]
-    return [mount.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+def _left(group: Path, limit: str, used: str, cache: str) -> int | None:
+    """What a control group leaves; ``None`` for one without a limit."""
+    try:
+        most = int((group / limit).read_text())  # "max" where there is none
+        taken = int((group / used).read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return most - taken + int(stat.get(cache, 0))  # the page cache goes when memory is wanted

@@ -36,7 +36,7 @@ class BackgroundUpdater:
         self._early: list[tuple[Slot, Transfer]] = []
         self._options: dict[int, dict[str, Any]] = {}
         self._late: Transfer | None = None
-        self._worker: ThreadLane | None = None
+        self._worker = ThreadLane("optim")
 
     # ---- beside backward -------------------------------------------------------------------------
 
@@ -117,19 +117,10 @@ class BackgroundUpdater:
     def close(self) -> None:
         """Let go of the thread."""
         self.quiet()
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        self._worker.close()
 
     def _submit(self, work: Callable[[], None]) -> Transfer:
-        if self._worker is None:
-            self._worker = ThreadLane("optim")
-        return self._worker.do(lambda: _without_gradients(work))
-
-
-def _without_gradients(work: Callable[[], None]) -> None:
-    with torch.no_grad():
-        work()
+        return self._worker.do(torch.no_grad()(work))
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -96,15 +96,12 @@ def balance(
         device_budget: most bytes of their state on the device, or ``None`` for what is free.
         streamed: gradients leave the device during backward.
     """
-    largest, group = max(parameters, key=lambda pair: local(pair[0]).numel())
-    device = local(largest).device
     elements = sum(local(p).numel() for p, _ in parameters)
     if device_budget is None:
-        device_budget = _free_bytes(device)
+        device_budget = _free_bytes(local(parameters[0][0]).device)
     whole = sum(local(p).numel() * placement.device_bytes_per_element(p, g) for p, g in parameters)
     least = 0.0 if device_budget is None or whole <= device_budget else 1.0 - device_budget / whole
-    speeds = measure(updater, placement, largest, group, streamed)
-    return choose(speeds, elements, least)
+    return choose(measure(updater, placement, parameters, streamed), elements, least)
 
 
 def choose(speeds: Speeds, elements: int, least_fraction: float = 0.0) -> Balance:
@@ -126,10 +123,15 @@ def choose(speeds: Speeds, elements: int, least_fraction: float = 0.0) -> Balanc
     return Balance(chosen, least_fraction, speeds, least)
 
 
-def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, streamed: bool) -> Speeds:
-    """Time updates on both sides and transfers both ways, on scratch tensors of a few batches."""
+def measure(
+    updater: Updater, placement: Placement, parameters: Sequence[tuple[Tensor, Group]], streamed: bool
+) -> Speeds:
+    """Time updates on both sides and transfers both ways, on scratch tensors of a few batches that are like
+    the largest parameter.
+    """
     link = updater.link
-    piece = local(like)
+    largest, group = max(parameters, key=lambda pair: local(pair[0]).numel())
+    piece = local(largest)
     count = min(updater.chunk_elements * _BATCHES, max(32, piece.numel() // 32 * 32))
     before = link.bytes_down, link.bytes_up
     scratch = torch.zeros(count, dtype=piece.dtype, device=piece.device)

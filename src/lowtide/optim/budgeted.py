@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from lowtide.optim.balance import Speeds, measure
+from lowtide.optim.balance import measure
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group
 from lowtide.optim.layout import cuts, granule
@@ -76,10 +76,7 @@ def update_seconds(optimizer: PlacedOptimizer) -> Callable[[float], float]:
     chosen = trainable(optimizer)
     if not chosen:
         raise OptimError("no parameter is trainable: there is nothing to balance")
-    largest, group = max(chosen, key=lambda pair: local(pair[0]).numel())
-    speeds: Speeds = measure(
-        optimizer._updater, optimizer._placement, largest, group, optimizer.stream_gradients
-    )
+    speeds = measure(optimizer._updater, optimizer._placement, chosen, optimizer.stream_gradients)
     elements = sum(local(p).numel() for p, _ in chosen)
     return lambda share: speeds.step_seconds(elements, share)
 

@@ -57,25 +57,23 @@ class ElementwiseKernel(Kernel):
         parameters = [parameter.detach() for parameter in operands.parameters]
         for parameter, gradient in zip(parameters, operands.gradients, strict=True):
             parameter.grad = gradient.detach()
-        names = self.names(group)
-        pieces = [{name: operands.state[name][place] for name in names} for place in range(len(parameters))]
-        for has in sorted(set(operands.begun)):
-            chosen = [place for place, there in enumerate(operands.begun) if there == has]
-            made = self._optimizer(group, [parameters[place] for place in chosen], begun=has)
-            if has:
-                for place in chosen:
-                    made.state[parameters[place]] = {**operands.scalars[place], **pieces[place]}
-            made.step()
-            for place in chosen:
-                state = made.state[parameters[place]]
-                if set(state) != {*names, *self.scalars(group)}:
-                    raise OptimError(
-                        f"{self.kind.__name__} keeps other state ({', '.join(state)}) than at its first step "
-                        f"({', '.join(names)})"
-                    )
-                for name in names:
-                    operands.state[name][place] = state[name]
-                operands.scalars[place] = {name: state[name] for name in self.scalars(group)}
+        names, scalars = self._kept(group)
+        made = self._optimizer(group, parameters, operands.begun)
+        if operands.begun:
+            for place, parameter in enumerate(parameters):
+                pieces = {name: operands.state[name][place] for name in names}
+                made.state[parameter] = {**operands.scalars[place], **pieces}
+        made.step()
+        for place, parameter in enumerate(parameters):
+            state = made.state[parameter]
+            if set(state) != {*names, *scalars}:
+                raise OptimError(
+                    f"{self.kind.__name__} keeps other state ({', '.join(state)}) than at its first step "
+                    f"({', '.join(names)})"
+                )
+            for name in names:
+                operands.state[name][place] = state[name]
+            operands.scalars[place] = {name: state[name] for name in scalars}
 
     def _optimizer(self, group: Group, parameters: list[Tensor], begun: bool) -> torch.optim.Optimizer:
         """An optimizer of these stretches with the group's options; its state is empty where they have
@@ -196,7 +194,7 @@ def _by_stretches(
             state={name: [None] for name in kernel.names(group)},
             steps=[torch.zeros(())],
             scalars=[{}],
-            begun=[False],
+            begun=False,
         )
         for parameter, where in cut
     ]
@@ -205,7 +203,7 @@ def _by_stretches(
         for operands, (parameter, where) in zip(kept, cut, strict=True):
             operands.gradients = [of[id(parameter)][where]]
             kernel.update(group, operands)
-            operands.begun = [True]
+            operands.begun = True
     return parameters
 
 

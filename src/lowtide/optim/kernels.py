@@ -32,7 +32,7 @@ class Operands:
         steps: steps done, a float32 scalar a stretch, counted up.
         scalars: by stretch and name, what a kernel keeps for a parameter as a whole; replaced by what they
             are after the update.
-        begun: by stretch, whether there has been an update.
+        begun: whether there has been an update: of all of them, or of none.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Operands:
     state: dict[str, list[Any]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)
     scalars: list[dict[str, Any]] = field(default_factory=list)
-    begun: list[bool] = field(default_factory=list)
+    begun: bool = True
 
 
 class Kernel(ABC):
@@ -110,25 +110,18 @@ class SGDKernel(Kernel):
         return ("momentum_buffer",) if group["momentum"] != 0 else ()
 
     def update(self, group: Group, operands: Operands) -> None:
-        buffers = operands.state.get("momentum_buffer", [None] * len(operands.parameters))
-        begun = [buffer is not None for buffer in buffers]
-        for has in sorted(set(begun)):  # one call takes either all buffers or none
-            chosen = [i for i, there in enumerate(begun) if there == has]
-            made = [buffers[i] for i in chosen]
-            sgd(
-                [operands.parameters[i] for i in chosen],
-                [operands.gradients[i] for i in chosen],
-                made,
-                fused=True,
-                weight_decay=group["weight_decay"],
-                momentum=group["momentum"],
-                lr=group["lr"],
-                dampening=group["dampening"],
-                nesterov=group["nesterov"],
-                maximize=group["maximize"],
-            )
-            for i, buffer in zip(chosen, made, strict=True):
-                buffers[i] = buffer
+        sgd(
+            operands.parameters,
+            operands.gradients,
+            operands.state.get("momentum_buffer", [None] * len(operands.parameters)),
+            fused=True,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
 
 
 FUSED: dict[type[torch.optim.Optimizer], type[Kernel]] = {

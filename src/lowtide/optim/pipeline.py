@@ -7,6 +7,7 @@ go up. Buffers have a constant size, whatever the model's.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -65,18 +66,15 @@ Batch = list[Stretch]
 
 
 def batches(tasks: Iterable[Task], most: int) -> Iterator[Batch]:
-    """Tasks cut into batches of at most ``most`` elements and one group and precision each; stretches of one
-    part stay in order.
+    """Tasks cut into batches of at most ``most`` elements and one `_kind` each; stretches of one part stay in
+    order.
     """
     batch: Batch = []
     room = most
     for task in tasks:
         start = task.part.start
         while start < task.part.stop:
-            other = batch and (
-                batch[0].task.group is not task.group or batch[0].task.gradient.dtype != task.gradient.dtype
-            )
-            if room == 0 or other:
+            if room == 0 or (batch and _kind(batch[0].task) != _kind(task)):
                 yield batch
                 batch, room = [], most
             stop = min(task.part.stop, start + room)
@@ -88,9 +86,21 @@ def batches(tasks: Iterable[Task], most: int) -> Iterator[Batch]:
         yield batch
 
 
+def _kind(task: Task) -> tuple[Any, ...]:
+    """What the tasks of one kernel call have in common."""
+    return id(task.group), task.gradient.dtype, task.part.fresh
+
+
 def copies_of(scalars: dict[str, Any]) -> dict[str, Any]:
     """The scalars, for an update that is not to change them."""
     return {name: item.clone() if isinstance(item, Tensor) else item for name, item in scalars.items()}
+
+
+def _wait(going: deque[list[Transfer]], left: int = 0) -> None:
+    """Wait for the oldest transfers, until those of ``left`` batches are under way."""
+    while len(going) > left:
+        for transfer in going.popleft():
+            transfer.wait()
 
 
 class Updater:
@@ -164,23 +174,20 @@ class Updater:
             copy_back: write the results to the parameters, too; otherwise `copy_back` does that later.
         """
         todo = list(batches(tasks, self.chunk_elements if self._in_pieces(tasks) else 1 << 62))
-        staged: list[list[tuple[Tensor, Transfer | None]]] = []
-        going: list[list[Transfer]] = []
+        staged: deque[list[tuple[Tensor, Transfer | None]]] = deque()
+        going: deque[list[Transfer]] = deque()
         for index, batch in enumerate(todo):
-            while len(staged) < min(len(todo), index + DEPTH):
-                staged.append(self._fetch(todo[len(staged)], len(staged)))
-            gradients = self._arrived(batch, staged[index])
-            staged[index] = []
+            for ahead in range(index + len(staged), min(len(todo), index + DEPTH)):
+                staged.append(self._fetch(todo[ahead], ahead))
+            gradients = self._arrived(batch, staged.popleft())
             group = on_host(batch[0].task.group)
             self.link.on_host(
                 lambda batch=batch, gradients=gradients, group=group: self._compute(batch, gradients, group),
                 sum(stretch.stop - stretch.start for stretch in batch),
             )
             if copy_back:
-                going.append(self._send(batch, index, going))
-        for some in going[-DEPTH:]:
-            for transfer in some:
-                transfer.wait()
+                self._send(batch, index, going)
+        _wait(going)
 
     def _converts(self, tasks: Sequence[Task]) -> bool:
         """Whether kernels need memory beside state, parameters and gradients."""
@@ -199,16 +206,14 @@ class Updater:
 
     def copy_back(self, tasks: Sequence[tuple[Slot, Part]]) -> None:
         """Write host parts that have been updated to their parameters."""
-        going: list[list[Transfer]] = []
+        going: deque[list[Transfer]] = deque()
         empty = torch.empty(0)
         every = [Task(slot, part, {}, empty) for slot, part in tasks]
         for task in every:
             task.group = every[0].group
         for index, batch in enumerate(batches(every, self.chunk_elements)):
-            going.append(self._send(batch, index, going))
-        for some in going[-DEPTH:]:
-            for transfer in some:
-                transfer.wait()
+            self._send(batch, index, going)
+        _wait(going)
 
     def _fetch(self, batch: Batch, index: int) -> list[tuple[Tensor, Transfer | None]]:
         """Start to bring a batch's gradients to the host, where they are not there or on their way, and its
@@ -241,12 +246,9 @@ class Updater:
                     elements.mul_(scale)
         return [elements for elements, _ in fetched]
 
-    def _send(self, batch: Batch, index: int, going: list[list[Transfer]]) -> list[Transfer]:
+    def _send(self, batch: Batch, index: int, going: deque[list[Transfer]]) -> None:
         """Start to bring updated parameters to the device, in their own precision."""
-        if index >= DEPTH:
-            for transfer in going[index - DEPTH]:
-                transfer.wait()
-            going[index - DEPTH] = []
+        _wait(going, DEPTH - 1)  # a buffer is free then
         started: list[Transfer] = []
         place = 0
         for stretch in batch:
@@ -260,14 +262,15 @@ class Updater:
                 place += count
                 source = rounded.copy_(source)
             started.append(self.link.up(target, source))
-        return started
+        going.append(started)
 
     # ---- both ------------------------------------------------------------------------------------
 
     def _compute(self, batch: Batch, gradients: Sequence[Tensor], group: Group) -> None:
         """One kernel call."""
-        operands = Operands(state={name: [] for name in self.kernel.names(group)})
-        empty = not self.kernel.counts_steps
+        begun = not batch[0].task.part.fresh
+        operands = Operands(state={name: [] for name in self.kernel.names(group)}, begun=begun)
+        empty = not (self.kernel.counts_steps or begun)
         place = 0
         for stretch, gradient in zip(batch, gradients, strict=True):
             part = stretch.task.part
@@ -285,12 +288,11 @@ class Updater:
             operands.parameters.append(target)
             operands.gradients.append(gradient)
             for name, pieces in operands.state.items():
-                pieces.append(None if empty and part.fresh else stretch.of(part.state[name]))
+                pieces.append(None if empty else stretch.of(part.state[name]))
             # Every stretch of a part does the same step: all but the last count on a copy.
             last = stretch.stop == part.stop
             operands.steps.append(part.step if last else part.step.clone())
             operands.scalars.append(part.scalars if last else copies_of(part.scalars))
-            operands.begun.append(not part.fresh)
         given = {name: list(pieces) for name, pieces in operands.state.items()}
         self.kernel.update(group, operands)
         for place, stretch in enumerate(batch):

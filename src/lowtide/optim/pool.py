@@ -91,7 +91,7 @@ class MemoryPool(Pool):
             if not self.pin:  # PyTorch's own, which the meter counts
                 return [torch.zeros(count, dtype=dtype) for count, dtype in specs]
             return [host_bytes(count * dtype.itemsize, pin=True).view(dtype) for count, dtype in specs]
-        except (RuntimeError, OSError, MemoryError, ValueError, OverflowError) as error:
+        except (RuntimeError, MemoryError) as error:
             raise OptimError(
                 f"the host has no room for {need:,} bytes more of {WHAT} ({error}): {self.remedy}"
             ) from error

@@ -151,7 +151,8 @@ class GradientStream:
         self._largest = 0
         self._adding: dict[int, Transfer] = {}
         self._turn = 0
-        self._worker: ThreadLane | None = None
+        self._worker = ThreadLane("gradients")
+        """adds up gradients"""
         self._hooks: dict[Tensor, Any] = {}
         weakref.finalize(self, _remove, self._hooks)
 
@@ -173,9 +174,7 @@ class GradientStream:
     def close(self) -> None:
         """Remove the hooks, and let go of the thread."""
         _remove(self._hooks)
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        self._worker.close()
 
     def _take(self, parameter: Tensor) -> None:
         """Backward has accumulated into ``.grad``."""
@@ -203,11 +202,8 @@ class GradientStream:
         if self.norm_order is not None:
             held.norm = (self.norm_order, torch.linalg.vector_norm(piece, self.norm_order))
         if held.elements.data_ptr() != elements[slot.cut :].data_ptr():
-            target = held.elements
-            for start, stop in spans(slot.cut, elements.numel(), self.updater.chunk_elements):
-                part = target[start - slot.cut : stop - slot.cut]
-                held.transfers.append(self.link.down(part, elements[start:stop]))
-            self._fly(held.transfers.copy(), target.nbytes)
+            self._down(held, elements[slot.cut :])
+            self._fly(held.transfers.copy(), held.elements.nbytes)
         on_device = elements[: slot.cut].clone() if slot.cut else None
         made = SentGradient(piece, slot, self, on_device)
         slot.placeholder = weakref.ref(made)
@@ -260,10 +256,13 @@ class GradientStream:
         held = slot.gradient
         if held is None or held.elements.dtype != elements.dtype:
             held = slot.gradient = HostGradient(self.pool.zeros([(elements.numel(), elements.dtype)])[0])
-        for start, stop in spans(0, elements.numel(), self.updater.chunk_elements):
-            held.transfers.append(self.link.down(held.elements[start:stop], elements[start:stop]))
+        self._down(held, elements)
         held.scales, held.norm = [], None
         return held
+
+    def _down(self, held: HostGradient, elements: Tensor) -> None:
+        for start, stop in spans(0, elements.numel(), self.updater.chunk_elements):
+            held.transfers.append(self.link.down(held.elements[start:stop], elements[start:stop]))
 
     def release(self, slot: Slot) -> None:
         """Give the memory of a slot's gradients back."""
@@ -311,7 +310,7 @@ class GradientStream:
                 if last:
                     self._norm(slot, held)
 
-            self._adding[turn % DEPTH] = adding = self.worker.do(add)
+            self._adding[turn % DEPTH] = adding = self._worker.do(add)
             held.transfers.append(adding)
 
     def _norm(self, slot: Slot, held: HostGradient) -> None:
@@ -360,13 +359,6 @@ class GradientStream:
         while sum(size for _, size in self._flying) > limit:
             for transfer in self._flying.popleft()[0]:
                 transfer.join()
-
-    @property
-    def worker(self) -> ThreadLane:
-        """The thread that adds up gradients."""
-        if self._worker is None:
-            self._worker = ThreadLane("gradients")
-        return self._worker
 
 
 def _still(reference: weakref.ReferenceType[_Kept]) -> _Kept:

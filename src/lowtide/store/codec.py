@@ -160,7 +160,6 @@ class Positive(Chunked):
 
     name = "positive"
     lossless = True
-    bitwise = False  # pyright: ignore
     replayable_from = False
     scratch_bytes = 12 * CHUNK
 
@@ -324,19 +323,8 @@ def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
         >>> codec_named("int4").bits
         4
     """
-    for codec in own:
-        if codec.name == name:
-            return codec
-    known = {
-        c.name: c
-        for c in (
-            *(Dictionary(b) for b in (1, 2, 4, 8)),
-            Positive(),
-            BFloat16(),
-            Blockwise(8),
-            Blockwise(4),
-        )
-    }
+    ours = (*map(Dictionary, (1, 2, 4, 8)), Positive(), BFloat16(), Blockwise(8), Blockwise(4))
+    known: dict[str, Codec] = {codec.name: codec for codec in (*ours, *reversed(own))}
     if name in known:
         return known[name]
     if name.startswith("sparse"):

@@ -83,11 +83,6 @@ class Codec(ABC):
     error: str = ""
     scratch_bytes: int = 16 * CHUNK
 
-    @property
-    def bitwise(self) -> bool:
-        """Whether `decode` gives back every bit."""
-        return self.lossless
-
     def scratch(self, elements: int, device: str = "cpu") -> int:
         """The most it allocates beyond what it returns, for a value of so many elements on a kind of
         device.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -73,41 +74,34 @@ class Disk(Tier):
     def _write(self, data: Tensor, start: int, ready: Event | None) -> None:
         for at, part, buffer in self._out.pieces(data):
             self._out.copy(buffer[: part.numel()], part, part, ready)
-            whole, done = -(-part.numel() // PAGE) * PAGE, 0
-            while done < whole:
-                count = os.pwrite(self._file.fileno(), buffer[done:whole].numpy().data, start + at + done)
-                if count < PAGE:
-                    raise OSError(errno.EIO, f"only {count} bytes were written")
-                done += count // PAGE * PAGE
+            self._pages(os.pwrite, buffer, part.numel(), start + at)
 
-    def _read(self, start: int, out: Tensor, ready: Event | None) -> None:
+    def _read(self, out: Tensor, start: int, ready: Event | None) -> None:
         for at, part, buffer in self._in.pieces(out):
-            whole, done = -(-part.numel() // PAGE) * PAGE, 0
-            while done < whole:
-                count = os.preadv(self._file.fileno(), [buffer[done:whole].numpy().data], start + at + done)
-                if count < PAGE:
-                    raise _Short(f"{at + done + count} of {out.numel()} bytes could be read")
-                done += count // PAGE * PAGE
+            self._pages(
+                lambda file, view, place: os.preadv(file, [view], place), buffer, part.numel(), start + at
+            )
             self._in.copy(part, buffer[: part.numel()], part, ready)
+
+    def _pages(
+        self, move: Callable[[int, memoryview, int], int], buffer: Tensor, count: int, start: int
+    ) -> None:
+        """Move whole pages around ``count`` bytes, as many at a time as the system does."""
+        end, done = -(-count // PAGE) * PAGE, 0
+        while done < end:
+            moved = move(self._file.fileno(), buffer[done:end].numpy().data, start + done)
+            if moved < PAGE:
+                raise OSError(errno.EIO, f"it was cut short: {done + moved} of {count} bytes")
+            done += moved // PAGE * PAGE
 
     def _drop(self) -> None:
         self._file.close()
 
     def _explain(self, what: str, error: BaseException) -> StoreError:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            try:
-                facts = os.statvfs(self.path)
-                free = f"{facts.f_bavail * facts.f_frsize:,} bytes are free there"
-            except OSError:
-                free = "it is full"
             return StoreError(
-                f"there is no room for lowtide's file in {self.path} ({free}): free some, or give path= "
-                "another folder"
-            )
-        if isinstance(error, _Short):
-            return StoreError(
-                f"lowtide's file in {self.path} was cut short while a step was under way ({error}): no "
-                "gradient of this step was computed from it. Clear the gradients and run the step again"
+                f"there is no room for lowtide's file in {self.path} ({shutil.disk_usage(self.path).free:,} "
+                "bytes are free there): free some, or give path= another folder"
             )
         return StoreError(
             f"lowtide could not {what} its file in {self.path} ({type(error).__name__}: {error}): no "
@@ -139,10 +133,6 @@ class _Staging:
             self._lane.copy([(target, source)], held, [ready]).wait()
 
 
-class _Short(Exception):
-    """A read ended before its end."""
-
-
 def _past_the_cache(file: int) -> bool:
     """Have a file read and written past the page cache, where its file system can do that."""
     try:
@@ -158,11 +148,8 @@ def file_system(path: Path) -> str:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:
         return ""
-    place = str(path.resolve())
-    best, kind = "", ""
-    for line in mounts:
-        words = line.split()
-        point = words[1].encode().decode("unicode_escape")
-        if (place == point or place.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, words[2]
-    return kind
+    kinds = {
+        Path(point.encode().decode("unicode_escape")): kind for _, point, kind, *_ in map(str.split, mounts)
+    }
+    place = path.resolve()
+    return next((kinds[folder] for folder in (place, *place.parents) if folder in kinds), "")

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Event, Tensor
 
+from lowtide.store.arena import Region
 from lowtide.store.lanes import Queued, StreamLane, Transfer
-from lowtide.store.memory import check_free, host_bytes
-from lowtide.store.tier import Slot, StoreError, Tier
+from lowtide.store.memory import host_bytes
+from lowtide.store.tier import StoreError, Tier
 
 
 class Host(Tier):
@@ -17,7 +18,7 @@ class Host(Tier):
 
     The slab is as large as the layout says, to the page. On a GPU each direction has a stream: a copy out
     waits for what computes the value, a copy in for the copy out and for earlier uses of its destination's
-    memory. On a CPU the tier's two threads fill the same slots.
+    memory. On a CPU the tier's two threads fill the same regions.
 
     Args:
         device: whose bytes are kept.
@@ -34,9 +35,8 @@ class Host(Tier):
     def _grow(self, end: int) -> None:
         begin = self.counts.slab_bytes
         try:
-            check_free(end - begin)
             self._slabs.append((begin, host_bytes(end - begin, pin=self.streams is not None)))
-        except (RuntimeError, OSError, MemoryError, ValueError, OverflowError) as error:
+        except MemoryError as error:
             raise StoreError(
                 f"the host has no room for {end - begin:,} bytes more of saved values ({error}): use a "
                 "larger budget, a codec, or the disk tier"
@@ -49,24 +49,24 @@ class Host(Tier):
             if first < last:
                 yield slab[first - begin : last - begin], data[first - start : last - start]
 
-    def write(self, data: Tensor, slot: Slot, at: int = 0) -> Transfer:
+    def write(self, data: Tensor, region: Region, at: int = 0) -> Transfer:
         """Start copying out."""
         if self._ways is None:
-            return super().write(data, slot, at)
-        # a read holds its slot, so this copy comes after all reads of what was here before
-        slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data)
+            return super().write(data, region, at)
+        # a read holds its region, so this copy comes after all reads of what was here before
+        region.writing = self._ways[0].copy(self._pairs(region.start + at, data), data)
         self.counts.written_bytes += data.numel()
-        return slot.writing
+        return region.writing
 
-    def read(self, slot: Slot, out: Tensor, at: int = 0) -> Transfer:
+    def read(self, region: Region, out: Tensor, at: int = 0) -> Transfer:
         """Start copying in."""
         if self._ways is None:
-            return super().read(slot, out, at)
-        pairs = ((part, view) for view, part in self._pairs(slot.start + at, out))
-        lane, written = self._ways[1], slot.writing
+            return super().read(region, out, at)
+        pairs = ((part, view) for view, part in self._pairs(region.start + at, out))
+        lane, written = self._ways[1], region.writing
         after = [lane.streams.mark(lane.streams.current())]
         after += [written.event] if isinstance(written, Queued) else []
-        reading = lane.copy(pairs, (out, slot), after)
+        reading = lane.copy(pairs, (out, region), after)
         self.counts.read_bytes += out.numel()
         return reading
 
@@ -74,7 +74,7 @@ class Host(Tier):
         for view, part in self._pairs(start, data):
             view.copy_(part)
 
-    def _read(self, start: int, out: Tensor, ready: Event | None) -> None:
+    def _read(self, out: Tensor, start: int, ready: Event | None) -> None:
         for view, part in self._pairs(start, out):
             part.copy_(view)
 

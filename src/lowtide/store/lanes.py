@@ -64,7 +64,8 @@ def finished() -> Transfer:
 
 
 class ThreadLane:
-    """One thread that does jobs in order; it ends with `close`, with the lane, or with the interpreter.
+    """One thread that does jobs in order, made for the first; it ends with `close`, with the lane, or with
+    the interpreter.
 
     >>> lane, seen = ThreadLane("example"), []
     >>> lane.do(lambda: seen.append(1)).wait()
@@ -83,12 +84,12 @@ class ThreadLane:
         given = [work]  # released before `finish`: its bytes are free by then
 
         def job() -> None:
-            error: BaseException | None = None
             try:
                 given.pop()()
-            except BaseException as raised:
-                error = raised
-            transfer.finish(error)
+            except BaseException as error:
+                transfer.finish(error)
+            else:
+                transfer.finish()
 
         self._executor.submit(job)
         return transfer

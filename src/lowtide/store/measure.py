@@ -21,6 +21,7 @@ from lowtide import private
 from lowtide.links import Link
 from lowtide.store.codec import Codec
 from lowtide.store.disk import BUFFER_BYTES
+from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Replicas
 from lowtide.store.tier import Tier
 
@@ -44,36 +45,42 @@ def measure_tier(tier: Tier, device: torch.device) -> Link:
         device: where values come from and go to.
     """
     data = torch.ones(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
-    slots = [tier.take(_TRANSFER_BYTES) for _ in range(_TRANSFERS)]
-    waits = device.type != "cpu"
-    compute, clock = _kernels(), time.perf_counter
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    lost: dict[bool, list[float]] = {True: [], False: []}
-    started = clock()
+    regions = [tier.take(_TRANSFER_BYTES) for _ in range(_TRANSFERS)]
+    compute, started = _kernels(), time.perf_counter()
+    out: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
     for number in range(_ROUNDS):
-        if number and clock() - started > _ENOUGH_SECONDS:
+        if number and time.perf_counter() - started > _ENOUGH_SECONDS:
             break
-        for writes in (True, False):
-            alone = 0.0 if waits else _each(compute, lambda since: clock() - since >= _ALONE_SECONDS)
-            begin = clock()
-            moving = [tier.write(data, slot) if writes else tier.read(slot, data) for slot in slots]
-            if waits:
-                for transfer in moving:
-                    transfer.wait()
-                torch.get_device_module(device.type).synchronize(device)
-                lost[writes].append(0.0)
-            else:
-                beside = _each(compute, lambda _, moving=moving: all(transfer.done for transfer in moving))
-                lost[writes].append(max(0.0, 1 - alone / beside))
-            seconds[writes].append(max(clock() - begin, 1e-9))
-            for transfer in moving:
-                transfer.wait()  # raises what went wrong
-    writing, reading = statistics.median(seconds[True]), statistics.median(seconds[False])
-    busy = (statistics.median(lost[True]) * writing + statistics.median(lost[False]) * reading) / (
-        writing + reading
+        out.append(_moved(lambda: [tier.write(data, region) for region in regions], compute, device))
+        back.append(_moved(lambda: [tier.read(region, data) for region in regions], compute, device))
+    (writing, out_lost), (reading, back_lost) = (
+        map(statistics.median, zip(*rows, strict=True)) for rows in (out, back)
     )
+    busy = (out_lost * writing + back_lost * reading) / (writing + reading)
     moved = _TRANSFER_BYTES * _TRANSFERS
     return Link(moved / writing, moved / reading, _LATENCY_SECONDS, busy)
+
+
+def _moved(
+    start: Callable[[], list[Transfer]], compute: Callable[[], Any], device: torch.device
+) -> tuple[float, float]:
+    """Seconds of some transfers, and the share of a computation beside them that they take; nothing is
+    computed where a device copies by itself.
+    """
+    if device.type != "cpu":
+        begin = time.perf_counter()
+        for transfer in start():
+            transfer.wait()
+        return max(_clock(device) - begin, 1e-9), 0.0
+    alone = _each(compute, lambda since: time.perf_counter() - since >= _ALONE_SECONDS)
+    begin = time.perf_counter()
+    moving = start()
+    beside = _each(compute, lambda _: all(transfer.done for transfer in moving))
+    seconds = max(time.perf_counter() - begin, 1e-9)
+    for transfer in moving:
+        transfer.wait()  # raises what went wrong
+    return seconds, max(0.0, 1 - alone / beside)
 
 
 def _each(compute: Callable[[], Any], over: Callable[[float], bool]) -> float:
@@ -101,35 +108,33 @@ def _kernels() -> Callable[[], Any]:
 
 
 def measure_codec(codec: Codec, device: torch.device) -> Link:
-    """Seconds of encoding and decoding, on numbers that every codec takes: zeros and ones."""
+    """Bytes a second of encoding and decoding, on numbers that every codec takes: zeros and ones."""
     x = torch.zeros(_SAMPLE, device=device)
     x[1::2] = 1
-    out = torch.empty_like(x)
-    seconds: list[list[float]] = [[], []]
-    for _ in range(3):
-        begin = _clock(device)
-        parts = codec.encode(x)
-        middle = _clock(device)
-        codec.decode(parts, out)
-        seconds[0].append(middle - begin)
-        seconds[1].append(_clock(device) - middle)
-    encode, decode = (max(min(row), 1e-9) for row in seconds)
-    return Link(x.nbytes / encode, x.nbytes / decode)
+    parts, out = codec.encode(x), torch.empty_like(x)
+    encode = _fastest(lambda: codec.encode(x), device)
+    return Link(x.nbytes / encode, x.nbytes / _fastest(lambda: codec.decode(parts, out), device))
 
 
 def measure_group(replicas: Replicas, device: torch.device) -> Link:
     """Bytes a second of gathered values; the slowest rank's, on every rank."""
     part = torch.ones(-(-_SAMPLE // replicas.size), device=device)
     whole = torch.empty(part.nbytes * replicas.size, dtype=torch.uint8, device=device)
+    seconds = _fastest(lambda: replicas.gather(part, whole).join(), device)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)
+    speed = whole.nbytes / float(slowest)
+    return Link(speed, speed, _LATENCY_SECONDS)
+
+
+def _fastest(work: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of the fastest of three runs."""
     seconds = []
     for _ in range(3):
         begin = _clock(device)
-        replicas.gather(part, whole).join()
+        work()
         seconds.append(_clock(device) - begin)
-    slowest = torch.tensor(min(seconds), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)
-    speed = whole.nbytes / max(float(slowest), 1e-9)
-    return Link(speed, speed, _LATENCY_SECONDS)
+    return max(min(seconds), 1e-9)
 
 
 def _clock(device: torch.device) -> float:

@@ -23,8 +23,7 @@ def host_bytes(count: int, pin: bool = False) -> Tensor:
         pin: page-lock them for CUDA, so that transfers run beside computing.
 
     Raises:
-        OSError: there is no room.
-        MemoryError: CUDA refuses to page-lock them.
+        MemoryError: there is no room, or CUDA refuses to page-lock them.
 
     >>> host_bytes(3)
     tensor([0, 0, 0], dtype=torch.uint8)
@@ -32,7 +31,11 @@ def host_bytes(count: int, pin: bool = False) -> Tensor:
     # Memory of this process alone, but for locked pages: after a fork (of data loaders, say) a write to a
     # private page would move it away from the one that the device copies from.
     kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
-    memory = _Mapping(-1, count, flags=kind | mmap.MAP_ANONYMOUS)
+    check_free(count)
+    try:
+        memory = _Mapping(-1, count, flags=kind | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     if pin:
         memory.lock(tensor.data_ptr(), count)

@@ -16,25 +16,18 @@ class Replicas:
 
     Args:
         group: the process group.
-
-    Attributes:
-        gathers, gathered_bytes: what was gathered so far.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.gathers = 0
-        self.gathered_bytes = 0
-
-    def part_elements(self, elements: int) -> int:
-        """Elements of each part; the last part is padded, by less than one element a rank."""
-        return -(-elements // self.size)
 
     def cut(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a flat tensor, a tensor of its own: the caller's is left as it is."""
-        each = self.part_elements(flat.numel())
+        """This rank's part of a flat tensor, a tensor of its own: the caller's is left as it is. The last
+        part is padded, by less than one element a rank.
+        """
+        each = -(-flat.numel() // self.size)
         mine = flat[self.rank * each : (self.rank + 1) * each]
         if mine.numel() == each:
             return mine.clone()
@@ -45,7 +38,8 @@ class Replicas:
     def gather(self, part: torch.Tensor, out: torch.Tensor) -> Gather:
         """Start putting the parts together in ``out``, flat bytes for all of them; returns what to wait for.
 
-        The parts arrive where the value is needed, so that no buffer grows with it.
+        The parts arrive where the value is needed, so that no buffer grows with it. The backend holds ``out``
+        and its place in a slab until nothing is written there, even where nobody waits.
 
         Raises:
             StoreError: another rank is gone.
@@ -54,9 +48,7 @@ class Replicas:
             work = dist.all_gather_into_tensor(out, part.view(torch.uint8), group=self.group, async_op=True)
         except RuntimeError as error:
             raise self.explain(error) from error
-        self.gathers += 1
-        self.gathered_bytes += out.numel()
-        return Gather(self, work)
+        return Gather(self, work, part)
 
     def explain(self, error: BaseException) -> StoreError:
         """An error that says what to do."""
@@ -91,17 +83,10 @@ class Replicas:
 
 
 class Gather:
-    """A gather under way."""
+    """A gather under way, which holds what it reads."""
 
-    __slots__ = ("_replicas", "_work")
-
-    def __init__(self, replicas: Replicas, work: dist.Work | None) -> None:
-        self._replicas, self._work = replicas, work
-
-    @property
-    def done(self) -> bool:
-        """Whether nothing is written any more."""
-        return self._work is None or self._work.is_completed()
+    def __init__(self, replicas: Replicas, work: dist.Work | None, part: torch.Tensor) -> None:
+        self._replicas, self._work, self._part = replicas, work, part
 
     def join(self) -> None:
         """Order the device's work behind it; on a CPU, return when the parts are there.

@@ -9,60 +9,15 @@ back into memory of its own, and that is counted.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
-from lowtide.store.lanes import Transfer
+from lowtide.store.arena import Arena, packed
 
-
-class Place:
-    """Bytes of the slab in use.
-
-    Args:
-        memory: the slab's.
-        start, bytes_: which of it.
-        tensor: on the storage that is handed out.
-
-    Attributes:
-        start, end: as given.
-    """
-
-    __slots__ = ("_memory", "_pending", "_storage", "end", "start")
-
-    def __init__(self, memory: torch.Tensor, start: int, bytes_: int, tensor: torch.Tensor) -> None:
-        self.start, self.end = start, start + bytes_
-        self._memory = memory
-        self._pending: list[Any] = []
-        self._storage = weakref.ref(tensor.untyped_storage())
-
-    @property
-    def target(self) -> torch.Tensor:
-        """The same bytes as part of the slab, for transfers: their threads release what they wrote at some
-        later time.
-        """
-        return self._memory[self.start : self.end]
-
-    def writing(self, work: Sequence[Any]) -> None:
-        """These transfers or collectives write there; nothing does when there are none.
-
-        A transfer is held by its worker until it is done, and if it fails its error holds much; a collective
-        is held only here.
-        """
-        self._pending = [weakref.ref(item) if isinstance(item, Transfer) else item for item in work]
-
-    @property
-    def free(self) -> bool:
-        """Whether nothing refers to the bytes or writes there."""
-        return self._storage() is None and all(_done(work) for work in self._pending)
-
-
-def _done(work: Any) -> bool:
-    found = work() if isinstance(work, weakref.ref) else work
-    return found is None or found.done
+_PART_ALIGN = 64
+"""Parts of an encoded form begin at multiples of this."""
 
 
 class Slab:
@@ -77,32 +32,45 @@ class Slab:
 
     Example:
         >>> slab = Slab(torch.device("cpu"), 1024)
-        >>> place, first = slab.take(0, 100)
-        >>> slab.take(64, 100) is None  # in use
+        >>> (first,) = slab.take(0, [100])
+        >>> slab.take(64, [100]) is None  # in use
         True
         >>> del first
-        >>> slab.take(64, 100) is None
+        >>> slab.take(64, [100]) is None
         False
     """
 
     def __init__(self, device: torch.device, bytes_: int) -> None:
         self.memory = torch.empty(bytes_, dtype=torch.uint8, device=device)
-        self._taken: list[Place] = []
+        self._arena = Arena()
         self._lock = threading.Lock()
 
-    def take(self, start: int, bytes_: int) -> tuple[Place, torch.Tensor] | None:
-        """The bytes from ``start`` on as a flat tensor of bytes with a storage of its own, or ``None`` where
-        some of them are in use.
+    def take(self, start: int, sizes: Sequence[int]) -> list[torch.Tensor] | None:
+        """Flat bytes of these sizes for transfers to write to, from ``start`` on, or ``None`` where some are
+        in use. Each of the tensors holds the place, until `handed_out` gives it to another one.
         """
-        end = start + bytes_
-        if end > self.memory.numel():
+        offsets, total = packed(sizes, _PART_ALIGN)
+        if start + total > self.memory.numel():
             return None
         with self._lock:
-            beside = [place for place in self._taken if place.start < end and start < place.end]
-            if not all(place.free for place in beside):
-                return None
-            # DLPack is the one public way to a storage that lies within another and keeps it alive
-            tensor = from_dlpack(to_dlpack(self.memory[start:end]))
-            place = Place(self.memory, start, bytes_, tensor)
-            self._taken = [other for other in self._taken if other not in beside] + [place]
-        return place, tensor
+            region = self._arena.at(start, start + total)
+        if region is None:
+            return None
+        found = [self.memory[start + at : start + at + size] for at, size in zip(offsets, sizes, strict=True)]
+        for target in found:
+            target.region = region  # type: ignore[attr-defined]
+        return found
+
+
+def handed_out(target: torch.Tensor) -> torch.Tensor:
+    """The bytes that transfers have written, as a tensor whose storage holds the place. A transfer's thread
+    may keep ``target`` itself for longer than anybody needs the bytes.
+    """
+    region = getattr(target, "region", None)
+    if region is None:  # memory of its own
+        return target
+    del target.region  # pyright: ignore[reportAttributeAccessIssue]
+    # DLPack is the one public way to a storage that lies within another and keeps it alive
+    tensor = from_dlpack(to_dlpack(target))
+    tensor.untyped_storage().region = region  # pyright: ignore[reportAttributeAccessIssue]
+    return tensor

@@ -35,7 +35,6 @@ class Stores:
         prepared: the plan that the tiers are laid out for.
         slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its
             own.
-        slab_allocations: how often a slab was made.
         unplaced: how many values (and encoded forms) came back into memory of their own although the plan has
             a place for them.
         tiers: those that are open.
@@ -59,18 +58,24 @@ class Stores:
         self.tiers: dict[tuple[str, str, str], Tier] = {}
         self.prepared: object = None
         self.slab: Slab | None = None
-        self.slab_allocations = 0
         self.unplaced = 0
 
     def reserve(self, bytes_: int, device: torch.device) -> None:
         """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each
         count their own in their peak: the slab is as large as the one that runs."""
-        if bytes_ == (self.slab.memory.numel() if self.slab is not None else 0):
-            return
-        self.slab = None
-        if bytes_:
-            self.slab = Slab(device, bytes_)
-            self.slab_allocations += 1
+        if bytes_ != (self.slab.memory.numel() if self.slab is not None else 0):
+            self.slab = None  # before the next one is made
+            self.slab = Slab(device, bytes_) if bytes_ else None
+
+    def destination(self, device: torch.device, at: int, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Flat bytes of these sizes for what comes back: at their place in the slab if that is free, else of
+        their own.
+        """
+        found = self.slab.take(at, sizes) if self.slab is not None and at >= 0 else None
+        if found is None:
+            self.unplaced += 1
+            found = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+        return found
 
     def fresh(self) -> Stores:
         """Others with the same groups and codecs, and nothing open."""

@@ -1,6 +1,6 @@
 """What every tier does: take bytes in the background, give them back, count both.
 
-A `Tier` hands out *slots* (regions of one slab) and moves bytes between device tensors and slots.
+A `Tier` hands out regions of one slab and moves bytes between device tensors and them.
 `Tier.write` and `Tier.read` return a `Transfer` at once. A failed transfer never looks like a finished one.
 """
 
@@ -30,40 +30,22 @@ class Counts:
     Attributes:
         written_bytes, read_bytes: payload of the transfers that finished.
         slab_bytes: size of the slab now.
-        most_slab_bytes: the most bytes of the slab that were taken at once.
         allocations: how many times the slab was made or made larger.
     """
 
     written_bytes: int = 0
     read_bytes: int = 0
     slab_bytes: int = 0
-    most_slab_bytes: int = 0
     allocations: int = 0
-
-
-class Slot:
-    """Bytes of a tier, taken while this object lives, and the transfer that writes them.
-
-    A released slot's pending write finishes before its bytes are used again: a lane works in order.
-    """
-
-    __slots__ = ("region", "tier", "writing")
-
-    def __init__(self, tier: Tier, region: Region) -> None:
-        self.tier, self.region = tier, region
-        self.writing: Transfer | None = None
-
-    @property
-    def start(self) -> int:
-        """Where it begins in the slab."""
-        return self.region.start
 
 
 class Tier(ABC):
     """A place for bytes outside the device.
 
+    A released region's pending write finishes before its bytes are used again: a lane works in order.
+
     Args:
-        align: slots begin at multiples of this.
+        align: regions begin at multiples of this.
         device: whose bytes are kept.
 
     Attributes:
@@ -82,9 +64,9 @@ class Tier(ABC):
         self.arena = Arena(align)
         self._lock = threading.Lock()
         self._closed = False
-        self._lanes: list[ThreadLane] = []
+        self._lanes = {way: ThreadLane(f"{self.name}-{way}") for way in ("write", "read")}
 
-    # ---- slots -----------------------------------------------------------------------------------
+    # ---- regions ----------------------------------------------------------------------------------
 
     def expect(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Keep these places for what each step will take, and make the slab large enough for them at once.
@@ -99,7 +81,7 @@ class Tier(ABC):
             self.arena.expect(offsets, sizes)
             self._ensure(self.arena.static_bytes)
 
-    def take(self, bytes_: int, number: int = -1) -> Slot:
+    def take(self, bytes_: int, number: int = -1) -> Region:
         """Bytes of the slab: at the ``number``-th expected place, or elsewhere when that is taken.
 
         Raises:
@@ -114,8 +96,7 @@ class Tier(ABC):
             except StoreError:
                 del region  # which the error's frames would hold
                 raise
-            self.counts.most_slab_bytes = max(self.counts.most_slab_bytes, self.arena.taken_bytes)
-        return Slot(self, region)
+        return region
 
     def _ensure(self, end: int) -> None:
         if end > self.counts.slab_bytes:
@@ -125,60 +106,51 @@ class Tier(ABC):
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
-        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
-        on; ``data`` may not change until the transfer is done.
+    def write(self, data: torch.Tensor, region: Region, at: int = 0) -> Transfer:
+        """Start copying a flat tensor of bytes into a region, from ``at`` (a multiple of the tier's
+        alignment) on; ``data`` may not change until the transfer is done.
         """
-        slot.writing = self._move("write", data, slot.start + at)
-        return slot.writing
+        region.writing = self._move("write", data, region.start + at)
+        return region.writing
 
-    def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
-        """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
-        return self._move("read", out, slot.start + at, slot, slot.writing)
+    def read(self, region: Region, out: torch.Tensor, at: int = 0) -> Transfer:
+        """Start copying a region, from ``at`` on, into a flat tensor of bytes."""
+        return self._move("read", out, region.start + at, region)
 
-    def _move(
-        self,
-        what: str,
-        data: torch.Tensor,
-        start: int,
-        keep: Slot | None = None,
-        before: Transfer | None = None,
-    ) -> Transfer:
-        """Hand a transfer to its thread; ``keep`` is held until it is over."""
-        count, given = data.numel(), [(data, keep)]
+    def _move(self, what: str, data: torch.Tensor, start: int, source: Region | None = None) -> Transfer:
+        """Hand a transfer to its thread, which holds ``source`` until it is over."""
+        count, given = data.numel(), [(data, source)]
         ready = self.streams.mark(self.streams.current()) if self.streams is not None else None
 
         def job() -> None:
+            tensor, read_from = given.pop()
             try:
-                if before is not None:
-                    before.wait()
-                tensor, _ = given.pop()
-                if what == "write":
+                if read_from is None:
                     self._write(tensor, start, ready)
                     self.counts.written_bytes += count
-                else:
-                    self._read(start, tensor, ready)
-                    self.counts.read_bytes += count
+                    return
+                if read_from.writing is not None:
+                    read_from.writing.wait()
+                self._read(tensor, start, ready)
+                self.counts.read_bytes += count
             except StoreError:
                 raise
             except BaseException as error:
                 raise self._explain(what, error) from error
 
-        if not self._lanes:
-            self._lanes = [ThreadLane(f"{self.name}-{way}") for way in ("write", "read")]
-        return self._lanes[what == "read"].do(job)
+        return self._lanes[what].do(job)
 
     # ---- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Finish what is under way, end the threads, give the bytes back. It happens by itself with the last
-        reference to the tier and its slots.
+        reference to the tier.
         """
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.close()
         self._drop()
 
@@ -197,7 +169,7 @@ class Tier(ABC):
         """Copy bytes in, on the writer's thread, after ``ready``."""
 
     @abstractmethod
-    def _read(self, start: int, out: torch.Tensor, ready: Event | None) -> None:
+    def _read(self, out: torch.Tensor, start: int, ready: Event | None) -> None:
         """Copy bytes out, on the reader's thread, after ``ready``."""
 
     @abstractmethod

@@ -20,10 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.processes import lives, machine
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
@@ -110,7 +110,7 @@ class Alive:
             about = {
                 "beat": self._beat,
                 "pid": os.getpid(),
-                "machine": machine(),
+                "machine": _machine(),
                 "host": socket.gethostname(),
                 "doing": self._doing,
                 **self._last,
@@ -159,7 +159,7 @@ class Alive:
             about = self._peers.get(rank)
             beat, since = self._heard[rank]
             if about is not None and (
-                about["beat"] != beat or about.get("done") or about["machine"] == machine()
+                about["beat"] != beat or about.get("done") or about["machine"] == _machine()
             ):
                 self._heard[rank] = about["beat"], now
             elif now - since > SILENT_SECONDS:
@@ -206,7 +206,7 @@ def guarded(alive: Alive | None) -> Iterator[None]:
 
 def _gone(about: dict[str, Any]) -> bool:
     """Whether a rank's process is known to have ended."""
-    return about["machine"] == machine() and not lives(about["pid"])
+    return about["machine"] == _machine() and not _lives(about["pid"])
 
 
 def _place(about: dict[str, Any]) -> str:
@@ -224,3 +224,26 @@ def _error_of(rank: int, about: dict[str, Any]) -> str:
 def _end(message: str) -> None:
     print(f"lowtide: {message}", file=sys.stderr, flush=True)
     os._exit(1)
+
+
+def _machine() -> str:
+    """What tells machines, and containers on one machine, apart: processes see each other under equal
+    ones.
+    """
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    return socket.gethostname()
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this machine runs; a zombie does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (OSError, IndexError):
+        return True

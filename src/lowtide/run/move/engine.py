@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 
 import torch
 
@@ -19,12 +19,128 @@ from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, stages
 from lowtide.plan.layout import find
 from lowtide.run.digest import digest, words_of
+from lowtide.store.arena import packed
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Gather, Replicas
-from lowtide.store.slab import Place
+from lowtide.store.slab import handed_out
 from lowtide.store.stores import Stores
-from lowtide.store.tier import Slot, Tier
+from lowtide.store.tier import Tier
+
+Destination = Callable[[Sequence[int]], list[torch.Tensor]]
+"""Gives flat bytes of these sizes for parts that come back."""
+
+
+class OnDevice:
+    """The parts of a value that stay on the device.
+
+    This and the classes after it are where parts come from. Of each, `begin` starts what can be done ahead of
+    need, and `get` waits and gives the parts, flat tensors of bytes.
+    """
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = [part.view(torch.uint8) for part in parts]
+
+    def begin(self) -> None:
+        """They are here."""
+
+    def get(self) -> list[torch.Tensor]:
+        """The parts."""
+        return self._parts
+
+
+class InTier:
+    """Parts that are copied to a tier, and back each time that they are asked for."""
+
+    def __init__(
+        self, parts: Sequence[torch.Tensor], tier: Tier, number: int, destination: Destination
+    ) -> None:
+        self._tier, self._destination = tier, destination
+        self._sizes = [part.nbytes for part in parts]
+        self._offsets, total = packed(self._sizes, tier.align)
+        self._region = tier.take(total, number)
+        self._leaving = [
+            (part, tier.write(part.view(torch.uint8), self._region, at))
+            for at, part in zip(self._offsets, parts, strict=True)
+        ]
+        self._coming: list[tuple[torch.Tensor, Transfer]] = []
+
+    def settle(self) -> None:
+        """Order the device behind the copy out, and release what was copied."""
+        leaving, self._leaving = self._leaving, []
+        for _, writing in leaving:
+            writing.join()
+
+    def begin(self) -> None:
+        """Start copying back."""
+        if not self._coming:
+            targets = self._destination(self._sizes)
+            self._coming = [
+                (target, self._tier.read(self._region, target, at))
+                for at, target in zip(self._offsets, targets, strict=True)
+            ]
+
+    def get(self) -> list[torch.Tensor]:
+        """The parts, given out once."""
+        self.begin()
+        coming, self._coming = self._coming, []
+        for _, reading in coming:
+            reading.join()
+        return [target for target, _ in coming]
+
+
+class Gathered:
+    """The whole of a value of which ``source`` has this rank's part."""
+
+    def __init__(self, source: OnDevice | InTier, group: Replicas, destination: Destination) -> None:
+        self._source, self._group, self._destination = source, group, destination
+        self._coming: tuple[torch.Tensor, Gather] | None = None
+
+    def begin(self) -> None:
+        """Start gathering a part that is here, and fetching one that is not."""
+        self._source.begin()
+        if self._coming is None and isinstance(self._source, OnDevice):
+            self._coming = self._gather()
+
+    def get(self) -> list[torch.Tensor]:
+        """The whole, padding included."""
+        coming, self._coming = self._coming, None
+        whole, gather = coming or self._gather()
+        gather.join()
+        return [whole]
+
+    def _gather(self) -> tuple[torch.Tensor, Gather]:
+        (part,) = self._source.get()
+        (whole,) = self._destination([part.nbytes * self._group.size])
+        return whole, self._group.gather(part, whole)
+
+
+class Decoded:
+    """A value of which ``source`` has the parts that ``codec`` made of it."""
+
+    def __init__(
+        self,
+        source: OnDevice | InTier,
+        codec: Codec,
+        parts: Sequence[torch.Tensor],
+        flat: torch.Tensor,
+        destination: Destination,
+    ) -> None:
+        self._source, self._codec, self._destination = source, codec, destination
+        self._dtypes = [part.dtype for part in parts]
+        self._nbytes, self._dtype = flat.nbytes, flat.dtype
+
+    def begin(self) -> None:
+        """Start fetching the parts."""
+        self._source.begin()
+
+    def get(self) -> list[torch.Tensor]:
+        """The value."""
+        parts = self._source.get()
+        (out,) = self._destination([self._nbytes])
+        typed = tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True))
+        self._codec.decode(typed, out.view(self._dtype))
+        return [out]
 
 
 class StoredTensor:
@@ -42,203 +158,57 @@ class StoredTensor:
         exact: whether every bit comes back.
         replayable_from: whether operations may be replayed from what comes back.
         note: why it is kept unchanged after all, else empty.
+        leaving: what is copied to a tier of it, if any is.
     """
 
-    __slots__ = (
-        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group",
-        "_kept", "_parts", "_places", "_reads", "_slab", "_slot", "_stores", "_writes",
-        "exact", "move", "note", "replayable_from",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_dtype", "_source", "exact", "leaving", "move", "note", "replayable_from")
 
     def __init__(self, move: Move, number: int, tensor: torch.Tensor, stores: Stores, verify: bool) -> None:
         self.move, self.note = move, ""
         self.exact = self.replayable_from = True
-        self._stores, self._device = stores, tensor.device
-        # for the first fetch alone; later ones have memory of their own
-        self._slab = stores.slab
-        nbytes = tensor.untyped_storage().nbytes()
+        self.leaving: InTier | None = None
+        device, nbytes = tensor.device, tensor.untyped_storage().nbytes()
         self._dtype = torch.uint8 if nbytes % tensor.element_size() else tensor.dtype
-        self._elements = nbytes // self._dtype.itemsize
-        self._kept: torch.Tensor | None = None
-        self._codec: Codec | None = None
-        self._group: Replicas | None = None
-        first, then = stages(move.decision)
         flat = words_of(tensor, self._dtype, nbytes)
-        self._parts: tuple[torch.Tensor, ...] = (flat,)
+        first, then = stages(move.decision)
+        parts: tuple[torch.Tensor, ...] = (flat,)
+        group: Replicas | None = None
+        codec: Codec | None = None
         if isinstance(first, Shard):
-            self._group = stores.group(first.group, first.size)
+            group = stores.group(first.group, first.size)
             if verify:
                 what = f"a saved value of {nbytes:,} bytes (shape {tuple(tensor.shape)})"
-                self._group.check(digest(tensor, nbytes), what)
-            self._parts = (self._group.cut(flat),)
+                group.check(digest(tensor, nbytes), what)
+            parts = (group.cut(flat),)
         elif isinstance(first, Compress):
-            self._encode(stores.codec(first.codec), flat)
-        self._slot: Slot | None = None
-        self._gathering: _Destination | None = None
-        self._arriving: _Destination | None = None
-        self._places: list[tuple[int, int, torch.dtype]] = []
-        """(where in the slot, elements, dtype) of each part"""
-        self._writes: list[Transfer] = []
-        self._reads: list[Transfer] = []
-        if then is not None and self._kept is None:
-            self._write(stores.tier(then.tier, then.path, self._device), number)
-
-    def _encode(self, codec: Codec, flat: torch.Tensor) -> None:
-        try:
-            self._parts = codec.encode(flat)
-        except CodecError as error:
-            self.note, self._kept = str(error), flat
-        else:
-            self._codec, self.exact, self.replayable_from = codec, codec.bitwise, codec.replayable_from
-
-    def _write(self, tier: Tier, number: int) -> None:
-        """Start copying out."""
-        starts, total = _packed([part.nbytes for part in self._parts], tier.align)
-        self._slot = tier.take(total, number)
-        for at, part in zip(starts, self._parts, strict=True):
-            self._places.append((at, part.numel(), part.dtype))
-            self._writes.append(tier.write(part.view(torch.uint8), self._slot, at))
-
-    @property
-    def waiting_bytes(self) -> int:
-        """Bytes that are held until the copy out has finished."""
-        return self.move.encoded_bytes if self._writes else 0
-
-    @property
-    def can_begin(self) -> bool:
-        """Whether it takes a read or a gather, which can begin ahead of need."""
-        return self._slot is not None or self._group is not None
-
-    def settle(self) -> None:
-        """Order the device behind the copy out, and release what was copied."""
-        writes, self._writes = self._writes, []
-        for transfer in writes:
-            transfer.join()
-        if self._slot is not None:
-            self._parts = ()
+            codec = stores.codec(first.codec)
+            try:
+                parts = codec.encode(flat)
+            except CodecError as error:  # it stays as it is
+                self.note, codec, then = str(error), None, None
+            else:
+                self.replayable_from = codec.replayable_from
+                self.exact = codec.lossless and codec.replayable_from
+        here = partial(stores.destination, device, move.place)
+        source: OnDevice | InTier = OnDevice(parts)
+        if then is not None:
+            arrival = here if first is None else partial(stores.destination, device, move.arrival)
+            tier = stores.tier(then.tier, then.path, device)
+            source = self.leaving = InTier(parts, tier, number, arrival)
+        self._source: OnDevice | InTier | Gathered | Decoded = source
+        if group is not None:
+            self._source = Gathered(source, group, here)
+        elif codec is not None:
+            self._source = Decoded(source, codec, parts, flat, here)
 
     def begin(self) -> None:
         """Start fetching, if it is not under way."""
-        if self._slot is None:
-            if self._group is not None and self._gathering is None:
-                self._gathering = self._gather(self._group, self._parts[0])
-            return
-        if self._reads:
-            return
-        encoded = self._group is not None or self._codec is not None
-        sizes = [elements * dtype.itemsize for _, elements, dtype in self._places]
-        self._arriving = destination = self._destination(
-            sizes, self.move.arrival if encoded else self.move.place
-        )
-        for (at, _, _), target in zip(self._places, destination.targets, strict=True):
-            self._reads.append(self._slot.tier.read(self._slot, target, at))
-        destination.pending(self._reads)
-
-    def _destination(self, sizes: list[int], at: int) -> _Destination:
-        """Memory for parts of these sizes: at their place in the slab if that is free, or of their own."""
-        starts, total = _packed(sizes, _PART_ALIGN)
-        taken = self._slab.take(at, total) if self._slab is not None and at >= 0 else None
-        if taken is None:
-            self._stores.unplaced += 1
-        return _Destination(starts, sizes, self._device, taken)
-
-    def _gather(self, group: Replicas, part: torch.Tensor) -> _Destination:
-        destination = self._destination([part.nbytes * group.size], self.move.place)
-        destination.pending([group.gather(part, destination.targets[0])])
-        return destination
+        self._source.begin()
 
     def fetch(self) -> torch.Tensor:
-        """The value as a flat tensor of its own."""
-        if self._kept is not None:
-            return self._kept
-        try:
-            return self._fetch()
-        finally:
-            self._slab = None
-
-    def _fetch(self) -> torch.Tensor:
-        arrived: _Destination | None = None
-        parts = self._parts
-        if self._slot is not None:
-            self.begin()
-            arrived, self._arriving, self._reads = self._arriving, None, []
-            assert arrived is not None  # holds the parts until the value is put together
-            arrived.join()
-            parts = tuple(
-                part.view(dtype) for part, (_, _, dtype) in zip(arrived.targets, self._places, strict=True)
-            )
-        if self._group is not None:
-            destination, self._gathering = self._gathering, None
-            destination = destination or self._gather(self._group, parts[0])
-            destination.join()
-        elif self._codec is not None:
-            destination = self._destination([self._elements * self._dtype.itemsize], self.move.place)
-            self._codec.decode(parts, destination.tensors[0].view(self._dtype))
-        else:
-            destination = arrived
-        assert destination is not None
-        return destination.tensors[0].view(self._dtype)
-
-
-_PART_ALIGN = 64
-"""Parts of an encoded form begin at multiples of this in the slab."""
-
-
-class _Destination:
-    """Memory that transfers write to.
-
-    Attributes:
-        tensors: flat bytes for each part.
-        targets: the same bytes, for the threads that write them or decode them, which may hold them longer.
-    """
-
-    __slots__ = ("_pending", "_place", "targets", "tensors")
-
-    def __init__(
-        self,
-        starts: list[int],
-        sizes: list[int],
-        device: torch.device,
-        taken: tuple[Place, torch.Tensor] | None,
-    ) -> None:
-        self._pending: list[Transfer | Gather] = []
-        self._place: Place | None = None
-        if taken is None:
-            self.targets = self.tensors = [
-                torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
-            ]
-            return
-        self._place, whole = taken
-        spans = [(at, at + size) for at, size in zip(starts, sizes, strict=True)]
-        self.tensors = [whole] if len(sizes) == 1 else [whole[start:end] for start, end in spans]
-        self.targets = [self._place.target[start:end] for start, end in spans]
-
-    def pending(self, work: Sequence[Transfer | Gather]) -> None:
-        """This work writes there; nothing else may until it has finished."""
-        self._pending = list(work)
-        if self._place is not None:
-            self._place.writing(work)
-
-    def join(self) -> None:
-        """Order the device behind the pending writes, and forget them."""
-        pending, self._pending = self._pending, []
-        for work in pending:
-            work.join()
-        if self._place is not None:
-            self._place.writing([])
-
-
-def _packed(sizes: list[int], align: int) -> tuple[list[int], int]:
-    """The offsets of parts, each a multiple of ``align``, and the bytes that all of them take.
-
-    >>> _packed([10, 3], 64)
-    ([0, 64], 67)
-    """
-    starts, end = [], 0
-    for size in sizes:
-        starts.append(-(-end // align) * align)
-        end = starts[-1] + size
-    return starts, end
+        """The value as a flat tensor."""
+        (found,) = self._source.get()
+        return handed_out(found).view(self._dtype)
 
 
 class TransferEngine:
@@ -263,11 +233,10 @@ class TransferEngine:
         self.stores = stores
         self.verify = verify
         self.notes: list[str] = []
-        self._waiting: deque[StoredTensor] = deque()
-        self._waiting_bytes = 0
-        self._order: list[weakref.ref[StoredTensor] | None] = [None] * sum(
-            1 for move in plan.moves if move.fetched >= 0
-        )
+        self._waiting: deque[tuple[int, InTier]] = deque()
+        """(bytes that are held, copy out under way), the oldest first"""
+        self._order: weakref.WeakValueDictionary[int, StoredTensor] = weakref.WeakValueDictionary()
+        """place in the order of fetching -> value that is stored and not in use yet"""
         self._next = 0
         self._early: dict[int, int] = {}
         self._began = False
@@ -280,18 +249,12 @@ class TransferEngine:
             if stored.note:
                 self.notes.append(stored.note)
             if move.fetched >= 0:
-                self._order[move.fetched] = weakref.ref(stored)
-            if stored.waiting_bytes:
-                self._waiting.append(stored)
-                self._waiting_bytes += stored.waiting_bytes
-                while self._waiting_bytes > self.plan.window_bytes:
-                    self._settle()
+                self._order[move.fetched] = stored
+            if stored.leaving is not None:
+                self._waiting.append((move.encoded_bytes, stored.leaving))
+                while sum(held for held, _ in self._waiting) > self.plan.window_bytes:
+                    self._waiting.popleft()[1].settle()
         return stored
-
-    def _settle(self) -> None:
-        stored = self._waiting.popleft()
-        self._waiting_bytes -= stored.waiting_bytes
-        stored.settle()
 
     def begin(self) -> None:
         """Backward has begun: wait for the copies out that are under way."""
@@ -299,17 +262,16 @@ class TransferEngine:
             return
         self._began = True
         while self._waiting:
-            self._settle()
+            self._waiting.popleft()[1].settle()
 
     def ahead(self) -> None:
         """Rule 4: start fetching what comes next, as far as the window allows."""
         if not self._began:
             return
         free = self.plan.window_bytes - sum(self._early.values())
-        while self._next < len(self._order):
-            reference = self._order[self._next]
-            stored = reference() if reference is not None else None
-            if stored is not None and stored.can_begin:
+        while self._next < len(self.plan.moves):
+            stored = self._order.get(self._next)
+            if stored is not None and stored.move.link_in and not stored.note:
                 size = stored.move.ahead_bytes
                 if size > free:
                     return
@@ -322,8 +284,7 @@ class TransferEngine:
     def taken(self, stored: StoredTensor) -> None:
         """A value is in use, and no longer ahead of need; nor is any before it."""
         self._early.pop(id(stored), None)
-        if stored.move.fetched >= self._next:
-            self._order[stored.move.fetched] = None
+        self._order.pop(stored.move.fetched, None)
 
 
 def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
