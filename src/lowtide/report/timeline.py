@@ -23,7 +23,7 @@ from lowtide.graph import Saved, StepGraph, Storage
 from lowtide.plan.data import Plan, stages
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.index import Held
+from lowtide.plan.simulate.replay import Held
 
 KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary")
 """What a span can be, in the order in which pictures stack them. ``recomputed`` are copies that backward got
@@ -184,8 +184,9 @@ class _Walker:
         self.graph, self.plan = graph, plan
         self.optimizer_bytes = optimizer_bytes
         self.sim = _simulator(graph, plan)
-        self.sim.seen = self.seen = []
-        self.result = self.sim.simulate(self.sim.droppable if plan is None else plan.stored)
+        self.seen: list[Held] = []
+        stored = self.sim.droppable if plan is None else plan.stored
+        self.result = self.sim.simulate(stored, seen=self.seen)
         self.slab_bytes = 0 if plan is None else plan.slab_bytes
         self.saved: dict[int, Saved] = {}
         """storage -> the first tensor that autograd saves in it"""
