@@ -11,7 +11,7 @@ import numpy as np
 from lowtide.errors import PlanError
 from lowtide.plan.data import Move
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close
+from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _TURNS = 60
 """Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
@@ -58,7 +58,7 @@ class LocalSearch:
 
     def candidate(self, stored: frozenset[int]) -> Candidate:
         """``stored``, closed and simulated."""
-        closed = close(self.sim.graph, stored, self.sim)
+        closed = self.sim.close(stored)
         return Candidate(closed, self.sim.simulate(closed))
 
     def choices(self) -> list[int]:
@@ -130,7 +130,7 @@ class LocalSearch:
             for stored in self._changed(best, budget):
                 if turns <= 0:
                     return best
-                closed = close(self.sim.graph, stored, self.sim)
+                closed = self.sim.close(stored)
                 if closed in tried:
                     continue
                 tried.add(closed)

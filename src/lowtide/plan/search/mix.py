@@ -25,7 +25,6 @@ from lowtide.plan.moves.placements import Placements
 from lowtide.plan.search.local import Candidate
 from lowtide.plan.search.planner import Planner
 from lowtide.plan.simulate.refusal import refusal
-from lowtide.plan.simulate.simulator import close
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -167,7 +166,7 @@ class MixedPlanner:
                 yield self.planner.solve(limit + (top - limit) * k // _POINTS).stored, False
             except BudgetError:
                 continue
-        yield close(self.graph, self.sim.droppable, self.sim), True
+        yield self.sim.close(self.sim.droppable), True
 
     def _fewest(self, stored: frozenset[int], budget: int) -> Candidate | None:
         """As few of ``stored`` as will do, the earliest of the forward first, moved; ``None`` where all of

@@ -83,9 +83,9 @@ class Planner:
         wishes = [frozenset(self.sim.droppable), frozenset[int]()]
         lengths = [max(1, round(len(self.stages) / stages)) for stages in _STAGES_A_SEGMENT]
         for segments in (None, *lengths):
-            wishes.append(sqrt_stored(self.graph, self.sim, segments, self.stages))
+            wishes.append(sqrt_stored(self.sim, segments, self.stages))
         with suppress(PlanError):  # a step without modules has no blocks
-            wishes.append(full_stored(self.graph, self.sim))
+            wishes.append(full_stored(self.sim))
         return [search.candidate(wish) for wish in dict.fromkeys(wishes)]
 
     def solve(self, budget: int) -> Candidate:

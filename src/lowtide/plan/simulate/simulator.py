@@ -205,6 +205,30 @@ class Simulator(StepIndex):
             spans=walk.places.spans(),
         )
 
+    def close(self, stored: Iterable[int]) -> frozenset[int]:
+        """The smallest feasible set of stored values that includes what ``stored`` keeps.
+
+        Values that replays would need but that cannot be brought back are added; values that neither backward
+        nor a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it
+        can come back.
+        """
+        storable, must = self.storable, self.must
+        kept = set(stored).difference(self.forced)
+        kept.update(v for v in self.droppable if must[v])
+        for v, companions in self.companions.items():
+            if v in kept and v in self.saved_of:
+                kept.update(companions)
+        evicted = [v for v in self.droppable if v not in kept]
+        needed = replay_set(
+            evicted, self.producer, self.reads, lambda u: storable[u] and (u in kept or must[u])
+        )
+        read = {u for index in needed if index >= 0 for u in self.reads[index]}
+        # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
+        # replayed, too.
+        used = {v for v in kept if v in self.saved_of and (storable[v] or v not in read)}
+        used.update(u for u in read if storable[u] and (u in kept or must[u]))
+        return frozenset(v for v in used if self.producer[v] >= 0)
+
     def least_at(self, stored: Collection[int], event: int) -> int:
         """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so
         there is nothing to walk through.
@@ -282,27 +306,3 @@ def plain(graph: StepGraph) -> Simulation:
     """The step of ``graph`` with everything kept, as PyTorch runs it."""
     simulator = Simulator(graph)
     return simulator.simulate(simulator.droppable)
-
-
-def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
-    """The smallest feasible set of stored values that includes what ``stored`` keeps.
-
-    Values that replays would need but that cannot be brought back are added; values that neither backward nor
-    a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it can come
-    back.
-    """
-    sim = simulator or Simulator(graph)
-    storable, must = sim.storable, sim.must
-    kept = set(stored).difference(sim.forced)
-    kept.update(v for v in sim.droppable if must[v])
-    for v, companions in sim.companions.items():
-        if v in kept and v in sim.saved_of:
-            kept.update(companions)
-    evicted = [v for v in sim.droppable if v not in kept]
-    needed = replay_set(evicted, sim.producer, sim.reads, lambda u: storable[u] and (u in kept or must[u]))
-    read = {u for index in needed if index >= 0 for u in sim.reads[index]}
-    # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
-    # replayed, too.
-    used = {v for v in kept if v in sim.saved_of and (storable[v] or v not in read)}
-    used.update(u for u in read if storable[u] and (u in kept or must[u]))
-    return frozenset(v for v in used if sim.producer[v] >= 0)
