@@ -48,7 +48,7 @@ _WHOLE_COLUMNS = 6000
 _CORRECTIONS = 12
 """Times that the program is solved anew, each time corrected by an exact simulation."""
 
-_VAIN = 4
+_VAIN = 8
 """Of these, how many in a row may find nothing better."""
 
 
