@@ -42,5 +42,5 @@ def deep() -> Report:
     """A step of 96 layers, recomputed in segments."""
     graph = transformer(96)
     sim = Simulator(graph)
-    plan = policies.make_plan(graph, stored=sqrt_stored(graph, sim), simulator=sim)
+    plan = policies.make_plan(graph, stored=sqrt_stored(sim), simulator=sim)
     return make_report(graph, plan, points=())

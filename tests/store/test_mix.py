@@ -85,7 +85,7 @@ def test_no_mix_is_below_the_bound_and_the_planner_comes_close(speed: float, cod
     assert mixer.relaxation.least_peak <= min(peaks)
     for budget in sorted(set(peaks))[:: max(1, len(set(peaks)) // 6)]:
         least = min(extra for peak, extra in best.items() if peak <= budget)
-        found, _ = mixer.solve(budget)
+        found = mixer.solve(budget)
         assert found.simulation.peak_bytes <= budget
         assert mixer.relaxation.bound(budget).extra_seconds <= least * (1 + 1e-6) + 1e-9
         assert least <= found.simulation.extra_seconds * (1 + 1e-9) + 1e-12

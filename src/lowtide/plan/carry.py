@@ -7,6 +7,7 @@ exactly and compared with the bound for this step, or nothing where a search may
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
@@ -33,31 +34,21 @@ def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], most: int
     """
     planner = planner_of(graph)
     with planner.lock:
-        starts: list[frozenset[int]] = []
-        good = 0.0
+        starts, good = list[frozenset[int]](), 0.0
         for one in known:
-            inside = frozenset(v for v in one.stored if 0 <= v < len(graph.values))
-            starts.append(inside)
+            starts.append(frozenset(v for v in one.stored if 0 <= v < len(graph.values)))
             if (one.budget_bytes, one.plain_peak_bytes) == (most, planner.sim.plain_peak):
                 good = max(good, one.gap + _WORSE)
-                try:
-                    same = planner.search.candidate(inside)
-                except PlanError:
-                    continue
-                if budget < same.simulation.peak_bytes <= most:
-                    budget = same.simulation.peak_bytes
+                with suppress(PlanError):
+                    peak = planner.search.candidate(starts[-1]).simulation.peak_bytes
+                    budget = peak if budget < peak <= most else budget
         found = planner.begun(starts, budget, good)
         if found is None:
             return None
         return make_plan(
-            graph,
-            stored=found.stored,
-            policy="optimal",
-            budget=budget,
-            notes=(CARRIED,),
-            simulator=planner.sim,
-            bound=planner.relaxation.bound(budget),
-        )
+            graph, stored=found.stored, policy="optimal", budget=budget, notes=(CARRIED,),
+            simulator=planner.sim, bound=planner.relaxation.bound(budget),
+        )  # fmt: skip
 
 
 def keep(cache: Cache, graph: StepGraph, plan: Plan, most: int) -> None:

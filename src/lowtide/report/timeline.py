@@ -23,7 +23,7 @@ from lowtide.graph import Saved, StepGraph, Storage
 from lowtide.plan.data import Plan, stages
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.index import Held
+from lowtide.plan.simulate.replay import Held
 
 KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary")
 """What a span can be, in the order in which pictures stack them. ``recomputed`` are copies that backward got
@@ -152,16 +152,6 @@ def in_words(decision: Decision) -> str:
     return "offloaded" if tier is not None else "compressed" if isinstance(first, Compress) else "sharded"
 
 
-def _simulator(graph: StepGraph, plan: Plan | None) -> Simulator:
-    """A simulator that knows what the plan moves: its simulation is the step under the plan, without the
-    slab.
-    """
-    sim = Simulator(graph)
-    if plan is None or not plan.moves:
-        return sim
-    return sim.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
-
-
 def form_of(tensor: Saved, bytes_: int) -> str:
     """Shape and dtype of a saved tensor that lies in a storage of so many bytes.
 
@@ -183,9 +173,12 @@ class _Walker:
     def __init__(self, graph: StepGraph, plan: Plan | None, optimizer_bytes: int) -> None:
         self.graph, self.plan = graph, plan
         self.optimizer_bytes = optimizer_bytes
-        self.sim = _simulator(graph, plan)
-        self.sim.seen = self.seen = []
-        self.result = self.sim.simulate(self.sim.droppable if plan is None else plan.stored)
+        self.sim = Simulator(graph)
+        if plan is not None:  # its simulation is the step under the plan, without the slab
+            self.sim = self.sim.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+        self.seen: list[Held] = []
+        stored = self.sim.droppable if plan is None else plan.stored
+        self.result = self.sim.simulate(stored, seen=self.seen)
         self.slab_bytes = 0 if plan is None else plan.slab_bytes
         self.saved: dict[int, Saved] = {}
         """storage -> the first tensor that autograd saves in it"""
@@ -251,15 +244,12 @@ class _Walker:
 
     def _copy(self, value: int, born: int, gone: int) -> None:
         storage = self.graph.storages[self.sim.storage_of[value]]
-        size = self._copy_bytes(value)
+        # what lies in the slab is counted by `_moving`
+        size = 0 if self.sim.slab and value in self.sim.moved else self.sim.value_bytes[value]
         producer = self.graph.operations[self.graph.values[value].producer or 0]
         module, form, decision = self._about(storage, producer.module)
         kind = "moved" if value in self.sim.moved else "recomputed"
         self._add(born, gone, size, kind, module, short(producer.name), form, decision)
-
-    def _copy_bytes(self, value: int) -> int:
-        """What a copy takes; nothing where it lies in the slab, which `_moving` counts."""
-        return 0 if self.sim.slab and value in self.sim.moved else self.sim.value_bytes[value]
 
     def _about(self, storage: Storage, module: str) -> tuple[str, str, str]:
         """Module, form and decision of what lies in a storage."""

@@ -17,7 +17,7 @@ from lowtide.plan import Plan, policies
 from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.policies.chosen import least_time
 from lowtide.plan.search.planner import Planner, planner_of
-from lowtide.plan.simulate import Simulator, close
+from lowtide.plan.simulate import Simulator
 
 
 def all_plans(graph: StepGraph) -> list[tuple[int, float]]:
@@ -178,7 +178,7 @@ def test_closing_adds_only_what_is_needed():
     for seed in range(40):
         graph = random_graph(seed, 8)
         sim = Simulator(graph)
-        stored = close(graph, [], sim)
+        stored = sim.close([])
         sim.simulate(stored)
         for value in stored:
             with pytest.raises(PlanError):

@@ -15,7 +15,7 @@ from synthetic import Tape, residual_network, transformer
 
 from lowtide.errors import PlanError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
-from lowtide.plan.simulate import Simulator, close, plain
+from lowtide.plan.simulate import Simulator, plain
 
 
 def chain() -> StepGraph:
@@ -212,8 +212,8 @@ def test_infeasible_sets_are_refused_with_the_reason():
         Simulator(graph).simulate([])
     with pytest.raises(PlanError, match="cannot be stored"):
         Simulator(graph).simulate([b])
-    assert close(graph, []) == {a}
-    assert Simulator(graph).simulate(close(graph, [])).replayed == (1, 2)
+    assert Simulator(graph).close([]) == {a}
+    assert Simulator(graph).simulate(Simulator(graph).close([])).replayed == (1, 2)
 
 
 def test_step_without_operations():
@@ -229,10 +229,8 @@ def test_models_agree_with_the_reference(make):
     sim = Simulator(graph)
     random = Random(0)
     for share in (0.0, 0.3, 0.7, 1.0):
-        stored = close(
-            graph,
-            [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < share],
-            sim,
+        stored = sim.close(
+            v.id for v in graph.values if v.producer is not None and v.storable and random.random() < share
         )
         fast = sim.simulate(stored)
         peak, extra, again = walk(graph, stored)
@@ -251,7 +249,7 @@ def test_random_graphs_agree_with_the_reference(seed: int, operations: int, choi
     except Infeasible:
         with pytest.raises(PlanError):
             Simulator(graph).simulate(wanted)
-        wanted = list(close(graph, wanted))
+        wanted = list(Simulator(graph).close(wanted))
         slow = walk(graph, wanted)
     fast = Simulator(graph).simulate(wanted)
     assert (fast.peak_bytes, set(fast.replayed)) == (slow[0], slow[2])

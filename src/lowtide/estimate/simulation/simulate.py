@@ -255,18 +255,18 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
     if name == "keep_all":
         return frozenset(simulator.droppable)
     if name == "full":
-        return full_stored(graph, simulator)
+        return full_stored(simulator)
     if name == "sqrt" and policy is None:
         return _segments(config, graph, simulator)
     if name == "sqrt":
-        return sqrt_stored(graph, simulator)
+        return sqrt_stored(simulator)
     if name == "selective":
         cores = list(
             dict.fromkeys(op.module for op in graph.operations if op.module.endswith("attention.core"))
         )
         if policy is None and cores:  # the project's own models name the core
             return region_stored(simulator, regions_of(graph, cores))
-        return attention_stored(graph, simulator)
+        return attention_stored(simulator)
     raise EstimateError(
         f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan "
         "within it"

@@ -11,6 +11,7 @@ import numpy as np
 from lowtide.plan.bound.program import Floats, Program
 from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.closure import replay_set
+from lowtide.plan.simulate.index import bytes_over_time
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.stages import Stages
 
@@ -171,14 +172,13 @@ class Columns:
             for tensor in sim.saved_of[value]:
                 spans = [(max(start, sim.natural_end[sid]), until) for start, until in sim.unpacks[tensor]]
                 handed.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
-        change = np.zeros(sim.end + 1, dtype=np.int64)
+        changes: list[tuple[int, int]] = []
         for sid in handed:
-            handed[sid] = _merged(handed[sid])
+            handed[sid], size = _merged(handed[sid]), sim.graph.storages[sid].bytes
             for start, stop in handed[sid]:
-                change[start] += sim.graph.storages[sid].bytes
-                change[stop] -= sim.graph.storages[sid].bytes
+                changes += ((start, size), (stop, -size))
         self.handed = {value: handed.get(sim.storage_of[value], []) for value in self.values}
-        self.fixed = sim.natural_live + np.cumsum(change[: sim.end]) + sim.scratch
+        self.fixed = sim.natural_live + bytes_over_time(changes, sim.end) + sim.scratch
 
     def _find_spans(self) -> None:
         """Per value, the events between which a stored copy is surely extra (`span`); and where it is held

@@ -18,6 +18,7 @@ and read by a later one takes memory at the moments between: that is what the pl
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -57,31 +58,18 @@ class Window:
 
     def _backward_nodes(self, start: int, end: int, held: np.ndarray) -> list[tuple[int, set[int]]]:
         """For each: the event with the most fixed bytes, and the values of the stage that it unpacks."""
-        sim = self.decisions.sim
-        events = sim.graph.events
-        mine = set(self.values)
-        nodes: list[tuple[int, set[int]]] = []
-        demanded: set[int] = set()
-        first = start
-        ran = False
-
-        def close(until: int) -> None:
-            if first < until:
-                worst = first + int(held[first:until].argmax())
-                nodes.append((worst, set(demanded)))
-
+        graph, mine = self.decisions.sim.graph, set(self.values)
+        cuts, ran = [start], False
         for at in range(start, end):
-            kind, index = events[at]
-            if kind == "unpack":
-                if ran:
-                    close(at)
-                    demanded, first, ran = set(), at, False
-                value = sim.graph.saved[index].value
-                if value in mine and sim.graph.saved[index].droppable:
-                    demanded.add(value)
-            elif kind == "op":
-                ran = True
-        close(end)
+            kind = graph.events[at].kind
+            if kind == "unpack" and ran:
+                cuts.append(at)
+            ran = kind == "op" or (ran and kind != "unpack")
+        nodes: list[tuple[int, set[int]]] = []
+        for first, until in pairwise([*cuts, end]):
+            unpacked = (graph.saved[k] for kind, k in graph.events[first:until] if kind == "unpack")
+            demanded = {tensor.value for tensor in unpacked if tensor.droppable}
+            nodes.append((first + int(held[first:until].argmax()), demanded & mine))
         return nodes
 
     def add(self, program: Program, others: Iterable[Window]) -> list[tuple[int, list[tuple[int, float]]]]:
@@ -118,11 +106,7 @@ class Window:
 
     def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
         """Entry of s_v where ``value`` can be stored for replays."""
-        return (
-            [(self.decisions.column[value], factor)]
-            if self.decisions.sim.graph.values[value].storable
-            else []
-        )
+        return [(self.decisions.column[value], factor)] if self.decisions.sim.storable[value] else []
 
     def _add_value(self, v: int, program: Program, memory: list[list[tuple[int, float]]]) -> None:
         """Where ``v`` is demanded and where it waits."""

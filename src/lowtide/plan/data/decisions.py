@@ -97,12 +97,7 @@ Moving = Offload | Compress | Shard | Chain
 
 
 _DECISIONS: dict[str, Any] = {
-    "keep": Keep,
-    "recompute": Recompute,
-    "offload": Offload,
-    "compress": Compress,
-    "shard": Shard,
-    "chain": Chain,
+    kind.__name__.lower(): kind for kind in (Keep, Recompute, Offload, Compress, Shard, Chain)
 }
 
 

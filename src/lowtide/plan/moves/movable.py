@@ -12,7 +12,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Compress, Links, Move, Moving, Shard, stages
 from lowtide.plan.moves.supply import Codec, codec_named, encoded_bytes
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close
+from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _UNDER_WAY = ("c10d.", "c10d_functional.", "_dtensor.", "fsdp.", "symm_mem.")
 """Operations that may still be writing when they return, and that only the program can wait for."""
@@ -95,12 +95,12 @@ def move_of(
 def closed_with(
     sim: Simulator, stored: Iterable[int], moves: Iterable[Move]
 ) -> tuple[frozenset[int], dict[int, Move]]:
-    """What stays and what moves, made feasible (see `close`). What a replay reads stays where its codec keeps
-    too little for that.
+    """What stays and what moves, made feasible (see `Simulator.close`). What a replay reads stays where its
+    codec keeps too little for that.
     """
     staying, going = set(stored), {move.value: move for move in moves}
     while True:
-        kept = close(sim.graph, staying | going.keys(), sim)
+        kept = sim.close(staying | going.keys())
         going = {value: move for value, move in going.items() if value in kept}
         partial = {value for value, move in going.items() if not move.replayable_from}
         if partial:

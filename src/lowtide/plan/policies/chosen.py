@@ -30,13 +30,9 @@ def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
         limit = planner.smallest.simulation.peak_bytes if budget is None else budget
         best = planner.solve(limit)
         return make_plan(
-            graph,
-            stored=best.stored,
-            policy="optimal",
-            budget=budget,
-            simulator=planner.sim,
-            bound=planner.relaxation.bound(limit),
-        )
+            graph, stored=best.stored, policy="optimal", budget=budget,
+            simulator=planner.sim, bound=planner.relaxation.bound(limit),
+        )  # fmt: skip
 
 
 def mixed(
@@ -80,17 +76,12 @@ def mixed(
                 window_bytes,
             )
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
-            best, alone = mixer.solve(limit)
+            best = mixer.solve(limit)
             floor = mixer.relaxation.bound(limit)
-        told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())
-        notes = (
-            f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms"
-            + (f" ({told})" if told else ""),
-        )
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim,
             moves={v: m.decision for v, m in best.moves.items()}, window_bytes=best.window,
-            links=speeds, notes=notes, codecs=codecs, bound=floor, slab=slab,
+            links=speeds, codecs=codecs, bound=floor, slab=slab,
         )  # fmt: skip
 
     return chosen_together

@@ -9,7 +9,7 @@ from lowtide.plan.moves.movable import default_window, least_count, movable, mov
 from lowtide.plan.moves.placements import placements_of
 from lowtide.plan.moves.supply import Codec, codec_named
 from lowtide.plan.policies.build import Policy, make_plan
-from lowtide.plan.simulate.simulator import Simulator, close
+from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import entering_blocks, full_stored
 
 
@@ -45,7 +45,7 @@ def offload(
         sim = Simulator(graph)
         order = movable(sim, min_bytes)
         window = window_bytes or default_window(sim, order)
-        everything = close(graph, sim.droppable, sim)
+        everything = sim.close(sim.droppable)
         if budget is None:
             sizes = [sim.value_bytes[v] for v in order]
             count, tail = len(order), 0
@@ -62,16 +62,9 @@ def offload(
             count = len(order) if found is None else found
         moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
         return make_plan(
-            graph,
-            stored=everything,
-            policy="offload",
-            budget=budget,
-            simulator=sim,
-            moves=moves,
-            window_bytes=window,
-            links=links,
-            slab=slab,
-        )
+            graph, stored=everything, policy="offload", budget=budget, simulator=sim, moves=moves,
+            window_bytes=window, links=links, slab=slab
+        )  # fmt: skip
 
     return offloaded
 
@@ -103,7 +96,7 @@ def compress(
         moves = {
             value: rows[0].decision for value, rows in placements_of(sim, offered, {}, min_bytes, own).items()
         }
-        stored = close(graph, sim.droppable, sim)
+        stored = sim.close(sim.droppable)
         return make_plan(
             graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own
         )
@@ -140,7 +133,7 @@ def partition(
 
     def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)
-        stored = close(graph, full_stored(graph, sim) if values == "checkpoints" else sim.droppable, sim)
+        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.droppable)
         may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
         chosen = [
             v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable
@@ -157,14 +150,8 @@ def partition(
         window = max(2 * move_of(sim, v, decision).ahead_bytes for v, decision in moves.items())
         wanted = True if slab is None and budget is None else slab
         return make_plan(
-            graph,
-            stored=stored,
-            policy="partition",
-            budget=budget,
-            simulator=sim,
-            moves=moves,
-            window_bytes=window,
-            slab=wanted,
-        )
+            graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves,
+            window_bytes=window, slab=wanted,
+        )  # fmt: skip
 
     return sharded

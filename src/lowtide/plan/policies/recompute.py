@@ -24,7 +24,7 @@ _FUSED = re.compile(r"scaled_dot_product|flash_attention|efficient_attention")
 
 def keep_all() -> Policy:
     """Keep everything, as PyTorch does without lowtide."""
-    return _policy("keep_all", lambda graph, sim: frozenset(sim.droppable))
+    return _policy("keep_all", lambda sim: frozenset(sim.droppable))
 
 
 def full(blocks: Sequence[str] | None = None) -> Policy:
@@ -34,7 +34,7 @@ def full(blocks: Sequence[str] | None = None) -> Policy:
         blocks: qualified names of the blocks; by default the outermost numbered children
             (``transformer.h.0``, ``layer1.2``), or the top-level modules where nothing is numbered.
     """
-    return _policy("full", lambda graph, sim: full_stored(graph, sim, blocks))
+    return _policy("full", lambda sim: full_stored(sim, blocks))
 
 
 def scope(modules: Sequence[str]) -> Policy:
@@ -44,7 +44,7 @@ def scope(modules: Sequence[str]) -> Policy:
         modules: qualified names of modules; each is a region of its own, nested names belong to the
             outermost.
     """
-    return _policy("scope", lambda graph, sim: full_stored(graph, sim, modules))
+    return _policy("scope", lambda sim: full_stored(sim, modules))
 
 
 def sqrt(segments: int | None = None) -> Policy:
@@ -56,7 +56,7 @@ def sqrt(segments: int | None = None) -> Policy:
     """
     if segments is not None and segments < 1:
         raise PlanError(f"segments={segments}: give 1 or more")
-    return _policy("sqrt", lambda graph, sim: sqrt_stored(graph, sim, segments))
+    return _policy("sqrt", lambda sim: sqrt_stored(sim, segments))
 
 
 def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[str] | None = None) -> Policy:
@@ -77,17 +77,17 @@ def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[
     if recompute_ops is not None:
         return _policy(
             "selective",
-            lambda graph, sim: evict_outputs(sim, _matching(graph, recompute_ops, "recompute_ops")),
+            lambda sim: evict_outputs(sim, _matching(sim, recompute_ops, "recompute_ops")),
         )
     if save_ops is not None:
-        return _policy("selective", lambda graph, sim: save_stored(graph, sim, save_ops))
+        return _policy("selective", lambda sim: save_stored(sim, save_ops))
     return _policy("selective", attention_stored)
 
 
-def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]]) -> Policy:
+def _policy(name: str, choose: Callable[[Simulator], frozenset[int]]) -> Policy:
     def policy(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)
-        return make_plan(graph, stored=choose(graph, sim), policy=name, budget=budget, simulator=sim)
+        return make_plan(graph, stored=choose(sim), policy=name, budget=budget, simulator=sim)
 
     policy.__name__ = policy.__qualname__ = name
     return policy
@@ -105,11 +105,12 @@ def names_match(op: Operation, names: Sequence[str]) -> bool:
     return any(n in (op.name, packet, bare) for n in (name.replace("::", ".") for name in names))
 
 
-def _matching(graph: StepGraph, names: Sequence[str], option: str) -> set[int]:
-    found = {op.index for op in graph.operations if op.phase == "forward" and names_match(op, names)}
+def _matching(sim: Simulator, names: Sequence[str], option: str) -> set[int]:
+    forward = [op for op in sim.graph.operations if op.phase == "forward"]
+    found = {op.index for op in forward if names_match(op, names)}
     for name in names:
-        if not any(names_match(graph.operations[i], [name]) for i in found):
-            known = sorted({op.name for op in graph.operations if op.phase == "forward"})
+        if not any(names_match(op, [name]) for op in forward):
+            known = sorted({op.name for op in forward})
             raise PlanError(
                 f"{option}: this step runs no operation {name!r}; it runs "
                 f"{', '.join(known[:20])}{' ...' if len(known) > 20 else ''}"
@@ -126,20 +127,19 @@ def evict_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
     )
 
 
-def save_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
+def save_stored(sim: Simulator, names: Sequence[str]) -> frozenset[int]:
     """The values that ``selective(save_ops=...)`` stores."""
-    chosen = _matching(graph, names, "save_ops")
-    return full_stored(graph, sim) | {
-        w for i in chosen for w in graph.operations[i].writes if graph.values[w].storable
-    }
+    chosen = _matching(sim, names, "save_ops")
+    return full_stored(sim) | {w for i in chosen for w in sim.operations[i].writes if sim.storable[w]}
 
 
-def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
+def attention_stored(sim: Simulator) -> frozenset[int]:
     """The values that `selective` stores by default: all but core attention's.
 
     Raises:
         PlanError: the step has no attention that this policy knows.
     """
+    graph = sim.graph
     evicted: set[int] = set()
     for op in graph.operations:
         if op.phase != "forward":

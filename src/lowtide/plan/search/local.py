@@ -4,14 +4,25 @@ plans of a small step."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.plan.data import Move
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close
+from lowtide.plan.simulate.simulator import Simulation, Simulator
+
+_PASSES = 4
+"""Times that `LocalSearch.faster` goes through what it may store."""
+
+_TRIES = 300
+"""Values that it tries to store in all."""
+
+_FAILURES = 80
+"""Values that it tries in vain, one after another, before it ends."""
 
 _TURNS = 60
 """Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
@@ -54,67 +65,54 @@ class LocalSearch:
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
-        self._everything: list[Candidate] | None = None
 
     def candidate(self, stored: frozenset[int]) -> Candidate:
         """``stored``, closed and simulated."""
-        closed = close(self.sim.graph, stored, self.sim)
+        closed = self.sim.close(stored)
         return Candidate(closed, self.sim.simulate(closed))
 
-    def choices(self) -> list[int]:
-        """The values that are worth storing: saved, or read by operations that bring saved values back."""
-        sim = self.sim
-        graph = sim.graph
-        needed = replay_set(
-            sim.droppable, sim.producer, [op.reads for op in graph.operations], lambda u: False
-        ) - {-1}
-        read = {
-            u
-            for index in needed
-            for u in graph.operations[index].reads
-            if sim.producer[u] >= 0 and graph.values[u].storable
-        }
-        return sorted(read | set(sim.droppable))
-
+    @cached_property
     def everything(self) -> list[Candidate]:
         """All plans of a small step; of a larger one, none."""
-        if self._everything is None:
-            self._everything = []
-            choices = self.choices()
-            if len(choices) <= _MOST_CHOICES:
-                for bits in range(1 << len(choices)):
-                    stored = frozenset(v for k, v in enumerate(choices) if bits >> k & 1)
-                    try:
-                        self._everything.append(Candidate(stored, self.sim.simulate(stored)))
-                    except PlanError:
-                        continue
-        return self._everything
+        sim = self.sim
+        again = replay_set(sim.droppable, sim.producer, sim.reads, lambda u: False) - {-1}
+        read = {u for index in again for u in sim.reads[index] if sim.producer[u] >= 0 and sim.storable[u]}
+        choices = sorted(read | set(sim.droppable))
+        found: list[Candidate] = []
+        for bits in range(1 << len(choices) if len(choices) <= _MOST_CHOICES else 0):
+            stored = frozenset(v for k, v in enumerate(choices) if bits >> k & 1)
+            with suppress(PlanError):
+                found.append(Candidate(stored, sim.simulate(stored)))
+        return found
 
-    def faster(self, start: Candidate, budget: int, tries: int = 300) -> Candidate:
-        """Store more while the budget allows it, the most seconds a byte first; the exact simulation decides
-        each step.
+    def faster(self, best: Candidate, budget: int) -> Candidate:
+        """``best`` with more stored while the budget allows it, the most seconds a byte first; the exact
+        simulation decides each step.
         """
         graph = self.sim.graph
-        best = start
-        failures = 0
-        for _ in range(4):
-            found: list[tuple[float, int, list[int]]] = []
-            for index, size, outputs in self._to_store(best):
-                seconds = graph.operations[index].seconds + graph.replay_overhead_seconds
-                found.append((-seconds / max(size, 1), index, outputs))
+        tries, failures, improved = _TRIES, 0, True
+        for _ in range(_PASSES):
+            if not improved:
+                break
             improved = False
-            for _, index, outputs in sorted(found):
-                if tries <= 0 or failures >= 80:
+            promising = [
+                (
+                    -(graph.operations[index].seconds + graph.replay_overhead_seconds) / max(size, 1),
+                    index,
+                    values,
+                )
+                for index, size, values in self._to_store(best)
+            ]
+            for _, index, values in sorted(promising):
+                if tries <= 0 or failures >= _FAILURES:
                     return best
                 if index not in best.simulation.replayed:
                     continue
                 tries -= 1
                 failures += 1
-                other = self.candidate(best.stored | frozenset(outputs))
+                other = self.candidate(best.stored.union(values))
                 if other.simulation.peak_bytes <= budget and other.key < best.key:
                     best, improved, failures = other, True, 0
-            if not improved:
-                break
         return best
 
     def lower(self, best: Candidate, budget: int = 0) -> Candidate:
@@ -130,7 +128,7 @@ class LocalSearch:
             for stored in self._changed(best, budget):
                 if turns <= 0:
                     return best
-                closed = close(self.sim.graph, stored, self.sim)
+                closed = self.sim.close(stored)
                 if closed in tried:
                     continue
                 tried.add(closed)
@@ -154,18 +152,15 @@ class LocalSearch:
         over = best.simulation.peak_bytes - budget
         evictable: list[tuple[bool, float, int]] = []
         for v in best.stored:
-            sid = sim.storage_of[v]
-            until = best.simulation.held_until.get(sid)
-            if until is not None and sim.natural_end[sid] <= at < until:
-                size = sim.value_bytes[v]
-                evictable.append(
-                    (size < over, graph.operations[sim.producer[v]].seconds if size >= over else -size, v)
-                )
+            sid, size = sim.storage_of[v], sim.value_bytes[v]
+            if sim.natural_end[sid] <= at < best.simulation.held_until.get(sid, -1):
+                seconds = graph.operations[sim.producer[v]].seconds
+                evictable.append((size < over, seconds if size >= over else -size, v))
         for _, _, v in sorted(evictable):
             yield best.stored - {v}
-        kept = [(size, graph.operations[i].writes[0], outputs) for i, size, outputs in self._to_store(best)]
-        for _, _, outputs in sorted(kept):
-            yield best.stored.union(outputs)
+        kept = [(size, graph.operations[i].writes[0], values) for i, size, values in self._to_store(best)]
+        for _, _, values in sorted(kept):
+            yield best.stored.union(values)
 
     def _to_store(self, best: Candidate) -> Iterator[tuple[int, int, list[int]]]:
         """Operations that run again, bytes of what they write that could stay and does not, and those values;

@@ -12,9 +12,8 @@ single decisions are exchanged at the end.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import NamedTuple
-
-import numpy as np
 
 from lowtide.errors import BudgetError
 from lowtide.plan.bound.program import Floats
@@ -25,7 +24,6 @@ from lowtide.plan.moves.placements import Placements
 from lowtide.plan.search.local import Candidate
 from lowtide.plan.search.planner import Planner
 from lowtide.plan.simulate.refusal import refusal
-from lowtide.plan.simulate.simulator import close
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -104,28 +102,15 @@ class MixedPlanner:
         simulation = self.sim.moving(going.values(), window).simulate(kept, self.links)
         return Candidate(kept, simulation, going, window)
 
-    def solve(self, budget: int) -> tuple[Candidate, dict[str, float]]:
-        """The best mix found within ``budget``, and the extra seconds of recomputing alone and of moving
-        alone where they fit.
+    def solve(self, budget: int) -> Candidate:
+        """The best mix found within ``budget``.
 
         Raises:
             BudgetError: none fits; the error carries the smallest budget that a mix can meet.
         """
-        found: list[Candidate] = []
-        alone: dict[str, float] = {}
-        for stored, top in self._recomputing(budget):
-            mix = self._fewest(stored, budget)
-            if mix is None:
-                continue
-            found.append(mix)
-            if not mix.moves:
-                alone["recomputing alone"] = min(
-                    alone.get("recomputing alone", np.inf), mix.simulation.extra_seconds
-                )
-            elif top and not mix.simulation.replayed:
-                alone["moving alone"] = mix.simulation.extra_seconds
-        starts = sorted(found, key=lambda mix: mix.key)[:_STARTS]
-        starts += sorted(self._from_program(budget), key=lambda mix: mix.key)[:_STARTS]
+        starts: list[Candidate] = []
+        for found in (self._from_recomputing(budget), self._from_program(budget)):
+            starts += sorted(found, key=lambda mix: mix.key)[:_STARTS]
         if not starts:
             least = self.least()
             if least.simulation.peak_bytes > budget:
@@ -135,7 +120,7 @@ class MixedPlanner:
         gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
         if gap > _GOOD_GAP * self.graph.plain_seconds:
             best = min((self._polish(start, budget) for start in starts), key=lambda mix: mix.key)
-        return best, alone
+        return best
 
     def least(self) -> Candidate:
         """The mix with the smallest peak that is found: all that may move does, and the rest is what the
@@ -157,37 +142,28 @@ class MixedPlanner:
 
     # ---- candidates ------------------------------------------------------------------------------
 
-    def _recomputing(self, limit: int) -> Iterator[tuple[frozenset[int], bool]]:
-        """What the cheapest recomputation stores, from the real budget up to the plain step; and whether it
-        is that.
+    def _from_recomputing(self, budget: int) -> Iterator[Candidate]:
+        """Mixes that move values which recomputing alone stores, for budgets from the real one up to the
+        plain step's peak: as few as will do, the earliest of the forward first.
         """
-        top = self.sim.plain_peak
+        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.droppable)]
         for k in range(_POINTS):
-            try:
-                yield self.planner.solve(limit + (top - limit) * k // _POINTS).stored, False
-            except BudgetError:
-                continue
-        yield close(self.graph, self.sim.droppable, self.sim), True
+            with suppress(BudgetError):
+                wishes.append(self.planner.solve(budget + (top - budget) * k // _POINTS).stored)
+        for stored in wishes:
+            mine = [self.best_placement[v] for v in self.placements if v in stored]
+            for window in self.windows:
 
-    def _fewest(self, stored: frozenset[int], budget: int) -> Candidate | None:
-        """As few of ``stored`` as will do, the earliest of the forward first, moved; ``None`` where all of
-        them do not do.
-        """
-        mine = [v for v in self.placements if v in stored]
-        found: list[Candidate] = []
-        for window in self.windows:
+                def moved(count: int, stored=stored, mine=mine, window=window) -> Candidate:
+                    return self.candidate(stored, mine[:count], window)
 
-            def moved(count: int, window: int = window) -> Candidate:
-                return self.candidate(stored, [self.best_placement[v] for v in mine[:count]], window)
-
-            count = least_count(
-                len(mine), lambda count, moved=moved: moved(count).simulation.peak_bytes <= budget
-            )
-            if count is not None:
-                found.append(moved(count))
-            if count == 0:
-                break
-        return min(found, key=lambda mix: mix.key, default=None)
+                count = least_count(
+                    len(mine), lambda n, moved=moved: moved(n).simulation.peak_bytes <= budget
+                )
+                if count is not None:
+                    yield moved(count)
+                if count == 0:  # other windows are the same then
+                    break
 
     def _from_program(self, budget: int) -> list[Candidate]:
         """Mixes from the program's decisions, made whole."""
@@ -203,22 +179,17 @@ class MixedPlanner:
                 if not attempt and len(relaxation.program.cost) <= _WHOLE_COLUMNS:
                     good = _GOOD_GAP * self.graph.plain_seconds
                     _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
-                    if whole is not None:
-                        points.append(whole)
+                    points += [] if whole is None else [whole]
                 trials = [
                     self.candidate(*self._rounded(decisions, least), window)
                     for decisions in points
                     for least in _ROUNDINGS
                 ]
-                fitting = [mix for mix in trials if mix.simulation.peak_bytes <= budget]
-                found += fitting
-                if fitting:
-                    fits = target
-                else:
-                    exceeds = target
+                over = min(mix.simulation.peak_bytes for mix in trials) - budget
+                found += [mix for mix in trials if mix.simulation.peak_bytes <= budget]
+                fits, exceeds = (target, exceeds) if over <= 0 else (fits, target)
                 if not exceeds or (fits and exceeds - fits < _CLOSE * budget):
                     break
-                over = min(mix.simulation.peak_bytes for mix in trials) - budget
                 target = (fits + exceeds) // 2 if fits else target - over
         return found
 

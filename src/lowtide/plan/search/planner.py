@@ -48,7 +48,7 @@ _WHOLE_COLUMNS = 6000
 _CORRECTIONS = 12
 """Times that the program is solved anew, each time corrected by an exact simulation."""
 
-_VAIN = 4
+_VAIN = 8
 """Of these, how many in a row may find nothing better."""
 
 
@@ -83,9 +83,9 @@ class Planner:
         wishes = [frozenset(self.sim.droppable), frozenset[int]()]
         lengths = [max(1, round(len(self.stages) / stages)) for stages in _STAGES_A_SEGMENT]
         for segments in (None, *lengths):
-            wishes.append(sqrt_stored(self.graph, self.sim, segments, self.stages))
+            wishes.append(sqrt_stored(self.sim, segments, self.stages))
         with suppress(PlanError):  # a step without modules has no blocks
-            wishes.append(full_stored(self.graph, self.sim))
+            wishes.append(full_stored(self.sim))
         return [search.candidate(wish) for wish in dict.fromkeys(wishes)]
 
     def solve(self, budget: int) -> Candidate:
@@ -99,7 +99,7 @@ class Planner:
             return baselines[0]
         if self.relaxation.least_peak > budget:  # which is no bound where backward runs more than once
             best = self.smallest if self.smallest.simulation.peak_bytes <= budget else None
-        elif every := self.search.everything():
+        elif every := self.search.everything:
             best = self._better(None, [*baselines, *every], budget)
         else:
             best = self._searched(baselines, budget)
@@ -114,15 +114,11 @@ class Planner:
         """
         found: list[Candidate] = []
         for stored in dict.fromkeys(starts):
-            try:
+            with suppress(PlanError):
                 found.append(self.search.candidate(stored))
-            except PlanError:
-                continue
         best = self._better(None, self._lowered(found, budget), budget)
-        if best is None:
-            return None
-        distance = self.distance(best.simulation.extra_seconds, budget)
-        if distance > max(_GOOD_GAP, good) * self.graph.plain_seconds:
+        near = max(_GOOD_GAP, good) * self.graph.plain_seconds
+        if best is None or self.distance(best.simulation.extra_seconds, budget) > near:
             return None
         self._found_before.append(best)
         return best
@@ -196,9 +192,8 @@ class Planner:
         """Plans that store what the relaxed decisions mostly store."""
         current().say("rounding the best possible")
         bound, point = self._solved(budget, windows)
-        if bound == float("inf"):
-            return []
-        return self._lowered(rounded(self.relaxation, self.search, point), budget)
+        found = rounded(self.relaxation, self.search, point) if bound < float("inf") else []
+        return self._lowered(found, budget)
 
     def _whole(self, budget: int) -> list[Candidate]:
         """The plan of the bound's program in whole numbers, which makes its bound sharper, too; with windows

@@ -1,9 +1,10 @@
 """What a step does under a set of stored values, to the byte.
 
 In: a `StepGraph`, the ids of the values that stay, and those that move. Out: a `Simulation`: live bytes at
-every event, the peak and where it stands, what runs again, and seconds. `close` makes a wish feasible.
+every event, the peak and where it stands, what runs again, and seconds. `Simulator.close` makes a wish
+feasible.
 """
 
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close, plain
+from lowtide.plan.simulate.simulator import Simulation, Simulator, plain
 
-__all__ = ["Simulation", "Simulator", "close", "plain"]
+__all__ = ["Simulation", "Simulator", "plain"]

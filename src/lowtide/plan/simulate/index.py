@@ -3,9 +3,8 @@ when everything is evicted. A planner asks for them thousands of times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,26 +14,17 @@ from lowtide.plan.data import Move, module_in_words
 
 Bytes = NDArray[np.int64]
 
-DONE, UNPACKED, UNPACKED_AGAIN, BACKWARD_BEGINS, RELEASED, UNREPLAYED = range(6)
-"""What a walk through replays stops at, in the order in which it goes at one event."""
+Happening = tuple[int, str, int]
+"""An event, what happens to a value's copy then, and the value. What happens: a tensor of it is unpacked for
+the first time (``unpack``) or once more (``again``), is ``done``, or who might have asked is ``gone``."""
 
 
-class Held(NamedTuple):
-    """Which replayed copies are alive at one moment of a walk, for who wants to show them.
-
-    Attributes:
-        event: the moment is within it, or right after it.
-        operation: the operation that runs again then, or -1 after the event.
-        values: whose copies are alive.
-        bytes: of those, and of what is fetched ahead.
-        scratch_bytes: of the operation.
-    """
-
-    event: int
-    operation: int
-    values: frozenset[int]
-    bytes: int
-    scratch_bytes: int
+def bytes_over_time(changes: Iterable[tuple[int, int]], end: int) -> Bytes:
+    """The sum of changes of bytes at events, after every event up to ``end``."""
+    change = np.zeros(end + 1, dtype=np.int64)
+    for event, bytes_ in changes:
+        change[event] += bytes_
+    return np.cumsum(change[:end])
 
 
 class StepIndex:
@@ -46,38 +36,40 @@ class StepIndex:
         self.moved: dict[int, Move] = {}
         self.window_bytes = 0
         self.slab = False
-        self.seen: list[Held] | None = None
-        """what the latest walk through replays held at each moment, where somebody wants to know"""
         self.end = len(graph.events)
         """The event index that stands for "never"."""
         self._index_values()
         self._index_events()
-        self._natural_timeline()
-        self._index_replays()
 
-    def place(self, index: int) -> float:
-        """Where an operation stands in the forward; what fetches a value stands right behind what made it."""
-        if index < len(self.graph.operations):
-            return index
-        return (self.graph.values[self.operations[index].writes[0]].producer or 0) + 0.5
+    def ordered(self, operations: Iterable[int]) -> list[int]:
+        """Operations in the order of the forward; what fetches a value stands right behind what made it."""
+        if not self.moved:
+            return sorted(operations)
+        count, values = len(self.graph.operations), self.graph.values
+
+        def place(index: int) -> float:
+            return index if index < count else (values[self.operations[index].writes[0]].producer or 0) + 0.5
+
+        return sorted(operations, key=place)
 
     def _index_values(self) -> None:
         graph = self.graph
-        storages = graph.storages
-        self.value_bytes = [storages[v.storage].bytes for v in graph.values]
+        self.value_bytes = [graph.storages[v.storage].bytes for v in graph.values]
         self.producer = [v.producer if v.producer is not None else -1 for v in graph.values]
         self.storage_of = [v.storage for v in graph.values]
+        self.storable = bytearray(v.storable for v in graph.values)
         by_version = {(v.storage, v.version): v.id for v in graph.values}
         self.previous = [by_version.get((v.storage, v.version - 1), -1) for v in graph.values]
+        self.base_flags = bytearray(v.producer is None and v.storable for v in graph.values)
+        """1 for parameters and the like, which are always there"""
+        self.reads: list[Sequence[int]] = [
+            [u for u in op.reads if not self.base_flags[u]] for op in graph.operations
+        ]
+        """operation -> what it reads that may be missing"""
         self.readers: list[list[int]] = [[] for _ in graph.values]
         for op in graph.operations:
-            if op.phase == "forward":
-                for value in op.reads:
-                    self.readers[value].append(op.index)
-        self.base_flags = bytearray(len(graph.values))
-        for value in graph.values:
-            if value.producer is None and value.storable:
-                self.base_flags[value.id] = 1
+            for value in op.reads if op.phase == "forward" else ():
+                self.readers[value].append(op.index)
         self.saved_of: dict[int, list[int]] = {}
         """value -> its droppable saved tensors."""
         for saved in graph.saved:
@@ -85,6 +77,8 @@ class StepIndex:
                 self.saved_of.setdefault(saved.value, []).append(saved.id)
         self.droppable = [v for v in self.saved_of if self.producer[v] >= 0]
         """the values that a plan decides about."""
+        self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
+        """values that a checkpointing scope asked to be evicted"""
         last = {v.storage: v.id for v in graph.values if v.storable}
         self.companions: dict[int, list[int]] = {}
         """value -> saved earlier versions of its storage, which cost nothing to keep while it is stored."""
@@ -96,12 +90,10 @@ class StepIndex:
         graph, end = self.graph, self.end
         self.op_event = [end] * len(graph.operations)
         self.free_event = [end] * len(graph.storages)
-        self.pack_event = [0] * len(graph.saved)
         self.packed_after = [-1] * len(graph.saved)
         """saved tensor -> the forward operation after which it is packed"""
-        self.release_event = [end] * len(graph.saved)
-        forward = -1
         self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
+        pack, release, forward = [0] * len(graph.saved), [end] * len(graph.saved), -1
         for at, (kind, index) in enumerate(graph.events):
             if kind == "op":
                 self.op_event[index] = at
@@ -109,99 +101,80 @@ class StepIndex:
             elif kind == "free":
                 self.free_event[index] = at
             elif kind == "pack":
-                self.pack_event[index], self.packed_after[index] = at, forward
+                pack[index], self.packed_after[index] = at, forward
             elif kind == "release":
-                self.release_event[index] = at
+                release[index] = at
             elif kind == "unpack":
                 self.unpacks[index].append((at, end))
             elif kind == "done":
-                for k, (start, until) in enumerate(self.unpacks[index]):
-                    if until == end:
-                        self.unpacks[index][k] = (start, at)
-                        break
-        last = max((self.pack_event[s.id] for s in graph.saved if s.droppable), default=-1)
-        inside = [
-            self.unpacks[s.id][0][0]
-            for s in graph.saved
-            if self.unpacks[s.id] and self.pack_event[s.id] <= last
-        ]
-        self.first_unpack = min(inside, default=end)
+                spans = self.unpacks[index]
+                k = next((k for k, (_, until) in enumerate(spans) if until == end), None)
+                if k is not None:
+                    spans[k] = (spans[k][0], at)
+        last = max((pack[s.id] for s in graph.saved if s.droppable), default=-1)
+        self.first_unpack = min(
+            (u[0][0] for t, u in enumerate(self.unpacks) if u and pack[t] <= last), default=end
+        )
         """the event at which backward asks for the first tensor that an executor has packed"""
-        self.unasked: dict[int, list[int]] = {}
-        """value -> its droppable saved tensors that are released while backward runs, or later, and that
-        nobody unpacks.
-        """
-        for value, tensors in self.saved_of.items():
-            late = [t for t in tensors if self.release_event[t] > self.first_unpack and not self.unpacks[t]]
-            if late:
-                self.unasked[value] = late
-        self.own_hold = [
-            max([self.release_event[t], *(until for _, until in self.unpacks[t])])
-            for t in range(len(graph.saved))
-        ]
-        of = self.saved_of.items()
-        self.saved_release = {v: max(self.release_event[t] for t in tensors) for v, tensors in of}
-        """value -> the last release of its droppable saved tensors."""
-        self.saved_hold = {v: max(self.own_hold[t] for t in tensors) for v, tensors in of}
-        """value -> the last release or done of its droppable saved tensors."""
-        self.storage_hold: dict[int, int] = {}
-        """storage -> the last release or done of the droppable saved tensors in it."""
-        for value, until in self.saved_hold.items():
-            storage = self.storage_of[value]
-            self.storage_hold[storage] = max(self.storage_hold.get(storage, 0), until)
-        self.value_of_saved = [saved.value for saved in graph.saved]
-        self.asking = {v: sum(1 for t in tensors if self.unpacks[t]) for v, tensors in of}
-        """value -> how many of its droppable saved tensors somebody unpacks."""
-        self.last_unpack = {
-            v: max(start for t in tensors for start, _ in self.unpacks[t])
-            for v, tensors in of
-            if self.asking[v]
-        }
-        """value -> the event at which one of its droppable saved tensors is unpacked last, if any is."""
-        self.value_events: dict[int, list[tuple[int, int, int]]] = {}
-        """value -> (event, what happens then, saved tensor)"""
-        for value, tensors in of:
-            firsts = [(t, *self.unpacks[t][0]) for t in tensors if self.unpacks[t]]
-            later = [(start, UNPACKED_AGAIN, t) for t in tensors for start, _ in self.unpacks[t][1:]]
-            done = [(until, DONE, t) for t, _, until in firsts if until < end]
-            self.value_events[value] = [*((start, UNPACKED, t) for t, start, _ in firsts), *later, *done]
+        hold = [max(release[t], *(until for _, until in [*u, (0, 0)])) for t, u in enumerate(self.unpacks)]
+        self._index_saved(release, hold)
+        self._natural_timeline(hold)
 
-    def _natural_timeline(self) -> None:
+    def _index_saved(self, release: list[int], hold: list[int]) -> None:
+        """What happens to the droppable saved tensors of each value: ``release`` and ``hold`` are the events
+        of each tensor's release and of its last ``done``, or that if it is later.
+        """
+        self.saved_release: dict[int, int] = {}
+        """value -> the last release of its droppable saved tensors"""
+        self.saved_hold: dict[int, int] = {}
+        """value -> the last release or done of its droppable saved tensors"""
+        self.storage_hold: dict[int, int] = {}
+        """storage -> the last release or done of the droppable saved tensors in it"""
+        self.last_unpack: dict[int, int] = {}
+        """value -> the event at which one of its droppable saved tensors is unpacked last, if any is"""
+        self.happenings: dict[int, list[Happening]] = {}
+        """value -> what happens to its copy, where it is unpacked"""
+        self.unasked: list[Happening] = []
+        """when values' tensors are ``gone`` that nobody unpacks, and that go while backward runs or later"""
+        for v, tensors in self.saved_of.items():
+            self.saved_release[v] = max(release[t] for t in tensors)
+            self.saved_hold[v] = max(hold[t] for t in tensors)
+            storage = self.storage_of[v]
+            self.storage_hold[storage] = max(self.storage_hold.get(storage, 0), self.saved_hold[v])
+            asked = [self.unpacks[t] for t in tensors if self.unpacks[t]]
+            late = [release[t] for t in tensors if not self.unpacks[t] and release[t] > self.first_unpack]
+            self.unasked += [(at, "gone", v) for at in late]
+            if asked:
+                self.last_unpack[v] = max(start for spans in asked for start, _ in spans)
+            self.happenings[v] = [
+                *((spans[0][0], "unpack", v) for spans in asked),
+                *((start, "again", v) for spans in asked for start, _ in spans[1:]),
+                *((spans[0][1], "done", v) for spans in asked if spans[0][1] < self.end),
+            ]
+
+    def _natural_timeline(self, hold: list[int]) -> None:
         """Live bytes when every droppable saved tensor is evicted and nothing is replayed; saved tensors
         that stay are counted.
         """
         graph, end = self.graph, self.end
         self.natural_end = list(self.free_event)
+        """storage -> the event after which nothing holds it but droppable saved tensors"""
         for storage in graph.storages:
             if storage.producer is None and storage.kind != "input":
                 self.natural_end[storage.id] = end
         for saved in graph.saved:
             if not saved.droppable:
                 sid = self.storage_of[saved.value]
-                self.natural_end[sid] = max(self.natural_end[sid], self.own_hold[saved.id])
-        change = np.zeros(end + 1, dtype=np.int64)
-        for storage in graph.storages:
-            if storage.producer is not None:
-                change[self.op_event[storage.producer]] += storage.bytes
-            if self.natural_end[storage.id] < end and (
-                storage.producer is not None or storage.kind == "input"
-            ):
-                change[self.natural_end[storage.id]] -= storage.bytes
-        self.natural_change = change
+                self.natural_end[sid] = max(self.natural_end[sid], hold[saved.id])
+        made = [s for s in graph.storages if s.producer is not None]
+        gone = [s for s in graph.storages if s.producer is not None or s.kind == "input"]
+        changes = [(self.op_event[s.producer or 0], s.bytes) for s in made]
+        changes += [(self.natural_end[s.id], -s.bytes) for s in gone]
+        self.natural_live = graph.resident_bytes + bytes_over_time(changes, end)
         self.scratch = np.zeros(end, dtype=np.int64)
         for op in graph.operations:
             if self.op_event[op.index] < end:
                 self.scratch[self.op_event[op.index]] = op.scratch_bytes
-        self.natural_live: Bytes = graph.resident_bytes + np.cumsum(change[:end])
-
-    def _index_replays(self) -> None:
-        """What operations read, without parameters and the like, which are always there."""
-        graph, base = self.graph, self.base_flags
-        self.reads: list[Sequence[int]] = [[u for u in op.reads if not base[u]] for op in graph.operations]
-        """operation -> what it reads that may be missing"""
-        self.storable = bytearray(v.storable for v in graph.values)
-        self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
-        """values that a checkpointing scope asked to be evicted"""
 
     @cached_property
     def dtypes(self) -> dict[int, str]:

@@ -18,8 +18,8 @@ from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.closure import refuse, replay_set
-from lowtide.plan.simulate.index import Bytes, StepIndex
-from lowtide.plan.simulate.replay import Walk
+from lowtide.plan.simulate.index import Bytes, StepIndex, bytes_over_time
+from lowtide.plan.simulate.replay import Held, Walk
 from lowtide.plan.simulate.transfers import Outgoing, Traffic, fetch_operations
 
 
@@ -82,7 +82,8 @@ class Simulator(StepIndex):
 
     def __init__(self, graph: StepGraph) -> None:
         super().__init__(graph)
-        self.plain_peak = self._plain()
+        top = self._live(self.storage_hold) + self.scratch
+        self.plain_peak = int(top.max(initial=graph.resident_bytes))
 
     def moving(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Simulator:
         """This simulator when some values move: to everything that rests on such a value, an operation that
@@ -105,24 +106,15 @@ class Simulator(StepIndex):
         twin.window_bytes = window_bytes
         return twin
 
-    def _plain(self) -> int:
-        return int((self._live(self.storage_hold) + self.scratch).max(initial=self.graph.resident_bytes))
-
     def _live(self, hold: dict[int, int]) -> Bytes:
         """Live bytes after every event when each storage is held until ``hold[storage]``."""
-        change = self.natural_change.copy()
-        storages, natural_end, end = self.graph.storages, self.natural_end, self.end
-        at: list[int] = []
-        by: list[int] = []
+        changes: list[tuple[int, int]] = []
         for sid, until in hold.items():
-            start = natural_end[sid]
-            if start < until and start < end:
-                size = storages[sid].bytes
-                at += (start, until)
-                by += (size, -size)
-        if at:
-            np.add.at(change, at, by)
-        return self.graph.resident_bytes + np.cumsum(change[: self.end])
+            start = self.natural_end[sid]
+            if start < until:
+                size = self.graph.storages[sid].bytes
+                changes += ((start, size), (until, -size))
+        return self.natural_live + bytes_over_time(changes, self.end)
 
     def flags(self, stored: Iterable[int]) -> bytearray:
         """One byte a value: 1 where it is stored or stood before the step, 2 where it is kept for backward as
@@ -155,11 +147,13 @@ class Simulator(StepIndex):
         lost = -1 in needed or not all(self.operations[index].replayable for index in needed)
         if lost or any(flags[u] == 2 for index in needed for u in self.reads[index]):
             refuse(self, evicted, flags)
-        return sorted(needed, key=self.place) if self.moved else sorted(needed)
+        return self.ordered(needed)
 
-    def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
+    def simulate(
+        self, stored: Collection[int], links: Links | None = None, seen: list[Held] | None = None
+    ) -> Simulation:
         """The step under ``stored`` (rules 5 to 10 of docs/design.md; for values that move, see
-        docs/stores.md).
+        docs/stores.md). ``seen`` is filled with what replays hold at each moment.
 
         Raises:
             PlanError: a value in ``stored`` cannot be stored, or what is evicted cannot be brought back.
@@ -167,50 +161,37 @@ class Simulator(StepIndex):
         graph = self.graph
         flags = self.flags(stored)
         evicted = [v for v in self.droppable if not flags[v]]
-        replay = self.replay(evicted, flags)
+        every = self.closure(evicted, flags)
+        kept, until = self._held_for_replays(every, evicted, flags)
+        walk = self._walk(every, evicted, flags, until, seen)
         hold: dict[int, int] = {}
-        saved = [(value, until) for value, until in self.saved_hold.items() if flags[value]]
-        for value, until in [*saved, *replay.hold.items()]:
+        saved = ((value, last) for value, last in self.saved_hold.items() if flags[value])
+        for value, last in (*saved, *kept.items()):
             sid = self.storage_of[value]
-            if until > hold.get(sid, -1):
-                hold[sid] = until
-        outgoing = Outgoing(self, replay.until) if self.moved else None
-        if outgoing is not None:
-            for sid, until in outgoing.hold.items():
-                hold[sid] = max(hold.get(sid, -1), until)
-        live = self._live(hold)
-        scratch = self.scratch
-        if outgoing is not None:
-            live = live + outgoing.encoded_live(self.end)
-            scratch = outgoing.scratch(self.scratch)
-        if replay.level:
-            change = np.zeros(self.end + 1, dtype=np.int64)
-            np.add.at(change, [e for e, _ in replay.level], [b for _, b in replay.level])
-            copies = np.cumsum(change[: self.end])
-            top = live + copies + scratch
-            for event, bytes_, _ in replay.tops:
-                top[event] = max(top[event], live[event] + bytes_)
-            live = live + copies
-        else:
-            top = live + scratch
+            hold[sid] = max(last, hold.get(sid, -1))
+        outgoing, encoded, scratch = None, 0, self.scratch
+        if self.moved:
+            outgoing = Outgoing(self, until)
+            for sid, last in outgoing.hold.items():
+                hold[sid] = max(last, hold.get(sid, -1))
+            encoded, scratch = bytes_over_time(outgoing.level, self.end), outgoing.scratch(self.scratch)
+        natural = self._live(hold) + encoded
+        live = natural + bytes_over_time(walk.level, self.end)
+        top = live + scratch
+        for event, bytes_, _ in walk.tops:
+            top[event] = max(top[event], natural[event] + bytes_)
         event, peak = -1, graph.resident_bytes
-        if self.end:
-            at = int(np.argmax(top))
-            if top[at] >= peak:
-                event, peak = at, int(top[at])
-        operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, replay)
-        extra = sum(
-            self.operations[i].seconds + graph.replay_overhead_seconds
-            for i in [*replay.running, *replay.repeats]
-        )
-        traffic = outgoing.traffic(replay, links) if outgoing is not None else None
-        if traffic is not None:
-            extra += traffic.seconds
-        if evicted:
-            extra += graph.overhead_seconds
+        if self.end and top.max() >= peak:
+            event, peak = int(np.argmax(top)), int(top.max())
+        operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, walk)
+        extra = sum(self.operations[i].seconds for i in (*walk.running, *walk.repeats))
+        extra += graph.replay_overhead_seconds * (len(walk.running) + len(walk.repeats))
+        traffic = outgoing.traffic(walk, links) if outgoing is not None else None
+        extra += traffic.seconds if traffic is not None else 0.0
+        extra += graph.overhead_seconds if evicted else 0.0
         return Simulation(
             stored=frozenset(stored),
-            replayed=tuple(i for i in replay.running if i < len(graph.operations)),
+            replayed=tuple(i for i in walk.running if i < len(graph.operations)),
             evicted=tuple(v for v in evicted if v not in self.moved),
             peak_bytes=peak,
             peak_event=event,
@@ -219,10 +200,34 @@ class Simulator(StepIndex):
             extra_seconds=extra,
             live_bytes=live,
             top_bytes=top,
-            held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
+            held_until={sid: last for sid, last in hold.items() if last > self.natural_end[sid]},
             traffic=traffic,
-            spans=replay.spans(),
+            spans=walk.places.spans(),
         )
+
+    def close(self, stored: Iterable[int]) -> frozenset[int]:
+        """The smallest feasible set of stored values that includes what ``stored`` keeps.
+
+        Values that replays would need but that cannot be brought back are added; values that neither backward
+        nor a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it
+        can come back.
+        """
+        storable, must = self.storable, self.must
+        kept = set(stored).difference(self.forced)
+        kept.update(v for v in self.droppable if must[v])
+        for v, companions in self.companions.items():
+            if v in kept and v in self.saved_of:
+                kept.update(companions)
+        evicted = [v for v in self.droppable if v not in kept]
+        needed = replay_set(
+            evicted, self.producer, self.reads, lambda u: storable[u] and (u in kept or must[u])
+        )
+        read = {u for index in needed if index >= 0 for u in self.reads[index]}
+        # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
+        # replayed, too.
+        used = {v for v in kept if v in self.saved_of and (storable[v] or v not in read)}
+        used.update(u for u in read if storable[u] and (u in kept or must[u]))
+        return frozenset(v for v in used if self.producer[v] >= 0)
 
     def least_at(self, stored: Collection[int], event: int) -> int:
         """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so
@@ -230,23 +235,16 @@ class Simulator(StepIndex):
         """
         flags = self.flags(stored)
         evicted = [v for v in self.droppable if not flags[v]]
-        hold: dict[int, int] = {}
-        for value, until in self.saved_hold.items():
-            if flags[value] and until > event:
-                hold[self.storage_of[value]] = until
-        for_replays, _ = (
-            self._held_for_replays(self.closure(evicted, flags), evicted, flags) if evicted else ({}, {})
-        )
-        for value, until in for_replays.items():
-            if until > event:
-                hold[self.storage_of[value]] = until
+        kept, _ = self._held_for_replays(self.closure(evicted, flags), evicted, flags)
+        saved = ((value, until) for value, until in self.saved_hold.items() if flags[value])
+        hold = {self.storage_of[value] for value, until in (*saved, *kept.items()) if until > event}
         held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
         return int(self.natural_live[event] + self.scratch[event]) + held
 
-    def _standing(self, event: int, above: int, replay: Walk) -> tuple[Operation | None, bool]:
+    def _standing(self, event: int, above: int, walk: Walk) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""
         graph = self.graph
-        here = [(bytes_, op) for e, bytes_, op in replay.tops if e == event]
+        here = [(bytes_, op) for e, bytes_, op in walk.tops if e == event]
         if here and above > 0:
             return self.operations[max(here)[1]], True
         for kind, index in reversed(graph.events[: event + 1]):
@@ -254,22 +252,31 @@ class Simulator(StepIndex):
                 return graph.operations[index], False
         return (graph.operations[0] if graph.operations else None), False
 
-    def replay(self, evicted: list[int], flags: bytearray) -> Walk:
-        """What evicting ``evicted`` does, when ``flags`` says what is stored."""
-        if not evicted:
-            return Walk(self, flags, [], {})
-        every = self.closure(evicted, flags)
+    def _walk(
+        self,
+        every: list[int],
+        evicted: list[int],
+        flags: bytearray,
+        until: dict[int, int],
+        seen: list[Held] | None,
+    ) -> Walk:
+        """The walk through what happens to ``evicted``. Operations of ``every`` that none of it needs that is
+        unpacked never run again: they are readers until what depends on them is gone.
+        """
         unpacked = [v for v in evicted if v in self.last_unpack]
         running = every if len(unpacked) == len(evicted) else self.closure(unpacked, flags)
-        hold, until = self._held_for_replays(every, evicted, flags)
-        idle = {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}
-        unasked = [t for v in evicted for t in self.unasked.get(v, ())] if self.unasked else []
-        walk = Walk(self, flags, running, idle)
-        walk.run(unpacked, unasked)
+        happenings = [h for v in evicted for h in self.happenings[v]]
+        happenings += [h for h in self.unasked if not flags[h[2]]]
+        for index in set(every).difference(running):
+            if until[index] > self.first_unpack:
+                happenings += [(until[index], "gone", u) for u in self.reads[index] if not flags[u]]
+        walk = Walk(self, flags, running, seen=seen)
+        walk.run(happenings)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
-            walk = Walk(self, flags, running, idle, walk.fetched)
-            walk.run(unpacked, unasked)
-        walk.hold, walk.until = hold, until
+            if seen is not None:
+                seen.clear()
+            walk = Walk(self, flags, running, walk.fetched, seen)
+            walk.run(happenings)
         return walk
 
     def _held_for_replays(
@@ -299,27 +306,3 @@ def plain(graph: StepGraph) -> Simulation:
     """The step of ``graph`` with everything kept, as PyTorch runs it."""
     simulator = Simulator(graph)
     return simulator.simulate(simulator.droppable)
-
-
-def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
-    """The smallest feasible set of stored values that includes what ``stored`` keeps.
-
-    Values that replays would need but that cannot be brought back are added; values that neither backward nor
-    a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it can come
-    back.
-    """
-    sim = simulator or Simulator(graph)
-    storable, must = sim.storable, sim.must
-    kept = set(stored).difference(sim.forced)
-    kept.update(v for v in sim.droppable if must[v])
-    for v, companions in sim.companions.items():
-        if v in kept and v in sim.saved_of:
-            kept.update(companions)
-    evicted = [v for v in sim.droppable if v not in kept]
-    needed = replay_set(evicted, sim.producer, sim.reads, lambda u: storable[u] and (u in kept or must[u]))
-    read = {u for index in needed if index >= 0 for u in sim.reads[index]}
-    # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
-    # replayed, too.
-    used = {v for v in kept if v in sim.saved_of and (storable[v] or v not in read)}
-    used.update(u for u in read if storable[u] and (u in kept or must[u]))
-    return frozenset(v for v in used if sim.producer[v] >= 0)

@@ -20,8 +20,6 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.index import Bytes, StepIndex
@@ -74,6 +72,7 @@ class Outgoing:
         self.hold: dict[int, int] = {}
         """storage -> event until which a copy out holds it"""
         self.level: list[tuple[int, int]] = []
+        """(event, bytes) changes of what encoded forms take"""
         self.waits: list[tuple[int, int]] = []
         """(event, moved value whose copy is waited for then), in order"""
         self.gone = {v: until[sim.producer[v]] for v in sim.moved if sim.producer[v] in until}
@@ -105,13 +104,6 @@ class Outgoing:
             sid = sim.storage_of[value]
             self.hold[sid] = max(self.hold.get(sid, 0), after)
         return moved.encoded_bytes
-
-    def encoded_live(self, end: int) -> Bytes:
-        """Live bytes of encoded forms after every event."""
-        change = np.zeros(end + 1, dtype=np.int64)
-        for event, bytes_ in self.level:
-            change[min(event, end)] += bytes_
-        return np.cumsum(change[:end])
 
     def scratch(self, plain: Bytes) -> Bytes:
         """The most that is allocated beyond what is live after each event: an operation's scratch is gone

@@ -85,24 +85,20 @@ def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
     return frozenset(kept)
 
 
-def full_stored(graph: StepGraph, sim: Simulator, blocks: Sequence[str] | None = None) -> frozenset[int]:
+def full_stored(sim: Simulator, blocks: Sequence[str] | None = None) -> frozenset[int]:
     """The values that `full` stores."""
-    names = blocks if blocks is not None else default_blocks(graph)
+    names = blocks if blocks is not None else default_blocks(sim.graph)
     if not names:
         raise PlanError(
             "this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'"
         )
-    return region_stored(sim, regions_of(graph, names))
+    return region_stored(sim, regions_of(sim.graph, names))
 
 
-def sqrt_stored(
-    graph: StepGraph, sim: Simulator, segments: int | None = None, stages: Stages | None = None
-) -> frozenset[int]:
+def sqrt_stored(sim: Simulator, segments: int | None = None, stages: Stages | None = None) -> frozenset[int]:
     """The values that `sqrt` stores; ``stages`` are the step's, where they are known."""
     stages = stages or find_stages(sim)
-    count = segments or max(
-        1, round(math.sqrt(max(len(default_blocks(graph)), 1) if graph.operations else 1))
-    )
+    count = segments or round(math.sqrt(max(len(default_blocks(sim.graph)), 1)))
     saved = [0] * len(stages)
     for value in sim.droppable:
         if value in stages.stage_of:
