@@ -61,8 +61,8 @@ class Moment:
     kind: Literal["forward", "backward", "gap"]
     call: int | None
     bytes: int
-    waiting: tuple[int, ...]
-    alive: frozenset[int]
+    waiting: tuple[int, ...] = ()
+    alive: frozenset[int] = frozenset()
     lent: frozenset[Key] | None = None
 
     @property
