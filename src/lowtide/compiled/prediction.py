@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from torch import fx
 
@@ -17,16 +16,10 @@ from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.scratch import Scratch
 from lowtide.private import inductor
 
-
-class Profiles(Protocol):
-    """What two halves do to memory, for sizes as numbers."""
-
-    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
-        """Of the forward, and of the backward by what others hold of what it is handed, to its end: storages
-        by name, or the graph's inputs.
-        """
-        ...
-
+Profiles = Callable[..., tuple[Profile, Profile]]
+"""What two halves do to memory, for sizes as numbers, and by what others hold to its end of what the backward
+is handed: storages by name, or the graph's inputs.
+"""
 
 Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
 

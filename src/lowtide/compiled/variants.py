@@ -38,7 +38,6 @@ class Variant:
         at: what the halves do to memory, for sizes as numbers.
         size: those at hand.
         seconds: forecast of both.
-        copied: bytes of copies in another layout that are handed over in place of the graph's inputs.
     """
 
     stored: frozenset[Key] | None
@@ -47,7 +46,11 @@ class Variant:
     at: Profiles
     size: Size
     seconds: float
-    copied: int
+
+    @property
+    def copied(self) -> int:
+        """Bytes of copies in another layout that are handed over in place of the graph's inputs."""
+        return sum(self.at(self.size)[0].copied.values())
 
     @property
     def forward_bytes(self) -> int:
@@ -150,18 +153,12 @@ class Menu:
                     halves = coded(*halves, joint.forward_outputs, codecs)
                 if tiers:
                     halves = moved(*halves, joint.forward_outputs, tiers, way[1])
-                waiting = plan.transfer_seconds if plan and moves else 0.0
-                self._by_kept[same] = self._made(stored, kept, halves, waiting)
+                at: Profiles = functools.cache(self._predict(*halves))
+                seconds = self.seconds(halves, at(joint.size))
+                seconds += plan.transfer_seconds if plan and moves else 0.0
+                self._by_kept[same] = Variant(stored, halves, kept, at, joint.size, seconds)
             self._found[stored, way] = self._by_kept[same]
         return self._found[stored, way]
-
-    def _made(
-        self, stored: frozenset[Key] | None, kept: dict[Key, int], halves: Halves, waiting: float
-    ) -> Variant:
-        at: Profiles = functools.cache(self._predict(*halves))
-        both = at(self.joint.size)
-        seconds, copied = self.seconds(halves, both) + waiting, sum(both[0].copied.values())
-        return Variant(stored, halves, kept, at, self.joint.size, seconds, copied)
 
     def seconds(self, halves: Halves, profiles: tuple[Profile, Profile]) -> float:
         """Time of two halves, by what their kernels are given."""
