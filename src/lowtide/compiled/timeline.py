@@ -94,7 +94,7 @@ def plan_graph(
         with outside_modes():  # AOTAutograd calls us among fake tensors
             links = missing_links(ways, None, (), menu.device)
         policy = policies.mixed(*ways, links=links, slab=False)
-    moments = Moment("forward", 0, standing_bytes), Moment("backward", 0, standing_bytes)
+    moments = [Moment("forward", 0, standing_bytes), Moment("backward", 0, standing_bytes)]
     alone = Timeline(menu.device, standing_bytes, [Call(0, menu)], moments)
     return _Planning(alone, [menu], menu.step, policy).plan(budget)
 
