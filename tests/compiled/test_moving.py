@@ -214,7 +214,7 @@ def test_inductor_holds_a_budget_with_moves_as_predicted() -> None:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     real = real_peak(compiled, model, x)
     assert abs(real / handle.predicted_peak_bytes - 1) <= 0.01
-    assert real <= handle.plan.budget_bytes < 0.97 * alone.predicted_peak_bytes
+    assert real <= handle.plan.budget_bytes < alone.predicted_peak_bytes
 
 
 def moving(layers: int = 2) -> tuple[Any, Model, Model, torch.Tensor]:

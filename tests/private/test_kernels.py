@@ -157,7 +157,8 @@ def check(name: str, dynamic: bool) -> None:
         primals = [node for node in gm.graph.nodes if partitioning.is_primal(node)]
         symbols = list(filter(partitioning.is_symbol, primals))
         inputs = [node for node in primals if node not in symbols]
-        least = partitioning.finish(*partitioning.extract(gm, inputs, symbols, [], outputs, static))
+        first, second = partitioning.extract(gm, inputs, symbols, outputs, static)
+        least = partitioning.finish(first, False), partitioning.finish(second, True)
         for forward, backward in (partitioning.min_cut(gm, outputs, static), least):
             compared.append(compare(forward, backward, outputs, dynamic))
 

@@ -50,8 +50,8 @@ def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
     ]
     assert len(tangents) == 1 and tangents[0].name in backward
     primals = [node for node in module.graph.nodes if partitioning.is_primal(node)]
-    first, second = partitioning.extract(module, primals, [], [], outputs, static)
-    first, second = partitioning.finish(first, second)
+    first, second = partitioning.extract(module, primals, [], outputs, static)
+    first, second = partitioning.finish(first, False), partitioning.finish(second, True)
     assert {node.name for node in first.graph.nodes if node.op == "call_function"} <= forward
     assert any(node.name in forward for node in second.graph.nodes if node.op == "call_function")
 
@@ -62,7 +62,7 @@ def test_kinds_of_nodes_are_told() -> None:
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     fusible = partitioning.default_fusible()
     assert any(fusible(node) for node in calls) and not all(fusible(node) for node in calls)
-    assert not any(partitioning.is_symbol(node) or partitioning.is_opaque(node) for node in calls)
+    assert not any(partitioning.is_symbol(node) for node in calls)
     assert not any(partitioning.is_effect(node) or partitioning.must_save(node) for node in calls)
     assert not any(partitioning.should_recompute(node) or partitioning.is_item(node) for node in calls)
 

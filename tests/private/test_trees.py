@@ -1,4 +1,4 @@
-"""Containers in containers are walked as `lowtide.private.trees` expects."""
+"""Containers in containers are walked as lowtide expects."""
 
 from __future__ import annotations
 

@@ -136,10 +136,9 @@ class CompiledHandle:
 
     def _standing(self) -> int:
         standing = resident_bytes(self.model, self._optimizer)
-        if self._optimizer is not None:
-            present = resident_bytes(self.model, self._optimizer) - resident_bytes(self.model)
-            standing += max(0, optimizer_need(self._optimizer).state_bytes - present)
-        return standing
+        if self._optimizer is None:
+            return standing
+        return max(standing, resident_bytes(self.model) + optimizer_need(self._optimizer).state_bytes)
 
     def _backend_for(self) -> Callable[..., Any]:
         """A backend of its own for each budget: compiled code is shared by what has the same backend."""

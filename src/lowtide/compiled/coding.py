@@ -9,17 +9,20 @@ rounding without bias draws numbers that are no part of the program's.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
+from lowtide.compiled.handing import Parts, call, geometry, hand_over
 from lowtide.errors import PlanError
 from lowtide.ops import covers_storage
 from lowtide.store.codec import Blockwise
 from lowtide.store.coding import ceil_div
+
+_PARTS = ("codes", "ranges")
 
 CODECS = ("bfloat16", "int8", "int4")
 """Those that compiled code knows."""
@@ -100,29 +103,21 @@ def coded(
     """Hand some saved values over in fewer bytes.
 
     Args:
-        forward, backward: the halves of a joint graph, changed in place.
-        forward_outputs: how many of the forward's outputs are the caller's; the others are saved.
-        codecs: name of a saved node -> codec. What is not saved, is returned anyway, varies in size or does
-            not lie densely stays as it is.
+        forward, backward, forward_outputs: as of `lowtide.compiled.handing.hand_over`.
+        codecs: name of a saved node -> codec. What varies in size or does not lie densely stays as it is.
     """
-    output = next(iter(reversed(forward.graph.nodes)))
-    given: list[Any] = list(output.args[0])
-    returned, saved = given[:forward_outputs], given[forward_outputs:]
-    handed: list[Any] = []
-    inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
-    for node in saved:
-        name = codecs.get(getattr(node, "name", ""))
-        if name is None or node in returned or not _fits(node.meta["val"], name):
-            handed.append(node)
-            continue
-        parts = _encoded(forward.graph, node, name, output)
-        handed += parts
-        _decoded(backward.graph, inputs[node.name], name, parts)
-    output.args = ([*returned, *handed], *output.args[1:])
-    for module in (forward, backward):
-        module.graph.lint()
-        module.recompile()
-    return forward, backward
+
+    def fits(node: fx.Node) -> bool:
+        return node.name in codecs and _fits(node.meta["val"], codecs[node.name])
+
+    def send(going: list[fx.Node], output: fx.Node) -> Parts:
+        return {node: _encoded(node, codecs[node.name], output) for node in going}
+
+    def receive(received: Parts) -> None:
+        for value, parts in received.items():
+            value.replace_all_uses_with(_decoded(value, codecs[value.name], parts))
+
+    return hand_over(forward, backward, forward_outputs, fits, send, receive)
 
 
 def _fits(value: torch.Tensor, name: str) -> bool:
@@ -134,55 +129,28 @@ def _fits(value: torch.Tensor, name: str) -> bool:
     return all(isinstance(size, int) for size in sizes) and covers_storage(value)
 
 
-def _encoded(graph: fx.Graph, node: fx.Node, name: str, output: fx.Node) -> list[fx.Node]:
+def _encoded(node: fx.Node, name: str, output: fx.Node) -> list[fx.Node]:
     """The nodes that stand for a value from its last reader in the forward on."""
-    place = {one: at for at, one in enumerate(graph.nodes)}
-    last = max((one for one in node.users if one is not output), key=place.__getitem__, default=node)
-    with graph.inserting_after(max(last, node, key=place.__getitem__)):
+    graph = node.graph
+    with graph.inserting_before(max([node, *(one for one in node.users if one is not output)]).next):
         if name == "bfloat16":
-            return [call(graph, f"{node.name}_coded", _Convert, (node, torch.bfloat16))]
-        made = call(graph, f"{node.name}_coded", torch.ops.lowtide.encode.default, (node, _bits(name)))
-    parts: list[fx.Node] = []
-    after = made
-    for at, part in enumerate(("codes", "ranges")):
-        with graph.inserting_after(after):
-            after = graph.create_node(
-                "call_function", operator.getitem, (made, at), name=f"{node.name}_{part}"
-            )
-        after.meta["val"] = made.meta["val"][at]
-        parts.append(after)
+            return [call(graph, f"{node.name}_coded", _Convert, node, torch.bfloat16)]
+        made = call(graph, f"{node.name}_coded", torch.ops.lowtide.encode.default, node, _bits(name))
+        parts = [
+            call(graph, f"{node.name}_{part}", operator.getitem, made, at) for at, part in enumerate(_PARTS)
+        ]
     return parts
 
 
-def _decoded(graph: fx.Graph, given: fx.Node, name: str, parts: Sequence[fx.Node]) -> None:
-    """Read the parts where backward reads the value."""
-    handed: list[fx.Node] = []
-    for part in parts:
-        with graph.inserting_before(given):
-            twin = graph.placeholder(part.name)
-        twin.meta["val"] = part.meta["val"]
-        handed.append(twin)
-    place = {one: at for at, one in enumerate(graph.nodes)}
-    value = given.meta["val"]
-    with graph.inserting_before(min(given.users, key=place.__getitem__)):
+def _decoded(value: fx.Node, name: str, parts: Sequence[fx.Node]) -> fx.Node:
+    """The value, before its first reader in the backward."""
+    graph = value.graph
+    with graph.inserting_before(min(value.users)):
         if name == "bfloat16":
-            made = call(graph, f"{given.name}_decoded", _Convert, (*handed, value.dtype))
-        else:
-            geometry = (list(value.shape), list(value.stride()), value.dtype)
-            arguments = (*handed, _bits(name), *geometry)
-            made = call(graph, f"{given.name}_decoded", torch.ops.lowtide.decode.default, arguments)
-    given.replace_all_uses_with(made)
-    graph.erase_node(given)
+            return call(graph, f"{value.name}_decoded", _Convert, *parts, value.meta["val"].dtype)
+        decode, arguments = torch.ops.lowtide.decode.default, (*parts, _bits(name), *geometry(value))
+        return call(graph, f"{value.name}_decoded", decode, *arguments)
 
 
 def _bits(name: str) -> int:
     return int(name.removeprefix("int"))
-
-
-def call(graph: fx.Graph, name: str, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
-    """A call in a graph, with what it gives."""
-    node = graph.create_node("call_function", target, args, name=name)
-    values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
-    with torch.no_grad():
-        node.meta["val"] = target(*values)
-    return node

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.joint import Call, Joint, Key, described
+from lowtide.compiled.joint import Call, Joint, described
 from lowtide.private import OpOverload, partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
@@ -40,37 +40,34 @@ class Cost:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def costs_of(joint: Joint, time_budget: float = 0.7) -> list[Cost]:
-    """A `Cost` for every call of a graph. Equal calls are timed once, on made-up inputs."""
+def costs_of(joint: Joint, time_budget: float = 0.7) -> dict[str, Cost]:
+    """A `Cost` for every call of a graph, by the name of its node. Equal calls are timed once, on made-up
+    inputs.
+    """
     specs: dict[Any, OpSpec] = {}
     keys: dict[fx.Node, Any] = {}
     for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
-        found = spec_of(node, joint.size)
-        if found is not None:
-            keys[node] = repr(found)
-            specs.setdefault(keys[node], found)
+        spec = spec_of(node, joint.size)
+        if spec is not None:
+            keys[node] = repr(spec)
+            specs.setdefault(keys[node], spec)
     measured = measure_costs(specs, time_budget=time_budget)
-    rows: list[Cost] = []
+    found: dict[str, Cost] = {}
     for call in joint.calls:
         own = measured.get(keys.get(call.node))
         fused = joint.fusible is not None and joint.fusible(call.node)
         parts = {one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys}
         if own is None:
-            rows.append(Cost(0.0, 0, parts=parts))
+            cost = Cost(0.0, 0, parts=parts)
         elif fused:
             parts[call.node.name] = own.seconds * _FUSED_SHARE
-            rows.append(Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, parts=parts))
+            cost = Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, parts=parts)
         else:
             parts[call.node.name] = own.seconds
             surplus = own.surplus_bytes if len(call.writes) == 1 else 0
-            rows.append(Cost(own.seconds, own.scratch_bytes, surplus, parts))
-    return rows
-
-
-def surplus_of(joint: Joint, costs: list[Cost]) -> dict[Key, int]:
-    """Storages that take more than the graph says -> by how many bytes."""
-    calls = zip(joint.calls, costs, strict=True)
-    return {call.writes[0]: cost.surplus_bytes for call, cost in calls if cost.surplus_bytes}
+            cost = Cost(own.seconds, own.scratch_bytes, surplus, parts)
+        found[call.node.name] = cost
+    return found
 
 
 def _moving_seconds(joint: Joint, call: Call) -> float:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
 
-from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.joint import Joint, Key, lazily
 from lowtide.private import inductor, partitioning
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
@@ -69,61 +70,35 @@ def cut(joint: Joint, stored: Iterable[Key]) -> Halves:
         for node in joint.nodes
         if partitioning.is_symbol(node) and node.op != "output" and node.name not in joint.after_tangents
     ]
-    opaque = [node for node in nodes if partitioning.is_opaque(node)]
-    forward, backward = partitioning.extract(
-        joint.module,
-        [node for node in nodes if node not in opaque],
-        symbols,
-        opaque,
-        joint.forward_outputs,
-        joint.static,
-    )
-    lazily(backward, joint)
-    return partitioning.finish(forward, backward)
+    outputs, static = joint.forward_outputs, joint.static
+    forward, backward = partitioning.extract(joint.module, nodes, symbols, outputs, static)
+    _order(backward, joint)
+    return partitioning.finish(forward, False), partitioning.finish(backward, True)
 
 
-def lazily(backward: fx.GraphModule, joint: Joint) -> None:
+def _order(backward: fx.GraphModule, joint: Joint) -> None:
     """Order a backward: what rests on its gradients in the order of the joint graph, and everything else
     where it is first needed, which is what the planner's simulator does, too.
     """
     graph = backward.graph
     nodes = list(graph.nodes)
-    place = {node.name: at for at, node in enumerate(joint.nodes)}
-    at = {node: place.get(node.name, number) for number, node in enumerate(nodes)}
-    done: set[fx.Node] = set()
-    order: list[fx.Node] = []
-
-    def emit(node: fx.Node) -> None:
-        needed: set[fx.Node] = set()
-        stack = [node]
-        while stack:
-            one = stack.pop()
-            if one not in done and one not in needed:
-                needed.add(one)
-                stack += one.all_input_nodes
-        for one in sorted(needed, key=lambda one: (one.op != "placeholder", one is node, at[one])):
-            done.add(one)
-            order.append(one)
-
-    for node in nodes:
-        if node.op == "placeholder":
-            done.add(node)
-            order.append(node)
-    for node in nodes:
-        if node.op == "call_function" and (
+    at = {node: joint.place.get(node.name, number) for number, node in enumerate(nodes)}
+    given = [node for node in nodes if node.op == "placeholder"]
+    wanted = [
+        node
+        for node in nodes
+        if node.op == "call_function"
+        and (
             node.name in joint.after_tangents
             or not (node.users or node.name in joint.in_forward)  # what backward calls for its effects
-        ):
-            emit(node)
-    for node in nodes:
-        if node.op == "output":
-            emit(node)
+        )
+    ]
+    order = lazily([*given, *wanted, nodes[-1]], lambda node: node.all_input_nodes, at.__getitem__)
+    kept = set(order)
     for node in reversed(nodes):
-        if node not in done:  # what forward did for its effects: numbers drawn, collectives
+        if node not in kept:  # what forward did for its effects: numbers drawn, collectives
             graph.erase_node(node)
-    moved = order[0]
-    for node in order[1:]:
-        moved.append(node)
-        moved = node
+    for before, node in pairwise(order):
+        before.append(node)
     graph.lint()
     backward.recompile()

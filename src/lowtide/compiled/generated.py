@@ -67,10 +67,9 @@ class _Ledger(TorchDispatchMode):
         if "out" in kwargs:
             return kwargs["out"]
         result = func(*args, **kwargs)
-        for place, item in enumerate(args):
-            if isinstance(item, OpOverload):  # run with a generator's state, by a higher-order operator
-                func, args = item, args[place + 1 :]
-                break
+        inner = next((at for at, item in enumerate(args) if isinstance(item, OpOverload)), None)
+        if inner is not None:  # run with a generator's state, by a higher-order operator
+            func, args = args[inner], args[inner + 1 :]
         self.live += arriving_bytes(func, args)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -202,13 +201,12 @@ def _alike(
 
 def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
     """The function ``call(args)`` of generated text; kernels and checks do nothing."""
-    tree = ast.parse(text)
-    functions: list[ast.stmt] = []
-    for node in tree.body:
-        if (
-            isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module")
-        ) or (isinstance(node, ast.ClassDef) and node.name == "Runner"):
-            functions.append(node)
+    functions: list[ast.stmt] = [
+        node
+        for node in ast.parse(text).body
+        if (isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"))
+        or (isinstance(node, ast.ClassDef) and node.name == "Runner")
+    ]
     names: dict[str, Any] = {
         "torch": torch,
         "aten": torch.ops.aten,
@@ -217,9 +215,9 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
         "extern_kernels": _Extern(),
         "reinterpret_tensor": _reinterpret,
         "empty_strided": torch.empty_strided,
+        "empty_strided_cpu_pinned": _empty_on("cpu"),
+        **{f"empty_strided_{kind}": _empty_on(kind) for kind in ("cpu", "cuda", "xpu", "mtia")},
     }
-    for kind in ("cpu", "cuda", "cpu_pinned", "xpu", "mtia"):
-        names[f"empty_strided_{kind}"] = _empty_on("cpu" if kind == "cpu_pinned" else kind)
     source = ast.Module(functions, [])
     for node in ast.walk(source):
         if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):

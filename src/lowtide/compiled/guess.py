@@ -21,7 +21,7 @@ from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.liveness import Profile
 from lowtide.compiled.prediction import lent_to
-from lowtide.compiled.scratch import Bench, Scratch
+from lowtide.compiled.scratch import Scratch
 from lowtide.compiled.timeline import FIRST, told
 from lowtide.compiled.variants import Menu
 from lowtide.plan import make
@@ -53,7 +53,7 @@ class Trial:
         self.budget = budget
         self.plan: Plan | None = None
         self._halves: Halves | None = None
-        self._bench = Bench()
+        self._known: dict[str, int] = {}  # scratch
         self._forward: Profile | None = None
 
     def cut(self, joint: Joint, standing_bytes: int, options: dict[str, Any] | None) -> Halves | None:
@@ -121,7 +121,7 @@ class Trial:
         assert self._halves is not None
         lent = self._lent - (self._forward.copied.keys() if self._forward else set())
         with outside_modes():
-            scratch = Scratch(self._bench).run()
+            scratch = Scratch(self._known).run()
             found = profile_generated(text, half, lent, scratch, partitioning.hint, strides)
         if not backward:
             self._forward = found

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -24,7 +24,7 @@ Key = str
 """Name of the node that first has a storage: what the storage is called here."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """An operation of the joint graph.
 
@@ -70,6 +70,7 @@ class Joint:
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
         self.names = {node.name: node for node in self.nodes}
+        self.place = {node.name: at for at, node in enumerate(self.nodes)}
         self._find_storages()
         self.in_forward, self.after_tangents = partitioning.sides(
             self.module, self.static, self.forward_outputs
@@ -123,6 +124,15 @@ class Joint:
     def tangents(self) -> list[fx.Node]:
         """The gradients that backward is given."""
         return [node for node in self.nodes if node.op == "placeholder" and partitioning.is_tangent(node)]
+
+    @cached_property
+    def readers(self) -> dict[Key, list[Call]]:
+        """Storages -> the calls of the backward that read them."""
+        found: dict[Key, list[Call]] = {}
+        for call in self.calls:
+            for key in () if call.forward else call.reads:
+                found.setdefault(key, []).append(call)
+        return found
 
     @cached_property
     def program(self) -> str:
@@ -201,8 +211,7 @@ class Joint:
             self.calls.append(self._call(node, writes))
         for node in self.masks:
             self.calls.append(self._call(node, (self.key_of[node],)))
-        place = {node: at for at, node in enumerate(self.nodes)}
-        self.calls.sort(key=lambda call: place[call.node])
+        self.calls.sort(key=lambda call: self.place[call.node.name])
 
     def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> Call:
         """A call that reads storages in memory; what no kernel writes there is computed within it, from what
@@ -275,6 +284,24 @@ _REDUCTIONS = frozenset({
     "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
 })  # fmt: skip
 """Kernels end with these, so their results are written."""
+
+
+T = TypeVar("T", bound=Hashable)
+
+
+def lazily(wanted: Iterable[T], needs: Callable[[T], Iterable[T]], place: Callable[[T], int]) -> list[T]:
+    """Each of these in turn, and right before it what it needs and nobody before did, in order of place."""
+    order: dict[T, None] = {}
+    for one in wanted:
+        needed: set[T] = set()
+        stack = [] if one in order else [*needs(one)]
+        while stack:
+            other = stack.pop()
+            if other not in order and other not in needed:
+                needed.add(other)
+                stack += needs(other)
+        order |= dict.fromkeys([*sorted(needed, key=place), one])
+    return list(order)
 
 
 def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:

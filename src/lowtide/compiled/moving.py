@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.coding import call
+from lowtide.compiled.handing import Parts, call, geometry, hand_over
 from lowtide.errors import PlanError
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
@@ -221,63 +221,52 @@ def moved(
     """Hand some saved values over by way of a tier.
 
     Args:
-        forward, backward: the halves of a joint graph, changed in place.
-        forward_outputs: how many of the forward's outputs are the caller's; the others are saved.
-        tiers: name of a saved node -> where it goes. What is not saved, is returned anyway or does not lie
-            densely stays as it is.
+        forward, backward, forward_outputs: as of `lowtide.compiled.handing.hand_over`.
+        tiers: name of a saved node -> where it goes. What does not lie densely stays as it is.
         window_bytes: the most that waits for its copy out at one time, and the most that is fetched ahead.
     """
-    output = next(iter(reversed(forward.graph.nodes)))
-    given: list[Any] = list(output.args[0])
-    returned, saved = given[:forward_outputs], given[forward_outputs:]
-    going = [
-        node
-        for node in saved
-        if getattr(node, "name", "") in tiers and node not in returned and covers_storage(node.meta["val"])
-    ]
-    last = [
-        node
-        for node in returned
-        if isinstance(node, fx.Node)
-        and node.op == "call_function"
-        and isinstance(node.meta["val"], torch.Tensor)
-    ]
-    tickets = _sent(forward.graph, going, tiers, window_bytes, output, last)
-    output.args = ([*returned, *(tickets.get(node, node) for node in saved)], *output.args[1:])
-    inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
-    _fetched(backward.graph, {inputs[node.name]: tickets[node] for node in going}, window_bytes)
-    for module in (forward, backward):
-        module.graph.lint()
-        module.recompile()
-    return forward, backward
+
+    def fits(node: fx.Node) -> bool:
+        return node.name in tiers and covers_storage(node.meta["val"])
+
+    def send(going: list[fx.Node], output: fx.Node) -> Parts:
+        returned: Any = output.args[0]
+        made = [one for one in returned[:forward_outputs] if isinstance(one, fx.Node)]
+        last = [
+            one for one in made if one.op == "call_function" and isinstance(one.meta["val"], torch.Tensor)
+        ]
+        return _sent(going, tiers, window_bytes, output, max(last, default=None))
+
+    def receive(received: Parts) -> None:
+        _fetched(backward.graph, {value: ticket for value, (ticket,) in received.items()}, window_bytes)
+
+    return hand_over(forward, backward, forward_outputs, fits, send, receive)
 
 
 def _sent(
-    graph: fx.Graph,
     going: Sequence[fx.Node],
     tiers: Mapping[str, Offload],
     window_bytes: int,
     output: fx.Node,
-    last: Sequence[fx.Node],
-) -> dict[fx.Node, fx.Node]:
+    last: fx.Node | None,
+) -> dict[fx.Node, list[fx.Node]]:
     """The tickets of values. While more than the window is under way the oldest copies are waited for, and
     those that are left at the end, when what is ``last`` is there.
     """
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    tickets: dict[fx.Node, fx.Node] = {}
+    graph, room = output.graph, window_bytes
+    tickets: dict[fx.Node, list[fx.Node]] = {}
     waiting: deque[tuple[fx.Node, fx.Node]] = deque()
-    room = window_bytes
 
     def finish(after: fx.Node | None) -> int:
         value, ticket = waiting.popleft()
-        arguments = ticket, value, ticket if after is None else after
-        tickets[value] = call(graph, f"{value.name}_stored", torch.ops.lowtide.settle.default, arguments)
+        arguments = ticket, value, after or ticket
+        tickets[value] = [call(graph, f"{value.name}_stored", torch.ops.lowtide.settle.default, *arguments)]
         return _nbytes(value)
 
-    for value in sorted(going, key=place.__getitem__):
+    for value in going:
         arguments = value, tiers[value.name].tier, tiers[value.name].path
         with graph.inserting_after(value):
-            ticket = call(graph, f"{value.name}_sent", torch.ops.lowtide.send.default, arguments)
+            ticket = call(graph, f"{value.name}_sent", torch.ops.lowtide.send.default, *arguments)
         waiting.append((value, ticket))
         room -= _nbytes(value)
         with graph.inserting_before(ticket.next):
@@ -285,28 +274,22 @@ def _sent(
                 room += finish(ticket)
     with graph.inserting_before(output):
         while waiting:
-            finish(max(last, key=place.__getitem__, default=None))
+            finish(last)
     return tickets
 
 
 def _fetched(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: int) -> None:
     """Fetch values before they are read, and when one has arrived the next, as far as the window allows."""
-    place = {node: at for at, node in enumerate(graph.nodes)}
-    first = {value: min(value.users, key=place.__getitem__) for value in tickets}
-    order = sorted(tickets, key=lambda value: place[first[value]])
-    given: dict[fx.Node, fx.Node] = {}
-    for value, ticket in tickets.items():
-        with graph.inserting_before(value):
-            given[value] = graph.placeholder(ticket.name)
-        given[value].meta["val"] = ticket.meta["val"]
-    coming, early = deque(order), dict[fx.Node, fx.Node]()
-    room = window_bytes
+    first = {value: min(value.users) for value in tickets}
+    order = sorted(tickets, key=first.__getitem__)
+    coming, early, room = deque(order), dict[fx.Node, fx.Node](), window_bytes
 
     def begin(after: fx.Node | None) -> None:
         value = coming.popleft()
-        ticket, shows = given[value], value.meta["val"]
-        arguments = ticket, list(shows.shape), list(shows.stride()), shows.dtype, after or ticket
-        early[value] = call(graph, f"{value.name}_coming", torch.ops.lowtide.fetch.default, arguments)
+        ticket, name = tickets[value], f"{value.name}_coming"
+        early[value] = call(
+            graph, name, torch.ops.lowtide.fetch.default, ticket, *geometry(value), after or ticket
+        )
 
     def ahead(after: fx.Node | None) -> None:
         nonlocal room
@@ -314,8 +297,7 @@ def _fetched(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: 
             room -= _nbytes(coming[0])
             begin(after)
 
-    start = next(node for node in graph.nodes if node.op != "placeholder")
-    with graph.inserting_before(start):
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         ahead(None)
     for value in order:
         with graph.inserting_before(first[value]):
@@ -323,12 +305,10 @@ def _fetched(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: 
                 room += _nbytes(value)
             else:
                 begin(None)
-            shows = value.meta["val"]
-            arguments = early[value], list(shows.shape), list(shows.stride()), shows.dtype, shows.device
-            here = call(graph, f"{value.name}_here", torch.ops.lowtide.arrive.default, arguments)
+            arguments = early[value], *geometry(value), value.meta["val"].device
+            here = call(graph, f"{value.name}_here", torch.ops.lowtide.arrive.default, *arguments)
             value.replace_all_uses_with(here)
             ahead(here)
-        graph.erase_node(value)
 
 
 def _nbytes(node: fx.Node) -> int:

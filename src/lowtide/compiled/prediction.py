@@ -3,30 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 from torch import fx
 
 from lowtide.compiled.coding import scratch_bytes
-from lowtide.compiled.costs import Cost, Size, surplus_of
+from lowtide.compiled.costs import Cost, Size
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Call, Joint, Key, described
 from lowtide.compiled.liveness import Profile, profile
-from lowtide.compiled.scratch import Bench, Scratch
+from lowtide.compiled.scratch import Scratch
 from lowtide.private import inductor
 
-
-class Profiles(Protocol):
-    """What two halves do to memory, for sizes as numbers."""
-
-    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
-        """Of the forward, and of the backward by what others hold of what it is handed, to its end: storages
-        by name, or the graph's inputs.
-        """
-        ...
-
+Profiles = Callable[..., tuple[Profile, Profile]]
+"""What two halves do to memory, for sizes as numbers, and by what others hold to its end of what the backward
+is handed: storages by name, or the graph's inputs.
+"""
 
 Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
 
@@ -37,11 +30,11 @@ def lent_to(joint: Joint, lent: Collection[Key] | None = None) -> set[str]:
     return {node.name for node in nodes if lent is None or joint.key_of.get(node) in lent}
 
 
-def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
+def predict_calls(joint: Joint, costs: Mapping[str, Cost]) -> Predict:
     """Predict graphs that run call by call."""
     inputs = lent_to(joint)
-    costed = {call.node.name: (call, cost) for call, cost in zip(joint.calls, costs, strict=True)}
-    maker = {key: call for call in joint.calls for key in call.writes}
+    calls = {call.node.name: call for call in joint.calls}
+    more = {name: cost.surplus_bytes for name, cost in costs.items() if cost.surplus_bytes}
     returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
@@ -55,12 +48,11 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
                 return -(-count * there // here) if here else count
 
             def scratch(node: fx.Node) -> int:
-                if node.name not in costed:
+                if node.name not in costs:
                     return scratch_bytes(node.target, described(node)[0])
-                call, cost = costed[node.name]
-                return at(cost.scratch_bytes, call)
+                return at(costs[node.name].scratch_bytes, calls[node.name])
 
-            surplus = {key: at(count, maker[key]) for key, count in surplus_of(joint, costs).items()}
+            surplus = {calls[name].writes[0]: at(count, calls[name]) for name, count in more.items()}
             unseen = returned.difference(handed, lent or ())
             loss = sum(count for key, count in surplus.items() if key in unseen)
             first = profile(forward, inputs, scratch, size_of, surplus)
@@ -74,13 +66,13 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
 
 def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     """Predict graphs that Inductor generates code for."""
-    inputs, bench = lent_to(joint), Bench()
+    inputs, known = lent_to(joint), dict[str, int]()
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
         donated = inductor.donated_inputs(forward, backward, joint.forward_outputs)
         second, _ = inductor.generated(backward, True, options, strides, donated)
-        scratch = Scratch(bench), Scratch(bench)
+        scratch = Scratch(known), Scratch(known)
 
         @functools.cache
         def forward_at(size_of: Size) -> Profile:

@@ -7,9 +7,10 @@ reads; what is left stands whatever the plan decides.
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -61,8 +62,8 @@ class Moment:
     kind: Literal["forward", "backward", "gap"]
     call: int | None
     bytes: int
-    waiting: tuple[int, ...]
-    alive: frozenset[int]
+    waiting: tuple[int, ...] = ()
+    alive: frozenset[int] = frozenset()
     lent: frozenset[Key] | None = None
 
     @property
@@ -90,8 +91,8 @@ class Timeline:
 
     device: str
     standing_bytes: int
-    calls: Sequence[Call]
-    moments: Sequence[Moment]
+    calls: list[Call] = field(default_factory=list)
+    moments: list[Moment] = field(default_factory=list)
 
 
 class Recording:
@@ -101,16 +102,18 @@ class Recording:
         device: whose memory counts.
         standing_bytes: what stands when the step begins.
         ended: called when a backward has ended and every call of the step has had its own.
+
+    Attributes:
+        timeline: what was taken down.
+        backwards: how many calls' backward has run.
     """
 
     def __init__(self, device: str, standing_bytes: int, ended: Callable[[], None]) -> None:
         self.device = device
         self._ended = ended
-        self._queued = False
-        self.standing_bytes = standing_bytes
-        self.calls: list[Call] = []
-        self.moments: list[Moment] = []
-        self.backwards = 0  # calls whose backward has run
+        self._queued = self._untidy = False
+        self.timeline = Timeline(device, standing_bytes)
+        self.backwards = 0
         self._waiting: dict[int, Call] = {}
         self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -119,11 +122,6 @@ class Recording:
         self._live = standing_bytes
         self._segment: Peak | None = None
         self._open()
-
-    @property
-    def timeline(self) -> Timeline:
-        """What was taken down."""
-        return Timeline(self.device, self.standing_bytes, self.calls, self.moments)
 
     def close(self) -> None:
         """The step has ended."""
@@ -137,20 +135,26 @@ class Recording:
         if self._segment is None:
             yield
             return
+        gc.collect()  # what is garbage by now is freed while that is counted
         self._gap()
         self._shut()
         try:
             yield
         finally:
+            gc.collect()
+            self._untidy = True
             self._open()
 
     def forward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call:
         """A forward of ``graph`` begins with these inputs."""
+        if self._untidy:  # what Dynamo leaves behind holds tensors: the generator's state, for one
+            gc.collect()
+            self._untidy = False
         self._gap()
-        call = Call(len(self.calls), graph)
+        call = Call(len(self.timeline.calls), graph)
         self._watch(call, given)
         self._add("forward", call, self._live)
-        self.calls.append(call)
+        self.timeline.calls.append(call)
         return call
 
     def forward_ended(
@@ -193,10 +197,10 @@ class Recording:
             self.backwards += 1
         self._go_on()
         # what it was given and let go of is its own, no part of what stands beside it
-        there, moment = set(self._numbers.values()), self.moments[-1]
+        there, moments = set(self._numbers.values()), self.timeline.moments
         own = sum(count for number, count in self._handed.items() if number not in there)
         lent = frozenset(key for key, number in call.lies.items() if number in there)
-        self.moments[-1] = replace(moment, bytes=moment.bytes - own, lent=lent)
+        moments[-1] = replace(moments[-1], bytes=moments[-1].bytes - own, lent=lent)
 
     # ---- the meter -------------------------------------------------------------------------------
 
@@ -227,7 +231,7 @@ class Recording:
         waiting = tuple(number for number in self._waiting if call is None or number != call.number)
         moment = Moment(kind, None if call is None else call.number, bytes_, waiting, alive)
         kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
-        self.moments.append(replace(moment, bytes=bytes_ - kept))
+        self.timeline.moments.append(replace(moment, bytes=bytes_ - kept))
 
     def _watch(self, call: Call, tensors: Mapping[Key, torch.Tensor]) -> None:
         for key, tensor in tensors.items():

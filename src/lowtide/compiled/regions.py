@@ -91,7 +91,7 @@ class Region:
     def meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self.menu = Menu(joint, self.options)
-        return cut(joint, self.menu.smallest())
+        return cut(joint, self.menu.smallest)
 
     def _told(self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any) -> Run:
         """Runs a half call by call, and tells the recording."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -35,6 +35,6 @@ def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, flo
     return seconds
 
 
-def parts_of(costs: Sequence[Cost]) -> dict[str, float]:
+def parts_of(costs: Mapping[str, Cost]) -> dict[str, float]:
     """Names of all nodes that these calls compute -> what they take, of a fused one without its traffic."""
-    return {name: seconds for cost in costs for name, seconds in cost.parts.items()}
+    return {name: seconds for cost in costs.values() for name, seconds in cost.parts.items()}

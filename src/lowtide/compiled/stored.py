@@ -36,9 +36,8 @@ class Shelf:
     def find(self, key: str) -> list[Plan]:
         """What was planned for code; nothing where that is not known."""
         try:
-            return [
-                Plan.from_json(plan) for plan in json.loads(zlib.decompress(self._file(key).read_bytes()))
-            ]
+            kept = json.loads(zlib.decompress(self._file(key).read_bytes()))
+            return list(map(Plan.from_json, kept))
         except (OSError, ValueError, zlib.error, PlanError):
             return []
 

@@ -17,13 +17,13 @@ from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import moved
 from lowtide.compiled.prediction import Predict, Profiles, predict_calls, predict_generated
+from lowtide.compiled.recording import Moment
 from lowtide.compiled.seconds import half_seconds, parts_of
-from lowtide.compiled.steps import Outside, Step, StepBuilder
+from lowtide.compiled.steps import Step, step_of
 from lowtide.plan import make
 from lowtide.plan.data import Compress, Decision, Offload, Plan
 from lowtide.private import partitioning
 
-_NO_LIMIT = 1 << 62
 _NO_MOVES: Mapping[Key, Decision] = MappingProxyType({})
 
 
@@ -38,7 +38,6 @@ class Variant:
         at: what the halves do to memory, for sizes as numbers.
         size: those at hand.
         seconds: forecast of both.
-        copied: bytes of copies in another layout that are handed over in place of the graph's inputs.
     """
 
     stored: frozenset[Key] | None
@@ -47,7 +46,11 @@ class Variant:
     at: Profiles
     size: Size
     seconds: float
-    copied: int
+
+    @property
+    def copied(self) -> int:
+        """Bytes of copies in another layout that are handed over in place of the graph's inputs."""
+        return sum(self.at(self.size)[0].copied.values())
 
     @property
     def forward_bytes(self) -> int:
@@ -88,41 +91,31 @@ class Menu:
         tangents = [joint.bytes[key] for key in {joint.key_of.get(node) for node in joint.tangents} if key]
         self.zeros_bytes = sum(tangents) - min(tangents, default=0)  # the least is the loss's
         standing = standing_bytes or 0
-        outside = Outside((standing,), (standing + sum(tangents),))
-        self.step: Step = StepBuilder([joint], [self.costs], outside, self.device).build()
+        moments = Moment("forward", 0, standing), Moment("backward", 0, standing + sum(tangents))
+        self.step = step_of([joint], [self.costs], moments, self.device)
         self._predict: Predict = (
             predict_calls(joint, self.costs) if options is None else predict_generated(joint, options)
         )
         self._found: dict[object, Variant] = {}
         self._by_kept: dict[object, Variant] = {}
-        self._plans: dict[int | None, tuple[frozenset[Key], int]] = {}
 
     @property
     def known(self) -> list[Variant]:
         """Those that were looked at."""
         return list(self._by_kept.values())
 
-    def look(self, between: int) -> None:
-        """Look at the cut of `torch.compile`, the smallest one, that which stores all that backward reads,
-        and so many between these two.
+    def look(self) -> None:
+        """Look at the cut of `torch.compile`, the smallest one, and that which stores all that backward
+        reads.
         """
-        self.variant(None)
-        least, most = self._planned(None)[1], self._planned(_NO_LIMIT)[1]
-        self.variant(self.smallest())
-        for number in range(1, between + 1):
-            self.variant(self._planned(least + (most - least) * number // (between + 1))[0])
-        self.variant(self._planned(_NO_LIMIT)[0])
+        everything = make(self.step.graph, policy="keep_all", progress=False)
+        for stored in (None, self.smallest, frozenset(self.step.stored(everything.stored, 0))):
+            self.variant(stored)
 
+    @functools.cached_property
     def smallest(self) -> frozenset[Key]:
         """What is stored where the graph alone takes the least memory."""
-        return self._planned(None)[0]
-
-    def _planned(self, target: int | None) -> tuple[frozenset[Key], int]:
-        """What is stored where the graph alone is to take ``target`` bytes, and what it takes so."""
-        if target not in self._plans:
-            plan = make(self.step.graph, target, progress=False)
-            self._plans[target] = frozenset(self.step.stored(plan.stored, 0)), plan.predicted_peak_bytes
-        return self._plans[target]
+        return frozenset(self.step.stored(make(self.step.graph, None, progress=False).stored, 0))
 
     def plain(self) -> Halves:
         """The halves as `torch.compile` cuts them by itself."""
@@ -160,18 +153,12 @@ class Menu:
                     halves = coded(*halves, joint.forward_outputs, codecs)
                 if tiers:
                     halves = moved(*halves, joint.forward_outputs, tiers, way[1])
-                waiting = plan.transfer_seconds if plan and moves else 0.0
-                self._by_kept[same] = self._made(stored, kept, halves, waiting)
+                at: Profiles = functools.cache(self._predict(*halves))
+                seconds = self.seconds(halves, at(joint.size))
+                seconds += plan.transfer_seconds if plan and moves else 0.0
+                self._by_kept[same] = Variant(stored, halves, kept, at, joint.size, seconds)
             self._found[stored, way] = self._by_kept[same]
         return self._found[stored, way]
-
-    def _made(
-        self, stored: frozenset[Key] | None, kept: dict[Key, int], halves: Halves, waiting: float
-    ) -> Variant:
-        at: Profiles = functools.cache(self._predict(*halves))
-        both = at(self.joint.size)
-        seconds, copied = self.seconds(halves, both) + waiting, sum(both[0].copied.values())
-        return Variant(stored, halves, kept, at, self.joint.size, seconds, copied)
 
     def seconds(self, halves: Halves, profiles: tuple[Profile, Profile]) -> float:
         """Time of two halves, by what their kernels are given."""
@@ -182,9 +169,7 @@ class Menu:
         """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
         be compared with other halves of the graph.
         """
-        alone = {
-            call.node.name: cost.seconds for call, cost in zip(self.joint.calls, self.costs, strict=True)
-        }
+        alone = {name: cost.seconds for name, cost in self.costs.items()}
         masks = sum(
             count
             for key, count in kept_by(self.joint, halves[0]).items()

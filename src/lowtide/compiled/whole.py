@@ -24,7 +24,7 @@ from lowtide.compiled.regions import Region, Run, Sizes
 from lowtide.compiled.timeline import StepPlan, plan_step
 from lowtide.meter import measurable, storages
 from lowtide.private import captured, tree_leaves
-from lowtide.run.messages import warn
+from lowtide.run.messages import Once
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""
@@ -96,7 +96,7 @@ class WholeStep:
         self._forwards = self._planned_forwards = 0  # of a step
         self._backwards = 0
         self._several = False  # more forwards before a backward than any plan knows of
-        self._told: set[str] = set()
+        self._tell = Once()
 
     def backend(self, module: fx.GraphModule, inputs: Any) -> Region:
         """What compiles the graphs of the step."""
@@ -152,7 +152,7 @@ class WholeStep:
     def end(self, result: Any) -> None:
         """A forward of the model has ended."""
         if self._recording is not None:
-            if self._recording.calls:
+            if self._recording.timeline.calls:
                 gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
             else:
                 self.stop()
@@ -223,18 +223,14 @@ class WholeStep:
         if not complete:
             return
         self._planned_forwards = self._forwards
-        graphs, first = [call.graph for call in recording.calls], recording.calls[0].graph
+        graphs = [call.graph for call in recording.timeline.calls]
+        first = graphs[0]
         known = self._turns.get(first, [])
         if len(known) != len(graphs) or not all(map(_Turn.serves, known, graphs, self._sizes)):
-            sizes = zip(recording.calls, self._sizes, strict=True)
-            found = plan_step(recording.timeline, [call.graph.menu_at(at) for call, at in sizes], self.budget)
+            menus = list(map(Region.menu_at, graphs, self._sizes))
+            found = plan_step(recording.timeline, menus, self.budget)
             self.plans[first] = found
             chosen = [one.stored for one in found.chosen]
             self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
         self._missed.discard(shapes)
         self._largest = max(self._largest, bytes_)
-
-    def _tell(self, what: str, text: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            warn(text)

@@ -52,15 +52,12 @@ class LimitMemory(TrainerCallback):
         self.handle = limit_memory(model, self.budget, optimizer=optimizer, **self.options)
         self._peaks = Peaks(self.handle)
 
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """A step that adds to gradients is over."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step is over, the optimizer's included."""
         if self._peaks is not None:
             self._peaks.note()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step that the optimizer's came after is over."""
-        if self._peaks is not None:
-            self._peaks.note()
+    on_substep_end = on_step_end  # one that adds to gradients
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Put the peaks beside the loss, in the history of the trainer, too."""

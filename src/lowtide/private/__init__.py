@@ -7,6 +7,8 @@ may change, and attributes that torch's own users read: ``_version``, ``_base``,
 ``_buffers``, ``_modules``.
 """
 
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
 from lowtide.private.autograd import (
     at_backward_end,
     below_autograd,
@@ -102,4 +104,3 @@ from lowtide.private.storages import (
     versioned_alias,
     wrapper_of,
 )
-from lowtide.private.trees import tree_flatten, tree_leaves, tree_map, tree_map_only

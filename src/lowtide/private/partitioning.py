@@ -85,7 +85,6 @@ def extract(
     module: fx.GraphModule,
     saved: list[fx.Node],
     saved_symbols: list[fx.Node],
-    saved_opaque: list[fx.Node],
     forward_outputs: int,
     static: Iterable[int],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -95,32 +94,23 @@ def extract(
     info = partitioners.classify_nodes(module, list(static), forward_outputs)
     return partitioners._extract_fwd_bwd_modules(
         module,
-        list(saved),
-        saved_sym_nodes=list(saved_symbols),
-        saved_opaque_nodes=list(saved_opaque),
+        [node for node in saved if not partitioners.is_opaque_node(node)],
+        saved_sym_nodes=saved_symbols,
+        saved_opaque_nodes=[node for node in saved if partitioners.is_opaque_node(node)],
         num_fwd_outputs=forward_outputs,
         static_lifetime_input_nodes=info.static_lifetime_input_nodes,
     )
 
 
-def finish(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+def finish(half: fx.GraphModule, backward: bool) -> fx.GraphModule:
     """What follows on every cut: results of several are taken apart at once, generators are threaded
     through.
     """
-    forward, backward = partitioners.raise_getitems(forward), partitioners.raise_getitems(backward)
-    return (
-        partitioners.thread_graphsafe_rng_from_hops(forward, is_backward=False),
-        partitioners.thread_graphsafe_rng_from_hops(backward, is_backward=True),
-    )
+    return partitioners.thread_graphsafe_rng_from_hops(partitioners.raise_getitems(half), backward)
 
 
 is_symbol: Callable[[fx.Node], bool] = partitioners.is_sym_node
 """Whether a node is a size, not a tensor."""
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """Whether a node is an object that the graph only hands on."""
-    return partitioners.is_opaque_node(node)
 
 
 def is_primal(node: fx.Node) -> bool:
@@ -132,9 +122,8 @@ is_tangent: Callable[[fx.Node], bool] = partitioners._is_tangent
 """Whether a placeholder is a gradient that backward is given."""
 
 
-def is_effect(node: fx.Node) -> bool:
-    """Whether a call acts on more than its results."""
-    return partitioners.is_with_effects(node)
+is_effect: Callable[[fx.Node], bool] = partitioners.is_with_effects
+"""Whether a call acts on more than its results."""
 
 
 def must_save(node: fx.Node) -> bool:

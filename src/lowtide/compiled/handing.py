@@ -1,0 +1,73 @@
+"""Saved values that go from forward to backward in another form: encoded, or as a ticket for what is stored
+elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+Parts = Mapping[fx.Node, Sequence[fx.Node]]
+"""Values -> what goes in their place."""
+
+
+def hand_over(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    forward_outputs: int,
+    fits: Callable[[fx.Node], bool],
+    send: Callable[[list[fx.Node], fx.Node], Parts],
+    receive: Callable[[Parts], None],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Hand some saved values over in another form.
+
+    Args:
+        forward, backward: the halves of a joint graph, changed in place.
+        forward_outputs: how many of the forward's outputs are the caller's; the others are saved.
+        fits: whether a saved value may go so. What is returned anyway stays as it is.
+        send: makes in the forward, before its output, what goes in the place of these values.
+        receive: gives the readers in the backward, of these inputs, what they read instead.
+    """
+    output = next(iter(reversed(forward.graph.nodes)))
+    given: list[Any] = list(output.args[0])
+    returned, saved = given[:forward_outputs], given[forward_outputs:]
+    going = [one for one in saved if isinstance(one, fx.Node) and one not in returned and fits(one)]
+    parts = send(sorted(going), output)
+    handed = [part for one in saved for part in parts.get(one, [one])]
+    output.args = ([*returned, *handed], *output.args[1:])
+    inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    received = {
+        inputs[node.name]: [_placeholder(inputs[node.name], part) for part in parts[node]] for node in going
+    }
+    receive(received)
+    for value in received:
+        backward.graph.erase_node(value)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+    return forward, backward
+
+
+def _placeholder(before: fx.Node, part: fx.Node) -> fx.Node:
+    with before.graph.inserting_before(before):
+        twin = before.graph.placeholder(part.name)
+    twin.meta["val"] = part.meta["val"]
+    return twin
+
+
+def call(graph: fx.Graph, name: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A call in a graph, with what it gives."""
+    node = graph.create_node("call_function", target, args, name=name)
+    values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
+    with torch.no_grad():
+        node.meta["val"] = target(*values)
+    return node
+
+
+def geometry(node: fx.Node) -> tuple[list[int], list[int], torch.dtype]:
+    """Sizes, strides and type of what a node gives."""
+    value = node.meta["val"]
+    return list(value.shape), list(value.stride()), value.dtype
