@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,8 +33,34 @@ def test_everything_is_looked_at() -> None:
 def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.native.shutil.which", lambda name: None)
     compiler = found()["C++ compiler"]
-    assert (compiler.state, compiler.found) == ("note", "none")
+    assert compiler.state == "note" and compiler.found.startswith("no C++ compiler")
     assert "slower" in compiler.means and "CXX" in compiler.fix
+
+
+@pytest.mark.parametrize(
+    ("named", "says"),
+    [
+        (dict(CXX="no-such-compiler"), "CXX names no-such-compiler, which is not there"),
+        (dict(CXX="false"), "ended with 1 and says nothing"),
+    ],
+)
+def test_a_compiler_that_is_named_and_does_not_work_is_said(named: dict[str, str], says: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "lowtide", "doctor", "--json"],
+        env=os.environ | named,
+        capture_output=True,
+        check=True,
+    )
+    (compiler,) = [row for row in json.loads(run.stdout)["findings"] if row["subject"] == "C++ compiler"]
+    assert compiler["state"] == "note" and says in compiler["found"] and "CXX" in compiler["fix"]
+
+
+def test_a_cache_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("LOWTIDE_CACHE", str(file))
+    cache = found()["cache"]
+    assert str(file) in cache.found and "LOWTIDE_CACHE" in cache.fix
 
 
 def test_an_old_torch_is_a_problem_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

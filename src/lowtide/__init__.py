@@ -10,6 +10,7 @@ Importing lowtide imports no torch; each name below is loaded when it is first u
 from __future__ import annotations
 
 from importlib import import_module
+from inspect import Signature, signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,10 @@ class _Trace(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepGraph:
         return import_module("lowtide.run.look.step").trace(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(import_module("lowtide.run.look.step").trace)
 
 
 import_module("lowtide.trace").__class__ = _Trace

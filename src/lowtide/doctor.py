@@ -104,25 +104,35 @@ def _private() -> list[Finding]:
 
 
 def _compiler() -> list[Finding]:
-    from lowtide.native import BuildError, compiler
+    from lowtide.meter import MeterError, counting_allocator
+    from lowtide.native import BuildError, cache_dir, cache_folder, compiler
 
+    slow = "steps are recorded in Python, which is slower, and not held against their budget on a CPU"
+    other = "apt-get install g++, or name one that compiles in CXX"
     try:
         command = compiler()
-    except BuildError:
-        means = "steps are recorded in Python, which is slower, and not held against their budget on a CPU"
-        return [Finding("C++ compiler", "none", means, "note", "apt-get install g++, or name one in CXX")]
+        used, wanted = cache_dir(), cache_folder()
+    except BuildError as error:
+        return [Finding("C++ compiler", str(error), slow, "note", other)]
     where = shutil.which(command[0]) or command[0]
-    return [Finding("C++ compiler", where, "the meter and the recorder are compiled once, and kept")]
-
-
-def _meter() -> list[Finding]:
-    from lowtide.meter import MeterError, counting_allocator
-
     try:
         counting_allocator()
     except MeterError as error:
+        return [Finding("C++ compiler", f"{where} ({error})", slow, "note", other)]
+    found = [Finding("C++ compiler", where, f"the meter and the recorder are compiled once, into {used}")]
+    if used != wanted:
+        means = f"plans are not kept; {used} has what is compiled"
+        fix = "name a folder of your own, that nobody else can write to, in LOWTIDE_CACHE"
+        found.append(Finding("cache", f"{wanted} cannot be used", means, "note", fix))
+    return found
+
+
+def _meter() -> list[Finding]:
+    from lowtide.meter import available
+
+    if not available():
         means = "lowtide.measure reads the profiler, which is slow, and limited steps are not watched"
-        return [Finding("meter on the CPU", "profiler", means, "note", str(error))]
+        return [Finding("meter on the CPU", "profiler", means, "note", "see the C++ compiler")]
     return [Finding("meter on the CPU", "counting allocator", "peaks are exact to the byte")]
 
 

@@ -80,13 +80,17 @@ def compiler() -> list[str]:
     """The C++ compiler's command (``CXX`` names another one).
 
     Raises:
-        BuildError: there is none.
+        BuildError: there is none, or not the one that is named.
     """
-    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
-        words = shlex.split(name)
-        if words and shutil.which(words[0]):
+    named = shlex.split(os.environ.get("CXX", ""))
+    for words in [named] if named else [["c++"], ["g++"], ["clang++"]]:
+        if shutil.which(words[0]):
             return words
-    raise BuildError("no C++ compiler found (tried CXX, c++, g++, clang++); install one")
+    raise BuildError(
+        f"CXX names {named[0]}, which is not there"
+        if named
+        else "no C++ compiler found (tried c++, g++ and clang++)"
+    )
 
 
 def built(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
@@ -124,7 +128,8 @@ def built(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
                     with suppress(subprocess.TimeoutExpired):
                         _, said = process.communicate(timeout=0.5)
             if process.returncode:
-                raise BuildError(f"compiling {name} failed: {said.strip()[-600:]}")
+                why = said.strip()[-600:] or f"{command[0]} ended with {process.returncode} and says nothing"
+                raise BuildError(f"compiling {name} failed: {why}")
             os.replace(made, target)
             work.done("once for this PyTorch and Python")
     except (OSError, subprocess.SubprocessError) as error:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import meter
@@ -452,3 +453,43 @@ def test_what_stays_shares_its_bytes_until_one_of_the_two_is_written() -> None:
         assert measured.peak_bytes == whole.nbytes * (1 + written)
         assert whole.any() == (not written) and shared.all()
         assert shared.shape == part.shape and shared.stride() == part.stride()
+
+
+class Layers(nn.Module):
+    """Layers in one forward, without modules of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(64, 64) / 8) for _ in range(12)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x + torch.tanh(nn.functional.layer_norm(x, (64,)) @ weight)
+        return x
+
+
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(64, 64, num_layers=2, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]
+
+
+@needs_meter
+@pytest.mark.parametrize("kind", [Layers, Unrolled])
+def test_a_model_without_blocks_is_divided_where_few_bytes_cross(
+    kind: type[nn.Module], same: Callable[..., bool]
+) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(16, 40, 64)
+    plain = copy.deepcopy(model)
+    checkpointed = meter.measure(
+        lambda: checkpoint(plain, x, use_reentrant=False).square().mean().backward(), timeline=False
+    )
+    lowtide.limit_memory(model, "100%")
+    looked_at = meter.measure(lambda: model(x).square().mean().backward(), timeline=False)
+    assert looked_at.peak_bytes < 0.8 * checkpointed.peak_bytes
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert same(a.grad, b.grad)

@@ -10,6 +10,7 @@ they are loaded when one is first used.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -60,7 +61,8 @@ def make(
         graph: the step.
         budget: bytes, ``"600MiB"``, ``"60%"`` of the plain step's peak, ``"min"`` for the smallest that the
             policy can meet, or ``"auto"`` for what is free on the graph's device, less a reserve
-            (`lowtide.budget.resolve`).
+            (`lowtide.budget.resolve`). Without one the policy decides: ``"optimal"`` and ``"mixed"`` take as
+            little memory as they can.
         policy: a policy or its name.
         progress: whether a terminal is told what takes long; ``None`` goes by the environment
             (`lowtide.progress`).
@@ -96,6 +98,7 @@ class _Callable(ModuleType):
     """Makes the package callable: ``lowtide.plan(graph, budget=...)``."""
 
     __call__ = staticmethod(make)
+    __signature__ = inspect.signature(make)
 
 
 sys.modules[__name__].__class__ = _Callable

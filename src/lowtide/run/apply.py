@@ -8,6 +8,7 @@ from typing import Self
 
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
+from lowtide.run.messages import warn
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
@@ -22,7 +23,8 @@ class apply:
     The object may be entered again for the next step; with ``verify="first"`` only the first is verified.
 
     Args:
-        plan: made for the very step that runs in the block.
+        plan: made for the very step that runs in the block. Another one has the same gradients, but not the
+            plan's peak: there is a warning where it runs other operations, and none where only sizes differ.
         verify: ``first`` runs each recorded operation of the first step twice and compares, ``always`` also
             compares every replayed tensor's digest in every step, ``never`` trusts.
         stores: groups, codecs of your own and open tiers for a plan that moves values; by default the tiers
@@ -60,7 +62,7 @@ class apply:
         self.verify: Verify = verify
         self.findings = Findings()
         self.departed = 0
-        self._verified = False
+        self._verified = self._told = False
         self._stack: ExitStack | None = None
         self._director: PlanDirector | None = None
 
@@ -89,3 +91,9 @@ class apply:
         stack, self._stack, self._director = self._stack, None, None
         stack.__exit__(kind, error, trace)
         self._verified = self._verified or kind is None
+        if kind is None and self.departed and not self._told:
+            self._told = True
+            warn(
+                f"the step and the plan that is applied differ by {self.departed} operations: its gradients "
+                "are right, its peak is not the plan's. Make a plan from a trace of this step"
+            )

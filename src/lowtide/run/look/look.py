@@ -2,9 +2,9 @@
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
-evicted when autograd packs it, and replayed in backward. So only the program itself holds the step's tensors,
-and a storage is freed when the program releases it. Each forward operation runs twice: that verifies its
-replay, and times it warm.
+evicted when autograd packs it, and replayed in backward. A model without blocks is divided where few bytes
+cross. So only the program itself holds the step's tensors, and a storage is freed when the program releases
+it. Each forward operation runs twice: that verifies its replay, and times it warm.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Look:
                 stack.enter_context(tracer.following_modules())
                 if tracer.model is not None:
                     for block in _blocks(tracer.model):
-                        stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
-                        stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
+                        stack.callback(block.register_forward_pre_hook(recorder.enters).remove)
+                        stack.callback(block.register_forward_hook(recorder.leaves).remove)
                     stack.enter_context(left_alone(tracer.model.modules(), tracer))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack))
                 stack.enter_context(recorder)
@@ -262,6 +262,9 @@ class _LittleMemory(Recorder):
         self.check = False  # what ran twice needs no digests
         self._look, self._tracer = look, look.tracer
         self._ends: dict[int, object] = {}
+        self._divides = True
+        self._evicted: set[LiveValue] = set()
+        self._evicted_bytes = self._kept_bytes = 0
 
     def _packed(self, tensor: torch.Tensor) -> Any:
         if self._tracer.closed:
@@ -276,7 +279,21 @@ class _LittleMemory(Recorder):
         # what is blank is written after it was saved, as rrelu does with its noise: there is nothing to copy
         if key in self._blank or (entry is None and not (droppable and self._tracer.made(tensor))):
             return Kept(tensor)
-        return self._evict(entry[0] if entry is not None else self._value_of(tensor), tensor)
+        value = entry[0] if entry is not None else self._value_of(tensor)
+        if self._divides and value.node is not None and value not in self._evicted:
+            self._divide(value)
+        return self._evict(value, tensor)
+
+    def _divide(self, evicted: LiveValue) -> None:
+        """Begin a region once what was evicted in this one is more than all that is kept, and four times what
+        the program still holds of it: at a place where few bytes cross.
+        """
+        self._evicted.add(evicted)
+        self._evicted_bytes += evicted.nbytes
+        if self._evicted_bytes > self._kept_bytes:
+            crossing_bytes = sum(value.nbytes for value, _ in self._given.values())
+            if self._evicted_bytes > 4 * crossing_bytes:
+                self.boundary()
 
     def _second_run(self, call: Callable[[], Any]) -> Any:
         return self._tracer.measured_run(call, warm=True)
@@ -295,6 +312,7 @@ class _LittleMemory(Recorder):
         value = reference() if reference is not None else None
         if value is None:
             value = LiveValue.stored(on_a_copy(tensor, lazy=True))
+            self._kept_bytes += value.nbytes
             held = self._held
             held[key] = weakref.ref(value)
             enter(self._ends, tensor.untyped_storage(), None, lambda: held.pop(key, None))
@@ -307,6 +325,18 @@ class _LittleMemory(Recorder):
     def boundary(self) -> None:
         """As the recorder's, but kept values stay registered: they are copied when they are overwritten."""
         self._given.clear()
+        self._evicted.clear()
+        self._evicted_bytes = 0
+
+    def enters(self, block: torch.nn.Module, args: Any) -> None:
+        """A block begins. One without children, such as a GRU, may be long: it is divided."""
+        self.boundary()
+        self._divides = not any(True for _ in block.children())
+
+    def leaves(self, *_: Any) -> None:
+        """A block has ended."""
+        self.boundary()
+        self._divides = False
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
         """Copy what replays start from before it is overwritten, by another forward for instance.
