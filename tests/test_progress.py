@@ -168,3 +168,9 @@ def test_a_real_terminal() -> None:
     shown = os.read(outer, 1 << 16).decode()
     os.close(outer)
     assert "timing operations" in shown and "planned in 0." in shown and "all of it" in shown
+
+
+def test_a_setting_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_PROGRESS", "banana")
+    with pytest.raises(lowtide.LowtideError, match="LOWTIDE_PROGRESS is 'banana': 0 turns progress off"):
+        shows()

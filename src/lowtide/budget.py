@@ -69,8 +69,9 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
     if isinstance(text, str):
         found = _NUMBER.fullmatch(text.strip())
         if found is None:
-            what = "known before the step is" if asks_for(text) else "understood"
-            raise BudgetError(f"the budget {text!r} is not {what}: {_FORMS}")
+            if asks_for(text):
+                raise BudgetError(f"the budget {text!r} is not known before the step is: {_FORMS}")
+            raise BudgetError(f"the budget {text!r} is not understood: {_FORMS}")
         number, unit = Fraction(found[1].replace("_", "").rstrip(".")), found[2].lower()
     else:  # infinity and NaN are no whole numbers, either
         number, unit = Fraction(text if math.isfinite(text) else 0.5), "b"
@@ -271,7 +272,10 @@ def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list
             "torch.compile makes zeros for the gradient of every other output"
         )
     if loss > missing_bytes:
-        found.append("compute the loss in chunks of tokens, so that its logits never stand as a whole")
+        found.append(
+            "compute the loss in chunks of tokens, so that its logits never stand as a whole (gradients then "
+            "differ in rounding)"
+        )
     if state > missing_bytes:
         share = math.ceil(100 * missing_bytes / state) / 100
         optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"

@@ -27,6 +27,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from lowtide.errors import LowtideError
+
 T = TypeVar("T")
 
 log = logging.getLogger("lowtide")
@@ -171,8 +173,14 @@ def current() -> Work:
 def shows(progress: bool | None = None) -> bool:
     """Whether a bar belongs here: in the main thread of the first process, with a person at the terminal who
     did not turn it off.
+
+    Raises:
+        LowtideError: ``LOWTIDE_PROGRESS`` is neither 0 nor 1.
     """
-    if progress is False or (progress is None and os.environ.get("LOWTIDE_PROGRESS") == "0"):
+    setting = os.environ.get("LOWTIDE_PROGRESS", "1")
+    if setting not in ("0", "1"):
+        raise LowtideError(f"LOWTIDE_PROGRESS is {setting!r}: 0 turns progress off, 1 is as without it")
+    if progress is False or (progress is None and setting == "0"):
         return False
     if log.level > logging.INFO or os.environ.get("RANK", "0") != "0":
         return False

@@ -118,6 +118,35 @@ def test_a_loss_that_reaches_the_model_by_any_way_is_taken(loss_fn: Any) -> None
     assert handle.prepare(torch.randn(50, 16)) is not None and handle.plan is not None
 
 
+class Unused(nn.Module):
+    """Has parameters that its forward does not touch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+        self.unused = nn.Linear(64, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x).square().mean()
+
+
+def test_what_a_step_does_not_touch_is_named_as_what_it_is() -> None:
+    model = Unused()
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    gradient_bytes = sum(parameter.nbytes for parameter in model.used.parameters())
+    handle = lowtide.limit_memory(model, "100MiB")
+    model(batch(4, 64)).backward()
+    handle.set_budget("1KiB")
+    for standing in (0, gradient_bytes):  # the second step adds to gradients that stand
+        if not standing:
+            model.zero_grad()
+        with pytest.raises(BudgetError) as refused:
+            model(batch(4, 64)).backward()
+        assert refused.value.parts["parameters"] == parameter_bytes
+        assert refused.value.parts["gradients"] >= standing
+        assert "what else stands" not in refused.value.parts
+
+
 def test_a_model_without_parameters_to_train_says_that_it_is_not_limited() -> None:
     model = nn.Sequential(*(nn.GELU() for _ in range(3)))
     handle = lowtide.limit_memory(model, "60%", loss_fn=torch.sum)

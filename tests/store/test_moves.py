@@ -348,7 +348,7 @@ def test_waiting_for_transfers_is_predicted() -> None:
     assert hidden.transfer_seconds < 0.02 * graph.plain_seconds
 
 
-def test_the_planner_picks_the_cheaper_mix_and_says_so() -> None:
+def test_the_planner_picks_the_cheaper_mix() -> None:
     model = net()
     graph = lowtide.trace(lambda: model(X))
     # which is most of so small a step
@@ -361,7 +361,6 @@ def test_the_planner_picks_the_cheaper_mix_and_says_so() -> None:
     assert slow.replayed and not slow.moves
     for plan in (fast, slow):
         assert plan.predicted_peak_bytes <= budget
-        assert any("mixes this adds least" in note for note in plan.notes)
     alone = lowtide.plan(graph, budget=budget)
     assert fast.predicted_extra_seconds <= alone.predicted_extra_seconds
     assert slow.predicted_extra_seconds <= alone.predicted_extra_seconds * 1.0001

@@ -21,6 +21,11 @@ def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     return list(found.values())
 
 
+def bytes_under(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of the distinct storages under the tensors."""
+    return sum(storage.nbytes() for storage in storages(tensors))
+
+
 def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The strided tensors that hold a tensor's numbers and indices: itself, or the parts of a sparse tensor
     or a subclass.

@@ -26,7 +26,7 @@ def save_report(report: Report, path: str | Path) -> None:
     Raises:
         LowtideError: there is no such ending, matplotlib is missing, or the file cannot be written.
     """
-    check_ending(path)
+    check_path(path)
     file = Path(path)
     try:
         if file.suffix == ".html":
@@ -39,18 +39,20 @@ def save_report(report: Report, path: str | Path) -> None:
         raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
-def check_ending(path: str | Path) -> None:
+def check_path(path: str | Path) -> None:
     """Refuse a name that no report can be written to.
 
     Raises:
-        LowtideError: there is no such ending, or what it needs is not installed.
+        LowtideError: there is no such ending, or what it needs is not installed, or there is no such folder.
     """
-    ending = Path(path).suffix
+    ending, folder = Path(path).suffix, Path(path).parent
     if ending not in ENDINGS:
         raise LowtideError(
             f"a report cannot be written to {str(path)!r}: choose a name that ends in .html for the page, "
             ".png, .pdf or .svg for a picture, or .pickle for PyTorch's memory viewer"
         )
+    if not folder.is_dir():
+        raise LowtideError(f"a report cannot be written to {str(path)!r}: there is no folder {str(folder)!r}")
     if ending in (".png", ".pdf", ".svg") and importlib.util.find_spec("matplotlib") is None:
         raise LowtideError(
             f"a {ending} picture needs matplotlib: pip install 'lowtide[train]', or choose .html"

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lowtide.plan import POLICIES
-from lowtide.report import check_ending
+from lowtide.report import check_path
 from lowtide.train.arrangements import check_compile, check_compiled_run, check_pipeline, check_sharding
 from lowtide.train.errors import OptionError, require
 from lowtide.train.schedule import SHAPES
@@ -86,7 +86,7 @@ class TrainOptions(Settings):
             )
         if self.report is not None:
             require(self.compares, "report", self.report, f"{_COMPARED}: {self._to_compare} or --report")
-            check_ending(self.report)
+            check_path(self.report)
         if self.tensorboard is not None:
             fits = self.tensorboard.is_dir() or not self.tensorboard.exists()
             require(fits, "tensorboard", self.tensorboard, "that is a file, and a folder is needed")

@@ -49,11 +49,11 @@ def report_command(
     """Plan a step as ``lowtide plan`` does, and show it on a page: what stands in memory when, what the plan
     decides, what it costs. ``lowtide train --report`` shows one that ran.
     """
-    from lowtide.report import check_ending, make_report, save_report
+    from lowtide.report import check_path, make_report, save_report
 
     files = out or [Path("report.html")]
     for file in files:
-        check_ending(file)
+        check_path(file)
     from lowtide.train.planning import PlanOptions, traced_and_planned
 
     options = PlanOptions(

@@ -9,7 +9,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.meter import storages
+from lowtide.meter import bytes_under
 from lowtide.plan.simulate import plain
 from lowtide.trace.fake import Faker, FakeTracer
 
@@ -124,4 +124,4 @@ class _AnyNumber(private.TorchDispatchMode):
 
 
 def _bytes(items: Any) -> int:
-    return sum(s.nbytes() for s in storages(item for item in items if isinstance(item, torch.Tensor)))
+    return bytes_under(item for item in items if isinstance(item, torch.Tensor))

@@ -13,7 +13,7 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
-from lowtide.meter.resident import gradient_of
+from lowtide.meter.resident import bytes_under, gradient_of
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
 from lowtide.plan.carry import CARRIED, carried, keep
@@ -196,13 +196,10 @@ class Planner:
             if least is None:
                 raise
             if least > most:
-                resident = error.parts.pop(budgets.STANDING, 0)
-                state = min(self.optimizer_bytes, resident)
-                parts = {budgets.STATE: state, budgets.STANDING: resident - state, **error.parts}
                 raise budgets.too_small(
                     limit,
                     min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1),
-                    {name: count for name, count in parts.items() if count},
+                    self._named(error.parts, graph),
                     policy=error.policy,
                     plain_peak_bytes=plain_peak if str(self.budget).rstrip().endswith("%") else None,
                     detail=error.detail,
@@ -211,6 +208,25 @@ class Planner:
         if cached:
             keep(self._cache, graph, plan, most)
         return plan
+
+    def _named(self, parts: Mapping[str, int], graph: StepGraph) -> dict[str, int]:
+        """What stands at a peak, by name, with the state and what the step itself does not touch."""
+        model = self.model
+        gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
+        wholes = {
+            "": (budgets.STATE, self.optimizer_bytes),
+            "parameter": (budgets.PARAMETERS, bytes_under(model.parameters())),
+            "buffer": (budgets.BUFFERS, bytes_under(model.buffers())),
+            "gradient": (budgets.GRADIENTS, bytes_under(gradients)),
+        }
+        found = dict(parts)
+        rest = found.pop(budgets.STANDING, 0)
+        for kind, (name, whole) in wholes.items():
+            in_graph = sum(storage.bytes for storage in graph.storages if storage.kind == kind)
+            more = min(rest, max(0, whole - in_graph))
+            found[name] = found.get(name, 0) + more
+            rest -= more
+        return {name: count for name, count in (found | {budgets.STANDING: rest}).items() if count}
 
     # ---- the optimizer ---------------------------------------------------------------------------
 

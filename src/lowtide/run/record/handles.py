@@ -39,7 +39,7 @@ class Kept:
         if self.mover is not None:
             self.mover.begin()
             self.mover.ahead()
-        _check_version(self.tensor, self.version, self.tensor.shape)
+        _check_version(self.tensor, self.version)
         return self.tensor
 
 
@@ -161,9 +161,9 @@ def unpack(packed: Any) -> torch.Tensor:
     return packed if isinstance(packed, torch.Tensor) else packed.unpack()
 
 
-def _check_version(tensor: torch.Tensor, expected: int, shape: Sequence[int]) -> None:
-    if private.version(tensor) != expected:
-        overwritten(tensor, private.version(tensor), expected, shape)
+def _check_version(tensor: torch.Tensor, expected: int, shape: Sequence[int] | None = None) -> None:
+    if private.version(tensor) != expected:  # some nested tensors have no shape to ask for
+        overwritten(tensor, private.version(tensor), expected, tensor.shape if shape is None else shape)
 
 
 def overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
