@@ -9,7 +9,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.meter import bytes_under
+from lowtide.meter.resident import bytes_under
 from lowtide.plan.simulate import plain
 from lowtide.trace.fake import Faker, FakeTracer
 
