@@ -6,6 +6,7 @@ A `Tier` hands out regions of one slab and moves bytes between device tensors an
 
 from __future__ import annotations
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -155,14 +156,16 @@ class Tier(ABC):
         self._drop()
 
     def __del__(self) -> None:
-        if "_lanes" in self.__dict__:
+        if "_lanes" in self.__dict__ and not sys.is_finalizing():  # threads have ended before the interpreter
             self.close()
 
     # ---- what a tier defines -----------------------------------------------------------------------
 
     @abstractmethod
     def _grow(self, end: int) -> None:
-        """Make the slab reach to ``end``."""
+        """Make the slab reach to ``end``. Transfers may be under way: what lies there stays where it is, so a
+        slab in memory grows by pieces.
+        """
 
     @abstractmethod
     def _write(self, data: torch.Tensor, start: int, ready: Event | None) -> None:

@@ -87,31 +87,31 @@ def drawn(node: Node, run: Run, call: Call) -> Any:
     args, kwargs = call.args, call.kwargs
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     node.generator = given[0] if given else None
-    node.random_state = generator_state(node.device, node.generator)
+    node.noted = generator_state(node.device, node.generator)
     func, position = taking_generator(node.func)
     if func is None or node.device.type != "cpu":
         return run(node.func, args, kwargs)
     own, shared = _OWN.generator, node.generator or torch.default_generator
-    set_generator_state(node.device, own, node.random_state)
+    set_generator_state(node.device, own, node.noted)
     args, kwargs = _with(own, position, args, kwargs)
     result = run(func, args, kwargs)
-    if not _went_on(shared, node.random_state, own.get_state()) and call.info.fills:
+    if not _went_on(shared, node.noted, own.get_state()) and call.info.fills:
         own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
-        node.random_state = generator_state(node.device, own)
+        node.noted = generator_state(node.device, own)
         result = run(func, args, kwargs)
     return result
 
 
 def drawn_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation again from its recorded state; the shared generator is left unchanged."""
-    assert node.random_state is not None
+    assert node.noted is not None
     func, position = taking_generator(node.func)
     if func is not None and node.device.type == "cpu":
-        set_generator_state(node.device, _OWN.generator, node.random_state)
+        set_generator_state(node.device, _OWN.generator, node.noted)
         args, kwargs = _with(_OWN.generator, position, args, kwargs)
         return func(*args, **kwargs)
     before = generator_state(node.device, node.generator)
-    set_generator_state(node.device, node.generator, node.random_state)
+    set_generator_state(node.device, node.generator, node.noted)
     try:
         return node.func(*args, **kwargs)
     finally:

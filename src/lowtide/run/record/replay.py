@@ -152,7 +152,7 @@ class Replay:
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operation with its recorded random state, and restore the generator; wait for a collective."""
-    if node.random_state is None:
+    if node.noted is None:
         result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
     return drawn_again(node, tuple(args), kwargs)

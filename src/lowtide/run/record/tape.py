@@ -153,7 +153,7 @@ class Node:
         outputs: for each new storage: position in the flat list of result tensors, and a weak reference to
             its value.
         statistics: positions of running statistics; a replay gets clones of them.
-        random_state: the generator's state before the call, for random operations.
+        noted: what forward noted for the replay: of a random operation, the generator's state before it.
         generator: the generator argument, if one was given.
         device: where it ran.
         exact: whether its replay starts from the same bits as the forward.
@@ -164,7 +164,7 @@ class Node:
 
     __slots__ = (
         "__weakref__", "args", "call", "device", "exact", "func", "generator", "grad", "inputs",
-        "kwargs", "order", "outputs", "random_state",
+        "kwargs", "noted", "order", "outputs",
         "statistics", "waits", "written",
     )  # fmt: skip
 
@@ -180,7 +180,7 @@ class Node:
         self.written: list[Overwrite] = []
         self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
         self.statistics: tuple[int, ...] = ()
-        self.random_state: bytes | None = None
+        self.noted: Any = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
         self.waits = False

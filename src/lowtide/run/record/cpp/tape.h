@@ -17,7 +17,7 @@ struct Classes {
     py::object type;
     Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
         args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
-        statistics{type, "statistics"}, random_state{type, "random_state"}, generator{type, "generator"},
+        statistics{type, "statistics"}, noted{type, "noted"}, generator{type, "generator"},
         grad{type, "grad"}, waits{type, "waits"}, inputs{type, "inputs"},
         call{type, "call"};
   } node;
@@ -92,7 +92,7 @@ inline py::object new_node(const py::object& func, long order, py::object call) 
   n.exact.set(node, py::bool_(true));
   for (const Slot* slot : {&n.args, &n.written, &n.statistics}) slot->set(node, classes->nothing);
   n.kwargs.set(node, classes->no_names);
-  for (const Slot* slot : {&n.device, &n.random_state, &n.generator}) slot->set(node, py::none());
+  for (const Slot* slot : {&n.device, &n.noted, &n.generator}) slot->set(node, py::none());
   n.grad.set(node, py::bool_(c10::GradMode::is_enabled()));
   n.waits.set(node, py::bool_(true));
   n.call.set(node, std::move(call));
