@@ -124,6 +124,7 @@ def test_the_smallest_budget_under_inductor_is_that_of_single_calls() -> None:
     assert least[1] <= 1.01 * least[0]
 
 
+@pytest.mark.slow
 def test_settings_of_the_user_come_first() -> None:
     model, x = Model(layers=3, width=64), torch.randn(1024, 64)
     compiled = lowtide.compile(model, "min", options={"allow_buffer_reuse": True})
