@@ -39,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
 	@$(call OWN,$(VENV))
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@ $(LEAN)
 
 # What `make train` alone needs; nothing where everything is there already.
