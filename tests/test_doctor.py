@@ -63,6 +63,19 @@ def test_a_cache_that_cannot_be_used_is_said(monkeypatch: pytest.MonkeyPatch, tm
     assert str(file) in cache.found and "LOWTIDE_CACHE" in cache.fix
 
 
+def test_where_nothing_can_be_compiled_into_it_is_the_cache_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("LOWTIDE_CACHE", str(file))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(file))
+    here = found()
+    assert "C++ compiler" not in here
+    assert str(file) in here["cache"].found and "LOWTIDE_CACHE" in here["cache"].fix
+    assert "slower" in here["cache"].means
+
+
 def test_an_old_torch_is_a_problem_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1")
     result = CliRunner().invoke(app, ["doctor"])

@@ -109,11 +109,15 @@ def _compiler() -> list[Finding]:
 
     slow = "steps are recorded in Python, which is slower, and not held against their budget on a CPU"
     other = "apt-get install g++, or name one that compiles in CXX"
+    own = "name a folder of your own, that nobody else can write to, in LOWTIDE_CACHE"
     try:
         command = compiler()
-        used, wanted = cache_dir(), cache_folder()
     except BuildError as error:
         return [Finding("C++ compiler", str(error), slow, "note", other)]
+    try:
+        used, wanted = cache_dir(), cache_folder()
+    except BuildError as error:
+        return [Finding("cache", str(error), f"nothing can be compiled: {slow}", "note", own)]
     where = shutil.which(command[0]) or command[0]
     try:
         counting_allocator()
@@ -122,8 +126,7 @@ def _compiler() -> list[Finding]:
     found = [Finding("C++ compiler", where, f"the meter and the recorder are compiled once, into {used}")]
     if used != wanted:
         means = f"plans are not kept; {used} has what is compiled"
-        fix = "name a folder of your own, that nobody else can write to, in LOWTIDE_CACHE"
-        found.append(Finding("cache", f"{wanted} cannot be used", means, "note", fix))
+        found.append(Finding("cache", f"{wanted} cannot be used", means, "note", own))
     return found
 
 
@@ -132,7 +135,9 @@ def _meter() -> list[Finding]:
 
     if not available():
         means = "lowtide.measure reads the profiler, which is slow, and limited steps are not watched"
-        return [Finding("meter on the CPU", "profiler", means, "note", "see the C++ compiler")]
+        return [
+            Finding("meter on the CPU", "profiler", means, "note", "see the C++ compiler or the cache above")
+        ]
     return [Finding("meter on the CPU", "counting allocator", "peaks are exact to the byte")]
 
 

@@ -4,7 +4,9 @@ do.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
 
 class LowtideError(Exception):
@@ -86,3 +88,31 @@ class PlanError(LowtideError):
 
 class ReplayError(LowtideError, RuntimeError):
     """A value evicted during the forward did not come back bitwise equal."""
+
+
+def expect(fits: bool, name: str, given: object, allowed: str, error: type[LowtideError] = PlanError) -> None:
+    """Refuse an argument that does not fit.
+
+    Args:
+        fits: whether it does.
+        name: of the argument, as in ``"limit_memory(model=)"``.
+        given: what was given.
+        allowed: what to give in its place.
+        error: what is raised.
+
+    Example:
+        >>> expect(callable(3), "measure(step=)", 3, "a function that runs one step", MeterError)
+        Traceback (most recent call last):
+        lowtide.errors.MeterError: measure(step=) was given 3: give a function that runs one step
+    """
+    if not fits:
+        raise error(f"{name} was given {reprlib.repr(given)}: give {allowed}")
+
+
+def is_count(given: object, least: int = 0) -> bool:
+    """Whether this is a whole number, and at least ``least``.
+
+    >>> is_count(3), is_count(0, 1), is_count(3.0), is_count(True)
+    (True, False, False, False)
+    """
+    return isinstance(given, Integral) and not isinstance(given, bool) and int(given) >= least

@@ -141,3 +141,17 @@ def test_where_no_better_plan_fits_a_step_above_its_budget_is_said_once() -> Non
             model(data).backward()
         said.append(sum("a planned step took" in str(warning.message) for warning in caught))
     assert said == [0, 1, 0, 0, 0, 0, 0, 1, 0, 0]
+
+
+@needs_meter
+def test_the_smallest_budget_is_said_to_be_that_of_one_kind() -> None:
+    """A step that adds to gradients has them to hold beside it."""
+    model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
+    data = torch.randn(512, 64)
+    handle = lowtide.limit_memory(model, "min", progress=False)
+    with pytest.warns(lowtide.LowtideWarning, match="its kind keep to it, other kinds to their own smallest"):
+        model(data).sum().backward()
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    first = handle.plan.budget_bytes
+    model(data).sum().backward()
+    assert handle.plan.budget_bytes is not None and handle.plan.budget_bytes > first

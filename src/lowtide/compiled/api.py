@@ -13,7 +13,7 @@ from lowtide.compiled.moving import check_tiers, stores
 from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
 from lowtide.compiled.regional import blocks_of
 from lowtide.compiled.whole import WholeStep
-from lowtide.errors import LowtideError, PlanError
+from lowtide.errors import LowtideError, PlanError, expect
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
@@ -260,6 +260,8 @@ def compile(
         raise PlanError(f"mode and options are Inductor's, and the backend is {backend!r}: drop them")
     if mode is not None and options:
         raise PlanError("mode and options cannot be given together: give options alone")
+    settings = options is None or isinstance(options, dict)
+    expect(settings, "compile(options=)", options, "a dictionary of Inductor's settings")
     chosen = dict(options or {})
     if mode is not None and mode != "default":
         chosen = inductor.mode_options(mode)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.handing import Parts, call, geometry, hand_over
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
 from lowtide.store.codec import Blockwise
 from lowtide.store.coding import ceil_div
@@ -36,6 +36,7 @@ def check_codecs(codecs: Sequence[str]) -> tuple[str, ...]:
     Raises:
         PlanError: one is unknown.
     """
+    expect(isinstance(codecs, Sequence), "compile(codecs=)", codecs, f"some of {', '.join(CODECS)}")
     given = (codecs,) if isinstance(codecs, str) else tuple(codecs)
     for name in given:
         if name not in CODECS:

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.handing import Parts, call, geometry, hand_over
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
 from lowtide.store.arena import Region
@@ -45,6 +45,8 @@ def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload
         PlanError: one is no tier.
     """
     found: list[Offload] = []
+    given = isinstance(tiers, str | Offload | Sequence)
+    expect(given, "compile(tiers=)", tiers, "'host', 'disk' or Offload('disk', path=...)")
     for way in (tiers,) if isinstance(tiers, str | Offload) else tuple(tiers):
         decision = Offload(way) if isinstance(way, str) else decision_of(way)
         if not isinstance(decision, Offload):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
+from lowtide.errors import expect
 from lowtide.estimate.errors import EstimateError, divisors
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
 
@@ -427,3 +428,13 @@ def flag(name: str) -> str:
         "sequence": "--seq",
     }
     return special.get(name, "--" + name.replace("_", "-"))
+
+
+def check_config(function: str, config: Any) -> None:
+    """Refuse what is no `Config`.
+
+    Raises:
+        EstimateError: it is none.
+    """
+    allowed = "what lowtide.estimate.configure(...) returns"
+    expect(isinstance(config, Config), f"{function}(config=)", config, allowed, EstimateError)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowtide.estimate.config import Config
+from lowtide.errors import expect
+from lowtide.estimate.config import Config, check_config
+from lowtide.estimate.errors import EstimateError
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ def iteration_flops(config: Config) -> Flops:
         >>> round(found.hardware / found.model, 3)  # 1 + s/6h, Equation 9
         1.052
     """
+    check_config("iteration_flops", config)
     batch, layers = config.global_batch, config.model.layers
     layer, core, logits = (
         layer_flops(config, batch),
@@ -89,5 +92,11 @@ def utilization(flops: int, seconds: float, devices: int, peak_flops: float) -> 
 
     >>> utilization(3 * 10**15, 10.0, 2, 300e12)
     0.5
+
+    Raises:
+        EstimateError: a number is not above 0.
     """
+    for name, given in (("seconds", seconds), ("devices", devices), ("peak_flops", peak_flops)):
+        above = isinstance(given, int | float) and given > 0
+        expect(above, f"utilization({name}=)", given, "a number above 0", EstimateError)
     return flops / (seconds * devices * peak_flops)

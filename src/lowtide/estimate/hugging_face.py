@@ -5,10 +5,12 @@ not needed.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lowtide.errors import expect
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.presets import MODERN, Preset
 from lowtide.estimate.shape import Shape
@@ -121,6 +123,8 @@ def from_hugging_face(data: Mapping[str, Any], source: str = "the configuration"
         >>> from_hugging_face(config).shape.parameters()
         124439808
     """
+    contents = isinstance(data, Mapping)
+    expect(contents, "from_hugging_face(data=)", data, "the dictionary in a config.json", EstimateError)
     kind = data.get("model_type")
     if kind not in READERS:
         raise EstimateError(
@@ -130,9 +134,20 @@ def from_hugging_face(data: Mapping[str, Any], source: str = "the configuration"
     return READERS[kind](data, source)
 
 
-def read_hugging_face(path: Path) -> Preset:
+def read_hugging_face(path: str | os.PathLike[str]) -> Preset:
     """The same from a ``config.json`` or the folder that holds one."""
-    return from_hugging_face(read_json(path / "config.json" if path.is_dir() else path), repr(str(path)))
+    place = as_path("read_hugging_face", path)
+    return from_hugging_face(read_json(place / "config.json" if place.is_dir() else place), repr(str(place)))
+
+
+def as_path(function: str, path: Any) -> Path:
+    """The path of that name.
+
+    Raises:
+        EstimateError: it is none.
+    """
+    expect(isinstance(path, str | os.PathLike), f"{function}(path=)", path, "a file's path", EstimateError)
+    return Path(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:

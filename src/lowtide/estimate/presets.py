@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from lowtide.estimate.errors import unknown
+from lowtide.errors import expect
+from lowtide.estimate.errors import EstimateError, unknown
 from lowtide.estimate.shape import Shape
 
 
@@ -154,6 +155,7 @@ def preset(name: str) -> Preset:
     Raises:
         EstimateError: there is none; the message lists those there are.
     """
+    expect(isinstance(name, str), "preset(name=)", name, "a name, as in 'llama3-8b'", EstimateError)
     key = ALIASES.get(name.lower(), name.lower())
     if key not in PRESETS:
         raise unknown("model", name, PRESETS)

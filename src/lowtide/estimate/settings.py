@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lowtide.errors import expect
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError, unknown
-from lowtide.estimate.hugging_face import read_hugging_face, read_json
+from lowtide.estimate.hugging_face import as_path, read_hugging_face, read_json
 from lowtide.estimate.presets import PAPER, Preset, changed, preset
 from lowtide.estimate.shape import Shape
 
@@ -71,6 +73,8 @@ def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str
         )
     if isinstance(model, Shape):
         return Preset(changed(model, **shape))
+    name = isinstance(model, str | os.PathLike)
+    expect(name, "configure(model=)", model, "a preset's name, a config.json or a Shape", EstimateError)
     path = Path(model)
     found = (
         read_hugging_face(path)
@@ -80,7 +84,7 @@ def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str
     return Preset(changed(found.shape, **shape), found.usual, found.published)
 
 
-def read_config(path: Path, **settings: Any) -> Config:
+def read_config(path: str | os.PathLike[str], **settings: Any) -> Config:
     """A `Config` from a JSON file whose keys are the flags' names, with some settings changed.
 
     ``{"model": "llama3-8b", "seq": 8192, "tp": 4, "sequence_parallel": true}``. Dashes and underscores are
@@ -89,7 +93,7 @@ def read_config(path: Path, **settings: Any) -> Config:
     Raises:
         EstimateError: the file cannot be read, or has a key that is no setting.
     """
-    data = {key.replace("-", "_"): value for key, value in read_json(path).items()}
+    data = {key.replace("-", "_"): value for key, value in read_json(as_path("read_config", path)).items()}
     known = (*RUN_SETTINGS, *SHAPE_SETTINGS, "model", "as_published")
     for key in data:
         if key not in known:

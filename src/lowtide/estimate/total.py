@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from lowtide.estimate.config import Config
+from lowtide.estimate.config import Config, check_config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import edge_lines
 from lowtide.estimate.fitted import fitted
@@ -176,6 +176,7 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
         >>> found.stages[0].lines[3].name, found.stages[0].lines[3].source
         ('input of the attention norm', 'arXiv 2205.05198 Sec. 4.1')
     """
+    check_config("estimate", config)
     stages = tuple(stage_estimate(config, index) for index in range(config.pp))
     return Estimate(
         config=config,

@@ -4,8 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide.errors import MeterError, expect
 
 _ROOT = Path("/")
+
+
+def device_of(name: Any) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        MeterError: there is none.
+    """
+    device = None
+    if isinstance(name, str | torch.device):
+        try:
+            device = torch.device(name)
+        except RuntimeError:  # PyTorch's message is a list of all that it was ever built for
+            device = None
+    expect(device is not None, "device=", name, "'cpu', 'cuda' or 'cuda:N'", MeterError)
+    assert device is not None
+    return device
 
 
 def free_main_memory() -> int | None:

@@ -11,10 +11,11 @@ from typing import Any, Literal
 
 import torch
 
-from lowtide.errors import MeterError
+from lowtide.errors import MeterError, expect, is_count
 
 from .allocator import AllocatorPeak, available, counting_allocator
 from .cuda import CudaPeak
+from .machine import device_of
 from .profiler import ProfilerPeak
 from .register import Peak, Source
 
@@ -47,7 +48,7 @@ class Measurement:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
-    where = torch.device(device)
+    where = device_of(device)
     if where.type == "cuda":
         if not torch.cuda.is_available():
             raise MeterError(f"memory on {where} cannot be measured: this process has no CUDA device")
@@ -130,7 +131,7 @@ def measure(
         source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
 
     Raises:
-        MeterError: as of `peak`; or the counts are out of range.
+        MeterError: as of `peak`; ``step`` is no function, or a count is out of range.
 
     Example:
         >>> from lowtide.meter import resident_bytes
@@ -139,11 +140,9 @@ def measure(
         >>> standing, measure(model, inputs).peak_bytes  # the output alone is new
         (416, 128)
     """
-    if repeats < 1 or warmup < 0:
-        raise MeterError(
-            f"repeats={repeats} and warmup={warmup}: at least one run counts, and warm-up runs cannot be "
-            "negative"
-        )
+    expect(callable(step), "measure(step=)", step, "a function that runs one step", MeterError)
+    expect(is_count(repeats, 1), "measure(repeats=)", repeats, "a whole number, 1 or more", MeterError)
+    expect(is_count(warmup), "measure(warmup=)", warmup, "a whole number, 0 or more", MeterError)
     where = _device(device)
     kind = _kind(where, source)
     allocator = counting_allocator() if kind is AllocatorPeak else None

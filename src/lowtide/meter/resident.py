@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.errors import MeterError, expect
+
+from .machine import device_of
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -99,8 +102,15 @@ def resident_bytes(
         model: whose parameters, buffers and gradients count.
         optimizer: whose state counts, with the parameters it steps.
         device: count only what lies there (``cuda`` means every CUDA device); ``None`` counts all.
+
+    Raises:
+        MeterError: an argument is something else.
     """
-    where = None if device is None else torch.device(device)
+    module = model is None or isinstance(model, torch.nn.Module)
+    expect(module, "resident_bytes(model=)", model, "a torch.nn.Module, or None", MeterError)
+    steps = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    expect(steps, "resident_bytes(optimizer=)", optimizer, "a torch.optim.Optimizer, or None", MeterError)
+    where = None if device is None else device_of(device)
 
     def counts(storage: torch.UntypedStorage) -> bool:
         return where is None or (

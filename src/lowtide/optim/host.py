@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide import budget as budgets
+from lowtide.errors import expect
 from lowtide.optim import budgeted, checkpoint
 from lowtide.optim.background import BackgroundUpdater
 from lowtide.optim.clip import clip_
@@ -125,6 +126,14 @@ class HostOptimizer(PlacedOptimizer):
         self._steps = 0
         self._holding_back = False
         self._opened = False
+        if isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
+            params = list(params)
+        given = isinstance(params, list) and bool(params)
+        expect(given, "HostOptimizer(params=)", params, "model.parameters(), or a list of groups", OptimError)
+        known = link is None or isinstance(link, Link)
+        expect(known, "HostOptimizer(link=)", link, "a lowtide.optim.Link, or None", OptimError)
+        folder = host_folder is None or isinstance(host_folder, str | os.PathLike)
+        expect(folder, "HostOptimizer(host_folder=)", host_folder, "a folder's path, or None", OptimError)
         super().__init__(params, self.kernel.defaults)
         device = self._one_device()
         self.link = link if link is not None else link_for(device)

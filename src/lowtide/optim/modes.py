@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from lowtide.errors import expect, is_count
 from lowtide.optim.errors import OptimError
 from lowtide.optim.placed import PlacedOptimizer
 
@@ -48,7 +49,7 @@ def check_modes(optimizer: PlacedOptimizer, host: str, device_budget: Any, chunk
             "overlap_update and delayed exclude each other: the first is done before step() returns, the "
             "second after"
         )
-    if optimizer.delay_after < 0:
-        raise OptimError(f"delay_after={optimizer.delay_after}: a number of steps, 0 or more, is needed")
-    if chunk_bytes < 4096:
-        raise OptimError(f"chunk_bytes={chunk_bytes}: at least 4096 are needed")
+    delay = optimizer.delay_after
+    expect(is_count(delay), "HostOptimizer(delay_after=)", delay, "a number of steps, 0 or more", OptimError)
+    whole = is_count(chunk_bytes, 4096)
+    expect(whole, "HostOptimizer(chunk_bytes=)", chunk_bytes, "a whole number, 4096 or more", OptimError)

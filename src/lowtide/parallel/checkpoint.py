@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide import private
+from lowtide.errors import expect
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import Partition
@@ -139,6 +140,8 @@ def partitions_of(model: nn.Module) -> dict[str, Partition]:
     """Which part of each cut parameter this rank holds, by the parameter's name in the model; whole ones are
     not in it.
     """
+    given = isinstance(model, nn.Module)
+    expect(given, "the model of a sharded checkpoint", model, "a torch.nn.Module", ParallelError)
     return {
         f"{prefix}.{name}" if prefix else name: where
         for prefix, module in model.named_modules()
@@ -217,7 +220,7 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     Raises:
         ParallelError: names are missing, unknown, or have another shape.
     """
-    own, cuts = model.state_dict(), partitions_of(model)
+    cuts, own = partitions_of(model), model.state_dict()
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     if missing or unknown:
         raise ParallelError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide import private
+from lowtide.errors import expect
 from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup, tensor_group
@@ -152,6 +153,8 @@ def mark_partial_gradients(model: torch.nn.Module) -> None:
 
     >>> mark_partial_gradients(torch.nn.Linear(2, 2))
     """
+    module = isinstance(model, torch.nn.Module)
+    expect(module, "mark_partial_gradients(model=)", model, "a torch.nn.Module", ParallelError)
     for module in model.modules():
         for hook in private.forward_pre_hooks(module):
             if isinstance(hook, Marker):
@@ -194,6 +197,8 @@ def allreduce_sequence_parallel_gradients(
     Source: neuronx-distributed's function of that name; constant-size buffers are those of ZeRO-R (arXiv
         1910.02054, section 6.2).
     """
+    known = isinstance(optimizer, torch.nn.Module | torch.optim.Optimizer)
+    expect(known, "optimizer=", optimizer, "an optimizer, or a torch.nn.Module", ParallelError)
     groups: dict[TensorGroup, list[Tensor]] = {}
     for parameter in partial_gradients(_parameters_of(optimizer)):
         mark = _mark_of(parameter)

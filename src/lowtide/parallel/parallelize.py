@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lowtide import private
+from lowtide.errors import expect
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import Marker
@@ -77,6 +78,7 @@ def parallelize(
 
     Source: the plans are those of Hugging Face transformers (``base_model_tp_plan``).
     """
+    expect(isinstance(model, nn.Module), "parallelize(model=)", model, "a torch.nn.Module", ParallelError)
     group = tensor_group(mesh)
     styles = _styles(model, published_plan(model) if plan is None else plan, strict=plan is not None)
     if any(isinstance(module, ParallelModule) for module in model.modules()):

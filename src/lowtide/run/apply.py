@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect
 from lowtide.plan.data import Plan
 from lowtide.run.messages import warn
 from lowtide.run.move.engine import TransferEngine
@@ -48,6 +48,8 @@ class apply:
 
     def __init__(self, plan: Plan, *, verify: Verify = "first", stores: Stores | None = None) -> None:
         check_verify(verify)
+        known = stores is None or isinstance(stores, Stores)
+        expect(known, "apply(stores=)", stores, "lowtide.Stores(...), or None")
         if not isinstance(plan, Plan):
             raise PlanError(
                 f"apply takes a Plan, not {type(plan).__name__}: make one with "

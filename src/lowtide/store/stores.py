@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import PlanError
-from lowtide.store.codec import Codec, codec_named
+from lowtide.errors import PlanError, expect
+from lowtide.store.codec import codec_named
+from lowtide.store.coding import Codec
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
 from lowtide.store.shard import Replicas
@@ -51,6 +52,8 @@ class Stores:
                 f"groups={groups!r} is not a mapping: give the process groups by the names that plans use, "
                 f"groups={{'model': group}}"
             )
+        listed = isinstance(codecs, Sequence) and all(isinstance(codec, Codec) for codec in codecs)
+        expect(listed, "Stores(codecs=)", codecs, "a list of codecs of your own; lowtide's need none")
         self.groups = dict(groups or {})
         self._replicas: dict[str, Replicas] = {}
         self.codecs = tuple(codecs)

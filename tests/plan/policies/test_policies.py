@@ -181,10 +181,10 @@ def test_what_is_no_graph_and_no_plan_is_said(graph: StepGraph):
         lowtide.plan.make(graph, policy=lambda graph, budget=None: None)  # type: ignore[arg-type]
 
 
-def test_a_name_is_no_list_of_names(graph: StepGraph):
-    for policy in (policies.full(blocks="blocks.0"), policies.scope("blocks.0")):
+def test_a_name_is_no_list_of_names():
+    for policy in (policies.full, policies.scope):
         with pytest.raises(PlanError, match=r"give \['blocks.0'\]"):
-            policy(graph)
+            policy("blocks.0")
 
 
 def test_a_graph_prints_as_one_line(graph: StepGraph):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect, is_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Offload:
     kind: Literal["offload"] = "offload"
 
     def __post_init__(self) -> None:
+        expect(isinstance(self.path, str), "Offload(path=)", self.path, "a folder's name, as a text")
         if self.tier not in TIERS:
             names = " or ".join(map(repr, TIERS))
             raise PlanError(f"Offload({self.tier!r}): there is no such tier, give {names}")
@@ -61,6 +62,9 @@ class Compress:
     codec: str
     kind: Literal["compress"] = "compress"
 
+    def __post_init__(self) -> None:
+        expect(isinstance(self.codec, str), "Compress(codec=)", self.codec, "a codec's name, as in 'int8'")
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -77,8 +81,8 @@ class Shard:
     kind: Literal["shard"] = "shard"
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise PlanError(f"Shard({self.group!r}, size={self.size}): give the number of ranks, 1 or more")
+        expect(isinstance(self.group, str), "Shard(group=)", self.group, "its name in Stores(groups=)")
+        expect(is_count(self.size, 1), "Shard(size=)", self.size, "the number of ranks, 1 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,10 @@ class Chain:
     first: Shard | Compress
     then: Offload
     kind: Literal["chain"] = "chain"
+
+    def __post_init__(self) -> None:
+        expect(isinstance(self.first, Shard | Compress), "Chain(first=)", self.first, "a Shard or a Compress")
+        expect(isinstance(self.then, Offload), "Chain(then=)", self.then, "an Offload")
 
 
 Decision = Keep | Recompute | Offload | Compress | Shard | Chain

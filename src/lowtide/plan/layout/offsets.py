@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, expect, is_count
 from lowtide.plan.layout.packing import pack, sweep
 from lowtide.progress import current
 
@@ -83,6 +83,9 @@ def layout(
         >>> lowtide.layout([0, 3, 0, 9, 0], [3, 9, 9, 21, 21], [4, 4, 4, 4, 4], capacity=12).max()
         np.int64(8)
     """
+    expect(capacity is None or is_count(capacity), "layout(capacity=)", capacity, "bytes, or None")
+    time_given = isinstance(seconds, int | float) and seconds >= 0
+    expect(time_given, "layout(seconds=)", seconds, "a number, 0 or more")
     found = find(lower, upper, size, capacity, align=align, seconds=seconds)
     if capacity is not None and found.height > capacity:
         why = (
@@ -191,8 +194,7 @@ def _checked(
         raise PlanError(f"buffer {k} dies at {high[k]}, before it is born at {low[k]}")
     if (sizes < 0).any():
         raise PlanError(f"buffer {int(np.argmax(sizes < 0))} has {sizes.min()} bytes: give 0 or more")
-    if align < 1:
-        raise PlanError(f"align={align}: give 1 or more")
+    expect(is_count(align, 1), "layout(align=)", align, "a whole number, 1 or more")
     return low, high, sizes
 
 

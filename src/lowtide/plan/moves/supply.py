@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from lowtide.errors import expect
 from lowtide.plan.data import Compress, Link, Moving, Shard, decision_of, stages
 from lowtide.progress import current
 
@@ -75,12 +76,13 @@ def measure_links(
         >>> sorted(measure_links("int8"))
         ['int8']
     """
-    import torch
-
+    from lowtide.meter.machine import device_of
     from lowtide.store.measure import measure_codec, measure_group, measure_tier
     from lowtide.store.stores import Stores
 
-    place = torch.device(device)
+    given = stores is None or isinstance(stores, Stores)
+    expect(given, "measure_links(stores=)", stores, "lowtide.Stores(...), or None")
+    place = device_of(device)
     found: dict[str, Link] = {}
     current().say("timing transfers")
     with Stores() as own:

@@ -9,10 +9,10 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect, is_count
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, Relaxation
-from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Plan, ProgramStep, Recompute
+from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
 from lowtide.plan.layout.slab import lay_out
 from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.moves.supply import Codec
@@ -127,6 +127,27 @@ def make_plan(
         slab_bytes=slab_bytes,
         loose_peak_bytes=loose.peak_bytes if slab_bytes else 0,
     )
+
+
+def check_moves(
+    policy: str,
+    min_bytes: int,
+    window_bytes: int | None = None,
+    links: Links | None = None,
+    then: Offload | None = None,
+) -> None:
+    """Check what the policies that move have in common.
+
+    Raises:
+        PlanError: one is of another type, or negative.
+    """
+    expect(is_count(min_bytes), f"{policy}(min_bytes=)", min_bytes, "bytes, 0 or more")
+    window = window_bytes is None or is_count(window_bytes, 1)
+    expect(window, f"{policy}(window_bytes=)", window_bytes, "bytes, 1 or more, or None")
+    speeds = links is None or isinstance(links, Mapping)
+    expect(speeds, f"{policy}(links=)", links, "what lowtide.measure_links returns, or None")
+    tier = then is None or isinstance(then, Offload)
+    expect(tier, f"{policy}(then=)", then, "lowtide.Offload(...), or None")
 
 
 def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowtide.errors import expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
 from lowtide.plan.moves.supply import Codec
-from lowtide.plan.policies.build import Policy, make_plan
+from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search.mix import MixedPlanner
 from lowtide.plan.search.planner import planner_of
 
@@ -63,6 +64,8 @@ def mixed(
         >>> policy = policies.mixed("host", "disk", "auto")
     """
     chosen = tuple(decision_of(way) for way in ways)
+    check_moves("mixed", min_bytes, window_bytes, links)
+    expect(isinstance(codecs, Sequence), "mixed(codecs=)", codecs, "a list of codecs of your own")
 
     def chosen_together(graph: StepGraph, budget: int | None = None) -> Plan:
         offered = chosen or default_placements(graph.device)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
 from lowtide.plan.moves.movable import default_window, least_count, movable, move_of
 from lowtide.plan.moves.placements import placements_of
 from lowtide.plan.moves.supply import Codec, codec_named
-from lowtide.plan.policies.build import Policy, make_plan
+from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import entering_blocks, full_stored
 
@@ -40,6 +40,7 @@ def offload(
             nothing.
     """
     decision = Offload(tier, path)
+    check_moves("offload", min_bytes, window_bytes, links)
 
     def offloaded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)
@@ -84,6 +85,9 @@ def compress(
         min_bytes: smaller values stay.
         then: a tier that the compressed values go to.
     """
+    named = isinstance(codec, str) or isinstance(getattr(codec, "name", None), str)
+    expect(named, "compress(codec=)", codec, "a codec's name, as in 'int8', or a lowtide.store.codec.Codec")
+    check_moves("compress", min_bytes, then=then)
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
     if name != "auto":
@@ -130,6 +134,7 @@ def partition(
     if values not in ("checkpoints", "all"):
         raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
     decision = Shard(group, size)
+    check_moves("partition", min_bytes, then=then)
 
     def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)

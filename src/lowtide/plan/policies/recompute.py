@@ -6,7 +6,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect, is_count
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.policies.build import Policy, make_plan
@@ -34,6 +34,7 @@ def full(blocks: Sequence[str] | None = None) -> Policy:
         blocks: qualified names of the blocks; by default the outermost numbered children
             (``transformer.h.0``, ``layer1.2``), or the top-level modules where nothing is numbered.
     """
+    _check_names("full(blocks=)", blocks, "names of modules")
     return _policy("full", lambda sim: full_stored(sim, blocks))
 
 
@@ -44,6 +45,7 @@ def scope(modules: Sequence[str]) -> Policy:
         modules: qualified names of modules; each is a region of its own, nested names belong to the
             outermost.
     """
+    _check_names("scope(modules=)", modules, "names of modules")
     return _policy("scope", lambda sim: full_stored(sim, modules))
 
 
@@ -54,8 +56,8 @@ def sqrt(segments: int | None = None) -> Policy:
     Args:
         segments: how many segments; by default the square root of the number of blocks.
     """
-    if segments is not None and segments < 1:
-        raise PlanError(f"segments={segments}: give 1 or more")
+    given = segments is None or is_count(segments, 1)
+    expect(given, "sqrt(segments=)", segments, "a whole number, 1 or more")
     return _policy("sqrt", lambda sim: sqrt_stored(sim, segments))
 
 
@@ -72,6 +74,8 @@ def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[
         save_ops: per block, keep only what these operations make and what enters the block, recompute the
             rest.
     """
+    for option, names in (("recompute_ops", recompute_ops), ("save_ops", save_ops)):
+        _check_names(f"selective({option}=)", names, "names of operations")
     if recompute_ops is not None and save_ops is not None:
         raise PlanError("selective takes recompute_ops= or save_ops=, not both")
     if recompute_ops is not None:
@@ -82,6 +86,13 @@ def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[
     if save_ops is not None:
         return _policy("selective", lambda sim: save_stored(sim, save_ops))
     return _policy("selective", attention_stored)
+
+
+def _check_names(option: str, names: object, what: str) -> None:
+    listed = isinstance(names, Iterable) and not isinstance(names, str)
+    listed = listed and all(isinstance(name, str) for name in names)
+    allowed = f"[{names!r}]" if isinstance(names, str) else f"a list of {what}"
+    expect(names is None or listed, option, names, allowed)
 
 
 def _policy(name: str, choose: Callable[[Simulator], frozenset[int]]) -> Policy:

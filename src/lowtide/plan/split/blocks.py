@@ -43,8 +43,6 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
     Raises:
         PlanError: no operation ran in one of the modules.
     """
-    if isinstance(modules, str):
-        raise PlanError(f"blocks and modules are lists of names: give [{modules!r}], not {modules!r}")
     names = list(modules)
     outermost = [n for n in names if not any(n != m and n.startswith(m + ".") for m in names)]
     region: dict[int, int] = {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import budget as budgets
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.interception import settle
 from lowtide.meter.resident import innermost
@@ -141,7 +141,10 @@ class Handle:
 
         Raises:
             BudgetError: no plan fits.
+            PlanError: ``steps`` holds no steps.
         """
+        several = isinstance(steps, Iterable) and not isinstance(steps, str)
+        expect(several, "prepare_all(steps=)", steps, "a list of steps' arguments, [x, (x, y)]")
         calls = [
             ((), dict(step))
             if isinstance(step, Mapping)

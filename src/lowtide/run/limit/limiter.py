@@ -291,9 +291,11 @@ class Limiter:
         limit, taken = planned.plan.budget_bytes, resident_bytes + peak
         if limit is not None and taken > limit and not planned.plan.changes_nothing:
             which = "the first step" if len(self.kinds.known) == kind.looks == 1 else "this step"
+            smallest = budgets.asks_for(self.planner.budget) == "min"
+            others = ", other kinds to their own smallest" if smallest else ""
             warn(
                 f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)}, and the budget is "
-                f"{budgets.format_bytes(limit)}; later ones keep to it"
+                f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}"
             )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import TraceError
+from lowtide.errors import TraceError, expect
 from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import with_overhead
 from lowtide.run.look.look import look_aside
@@ -61,6 +61,8 @@ def trace(
             f"trace takes a function that runs one step, not {type(step).__name__}: lowtide.trace(step, "
             "*args)"
         )
+    module = model is None or isinstance(model, torch.nn.Module)
+    expect(module, "trace(model=)", model, "a torch.nn.Module, or None", TraceError)
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     device = device_of(modules, args)
     if fake:

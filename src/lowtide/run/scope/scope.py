@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import private
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect
 from lowtide.interception import watchers
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.verify import Verify, check_verify
@@ -91,7 +91,8 @@ def checkpoint(
         What the function returns.
 
     Raises:
-        PlanError: a value of these options that has no meaning here; the message says which to drop.
+        PlanError: ``function`` is none, or a value of these options that has no meaning here; the message
+            says which to drop.
         ReplayError: as of `checkpointing`.
 
     Source: the call is that of `torch.utils.checkpoint.checkpoint`.
@@ -101,6 +102,7 @@ def checkpoint(
         >>> layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
         >>> lowtide.checkpoint(lambda h: torch.nn.functional.gelu(layer(h)), x).sum().backward()
     """
+    expect(callable(function), "checkpoint(function=)", function, "a function, and then its arguments")
     refused = refusal_of(use_reentrant, preserve_rng_state, determinism_check, debug, early_stop)
     if refused is not None:
         raise PlanError(refused)
