@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -272,10 +273,11 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:
     """Say what this machine has, what that means for a limited step, and what to do about it."""
-    from lowtide.doctor import examine, report
+    from lowtide.doctor import examine
 
     found = examine()
-    typer.echo(json.dumps(report(found), indent=1) if as_json else "\n".join(map(str, found)))
+    data = {"findings": [asdict(finding) for finding in found]}
+    typer.echo(json.dumps(data, indent=1) if as_json else "\n".join(map(str, found)))
     if any(finding.state == "problem" for finding in found):
         raise typer.Exit(1)
 
@@ -314,17 +316,6 @@ def _write_text(path: Path, text: str) -> None:
 def main() -> None:
     """The command line; exits with 2 for what the user can mend, 130 when interrupted."""
     try:
-        _main()
-    except Exception:
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # leaving in order would wait for the other processes
-
-
-def _main() -> None:
-    try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             app()
@@ -334,13 +325,17 @@ def _main() -> None:
         sys.exit(130)
     except MemoryError as error:
         _fail(f"out of memory: {error}")
-    except RuntimeError as error:
-        if "allocate memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":
+    except Exception as error:
+        if "allocate memory" in str(error) or type(error).__name__ == "OutOfMemoryError":
+            _fail(
+                f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or "
+                "--seq, or choose a smaller --model"
+            )
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             raise
-        _fail(
-            f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, "
-            "or choose a smaller --model"
-        )
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # leaving in order would wait for the other processes
 
 
 _plain_warning = warnings.showwarning

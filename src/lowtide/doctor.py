@@ -11,9 +11,8 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 State = Literal["ok", "note", "problem"]
 
@@ -67,11 +66,6 @@ def examine() -> list[Finding]:
     for check in (_private, _compiler, _meter, _devices, _allocator):
         found += check()
     return found
-
-
-def report(findings: Iterable[Finding]) -> dict[str, Any]:
-    """Findings as plain data, for ``--json``."""
-    return {"findings": [asdict(finding) for finding in findings]}
 
 
 def _python() -> list[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +12,7 @@ import typer
 from lowtide.estimate import command as options
 from lowtide.estimate.command import option, parse_recompute, refuse_zero
 from lowtide.estimate.errors import EstimateError
+from lowtide.progress import muted, working
 
 Stages = Annotated[
     str | None,
@@ -112,11 +112,11 @@ def simulate_command(
     from lowtide.estimate.simulation import simulate
 
     console = Console()
-    with ExitStack() as stack:
+    with muted() if json_out else working("simulating", "simulated"):
         result = simulate(
             found, stages=stages, policy=policy, budget=budget,
             device=find_device(device) if device else None, fresh_gradients=fresh_gradients,
-            scratch=scratch, build=build, progress=None if json_out else _bar(stack),
+            scratch=scratch, build=build,
         )  # fmt: skip
     if plot is not None:
         from lowtide.estimate.simulation.render import plot_timeline
@@ -160,20 +160,3 @@ def _transformers(model: str | None) -> Callable[[], Any]:
     from lowtide.estimate.simulation.whole import hugging_face_builder
 
     return hugging_face_builder(model)
-
-
-def _bar(stack: ExitStack) -> Callable[[str, int, int], None]:
-    """A progress bar on the terminal's error stream, gone when the work is done."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
-    task = bar.add_task("tracing", total=None)
-
-    def tell(what: str, done: int, count: int) -> None:
-        bar.update(
-            task, description=f"tracing {what}" if what != "simulating" else what, completed=done, total=count
-        )
-
-    return tell

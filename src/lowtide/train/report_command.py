@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -49,6 +49,9 @@ def report_command(
     """Plan a step as ``lowtide plan`` does, and show it on a page: what stands in memory when, what the plan
     decides, what it costs. ``lowtide train --report`` shows one that ran.
     """
+    asked: dict[str, Any] = dict(locals())  # every option by its name
+    del asked["out"], asked["quiet"]
+    asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None)
     from lowtide.report import check_path, make_report, save_report
 
     files = out or [Path("report.html")]
@@ -56,19 +59,7 @@ def report_command(
         check_path(file)
     from lowtide.train.planning import PlanOptions, traced_and_planned
 
-    options = PlanOptions(
-        model=model,
-        budget=budget_asked(budget, policy),
-        raise_budget=budget is None,
-        policy=policy,
-        batch=batch,
-        seq=seq,
-        dtype=dtype,
-        device=device,
-        dropout=dropout,
-        unfused_attention=unfused_attention,
-        loss_chunks=loss_chunks,
-    )
+    options = PlanOptions(**asked)
     with muted() if quiet else nullcontext():
         graph, plan = traced_and_planned(options)
         report = make_report(graph, plan, title=f"{model}, {batch} x {seq} tokens, {dtype}")

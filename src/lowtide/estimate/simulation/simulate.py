@@ -27,12 +27,12 @@ from lowtide.plan import policies
 from lowtide.plan.policies.recompute import attention_stored
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.plan.split.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
+from lowtide.progress import current
 from lowtide.trace.costs.specs import OpCost, Signature
 
 Pair = tuple[Traced, Traced | None]
 """A chunk's trace with gradients there, and the one that makes them."""
 
-Progress = Callable[[str, int, int], None]
 """Told what begins, how many pieces of work are done, and how many there are."""
 
 
@@ -109,7 +109,6 @@ def simulate(
     fresh_gradients: bool = False,
     scratch: bool = False,
     build: Callable[[], nn.Module] | None = None,
-    progress: Progress | None = None,
 ) -> StepSimulation:
     """Trace one rank of each stage on fake tensors, and compose the step.
 
@@ -128,7 +127,6 @@ def simulate(
             Only for small shapes.
         build: makes the whole model (tokens, targets -> loss) where it is not the project's own; for one
             stage.
-        progress: told about each trace.
 
     Raises:
         EstimateError: the configuration is not one that can be traced.
@@ -152,35 +150,29 @@ def simulate(
 
         device = find("a100")
     kinds = list(dict.fromkeys(kind for stage in wanted for kind in _kinds(config, stage)))
-    traces: dict[tuple[bool, bool], Pair] = {}
     ways = (True, False) if fresh_gradients else (True,)
     known: dict[Signature, OpCost] = {}
-    done = 0
+    jobs = [(kind, with_gradients) for kind in kinds for with_gradients in ways]
+    pairs: dict[tuple[bool, bool], list[Traced]] = {kind: [] for kind in kinds}
     with pretended_group(config.tp) as group:
-        for first, last in kinds:
-            pair: list[Traced] = []
-            for with_gradients in ways:
-                if progress is not None:
-                    progress(_words(first, last), done, len(ways) * len(kinds))
-                pair.append(
-                    trace_chunk(
-                        config,
-                        first=first,
-                        last=last,
-                        with_gradients=with_gradients,
-                        group=group,
-                        device=device,
-                        scratch=known if scratch else None,
-                        whole_layers=policy is None
-                        and limit is None
-                        and config.recompute in ("full", "sqrt"),
-                        build=build,
-                    )
+        for kind, with_gradients in current().each("tracing stages", jobs):
+            pairs[kind].append(
+                trace_chunk(
+                    config,
+                    first=kind[0],
+                    last=kind[1],
+                    with_gradients=with_gradients,
+                    group=group,
+                    device=device,
+                    scratch=known if scratch else None,
+                    whole_layers=policy is None and limit is None and config.recompute in ("full", "sqrt"),
+                    build=build,
                 )
-                done += 1
-            traces[first, last] = (pair[0], pair[1] if fresh_gradients else None)
-    if progress is not None:
-        progress("simulating", done, done)
+            )
+    traces: dict[tuple[bool, bool], Pair] = {
+        kind: (pair[0], pair[1] if fresh_gradients else None) for kind, pair in pairs.items()
+    }
+    current().say("simulating")
     found = []
     for stage in wanted:
         chunks = [traces[kind] for kind in _kinds(config, stage)]
@@ -229,14 +221,6 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             f"--transformers, or a build= of one's own, with --tp={config.tp} --pp={config.pp}: such a model "
             "is traced whole; leave --tp and --pp at 1"
         )
-
-
-def _words(first: bool, last: bool) -> str:
-    return {
-        (True, True): "the whole model",
-        (True, False): "the first chunk",
-        (False, True): "the last chunk",
-    }.get((first, last), "an inner chunk")
 
 
 def _kinds(config: Config, stage: int) -> list[tuple[bool, bool]]:
