@@ -196,7 +196,7 @@ def test_usual_sizes_follow() -> None:
 
 
 def test_states_of_nothing() -> None:
-    with pytest.raises(EstimateError, match="parameters=0"):
+    with pytest.raises(EstimateError, match=r"parameters=\) was given 0"):
         model_states(0)
 
 

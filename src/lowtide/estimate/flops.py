@@ -6,6 +6,7 @@ Matrix products only. Attention is counted whole, causal mask or not, as the pap
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from lowtide.errors import expect
 from lowtide.estimate.config import Config, check_config
@@ -97,6 +98,6 @@ def utilization(flops: int, seconds: float, devices: int, peak_flops: float) -> 
         EstimateError: a number is not above 0.
     """
     for name, given in (("seconds", seconds), ("devices", devices), ("peak_flops", peak_flops)):
-        above = isinstance(given, int | float) and given > 0
+        above = isinstance(given, Real) and given > 0
         expect(above, f"utilization({name}=)", given, "a number above 0", EstimateError)
     return flops / (seconds * devices * peak_flops)

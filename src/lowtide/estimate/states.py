@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil, inf
+from numbers import Real
 
 from lowtide.errors import expect
 from lowtide.estimate.config import Config
@@ -71,12 +72,12 @@ def model_states(
     >>> float(model_states(1e9, offload=1.0).total)
     2000000000.0
     """
-    number = isinstance(parameters, int | float) and 0 < parameters < inf
+    number = isinstance(parameters, Real) and 0 < parameters < inf
     expect(number, "model_states(parameters=)", parameters, "a number above 0", EstimateError)
     if dp < 1 or zero not in (0, 1, 2, 3) or not 0 <= offload <= 1:
         raise EstimateError(
-            f"parameters={parameters}, dp={dp}, zero={zero}, offload={offload}: parameters above 0, dp of at "
-            "least 1, zero from 0 to 3 and offload from 0 to 1 are needed"
+            f"dp={dp}, zero={zero}, offload={offload}: dp of at least 1, zero from 0 to 3 and offload from 0 "
+            "to 1 are needed"
         )
     count, stays = Fraction(parameters), 1 - Fraction(offload)
     return ModelStates(

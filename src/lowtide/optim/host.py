@@ -126,15 +126,20 @@ class HostOptimizer(PlacedOptimizer):
         self._steps = 0
         self._holding_back = False
         self._opened = False
-        if isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor):
-            params = list(params)
-        given = isinstance(params, list) and bool(params)
-        expect(given, "HostOptimizer(params=)", params, "model.parameters(), or a list of groups", OptimError)
+        several = isinstance(params, Iterable) and not isinstance(params, str | torch.Tensor)
+        groups: list[Any] = list(params) if several else []
+        expect(
+            bool(groups),
+            "HostOptimizer(params=)",
+            params,
+            "model.parameters(), or a list of groups",
+            OptimError,
+        )
         known = link is None or isinstance(link, Link)
         expect(known, "HostOptimizer(link=)", link, "a lowtide.optim.Link, or None", OptimError)
         folder = host_folder is None or isinstance(host_folder, str | os.PathLike)
         expect(folder, "HostOptimizer(host_folder=)", host_folder, "a folder's path, or None", OptimError)
-        super().__init__(params, self.kernel.defaults)
+        super().__init__(groups, self.kernel.defaults)
         device = self._one_device()
         self.link = link if link is not None else link_for(device)
         self.host = host if host != "auto" else "disk" if self.link.direct else "memory"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from lowtide.errors import PlanError, expect, is_count
 from lowtide.graph import Operation, StepGraph
@@ -88,7 +89,7 @@ def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[
     return _policy("selective", attention_stored)
 
 
-def _check_names(option: str, names: object, what: str) -> None:
+def _check_names(option: str, names: Any, what: str) -> None:
     listed = isinstance(names, Iterable) and not isinstance(names, str)
     listed = listed and all(isinstance(name, str) for name in names)
     allowed = f"[{names!r}]" if isinstance(names, str) else f"a list of {what}"
