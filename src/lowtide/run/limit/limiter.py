@@ -191,22 +191,24 @@ class Limiter:
             return result
         key = step_key(members, args, kwargs)
         kind = self.kinds.kind_for(key)
-        for one in interceptors():
-            if isinstance(one, StepTracer):  # another model's look, which would show the operations of both
-                one.crowded = self.shared = True
         if self.shared and self.planner.budget is not None:
             self.planner.tell(SHARED)
+        # other models' looks, which show the operations of both; whether it is one step, their ends will show
+        within = [one for one in interceptors() if isinstance(one, StepTracer)]
+        for tracer in within:
+            tracer.others.append(self)
+        crowded = self.shared or bool(within)
         kind.unseen_backward |= compiled  # a compiled call restores dispatch when it returns
-        if kind.wants_look and (self.shared or kind.unseen_backward):
+        if kind.wants_look and (crowded or kind.unseen_backward):
             try:
                 with alone():
                     self.prepare(args, kwargs, within_step=True)
             except TraceError:
-                if not self.shared:  # a teacher beside others takes no part in backward
+                if not crowded:  # a teacher beside others takes no part in backward
                     raise
         if kind.wants_look:
             return self._look(kind, members.device, args, kwargs)
-        return self._step(kind, key, members, partial(self.forward, *args, **kwargs), begin)
+        return self._step(kind, key, members, partial(self.forward, *args, **kwargs), begin, crowded)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -270,9 +272,10 @@ class Limiter:
         """A look has ended: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
             self.local.look = None
-        if look.blind or look.tracer.crowded:
+        if look.blind or look.tracer.others:
             kind.unseen_backward |= look.blind
-            self.shared |= look.tracer.crowded
+            for limiter in look.tracer.others:
+                limiter.shared = self.shared = True
             look.close()
             return
         twice = "every operation ran twice" if look.verified else "no operation ran twice"
@@ -330,14 +333,20 @@ class Limiter:
     # ---- under a plan ----------------------------------------------------------------------------
 
     def _step(
-        self, kind: Kind, key: StepKey, members: Members, forward: Callable[[], Any], begin: float
+        self,
+        kind: Kind,
+        key: StepKey,
+        members: Members,
+        forward: Callable[[], Any],
+        begin: float,
+        crowded: bool,
     ) -> Any:
         planned, planner = kind.planned, self.planner
         assert planned is not None
         planned.note_time()
         # ranks that share a model run alike, and a policy that the user chose is followed
         alone = planner.agreement is None and planner.policy == "optimal"
-        outcome = Outcome(key, planned, planned.fits_without_plan(key), alone)
+        outcome = Outcome(key, planned, planned.fits_without_plan(key), alone, crowded)
         watch = self.local.watch = StepWatch(partial(self._learn, kind, outcome), members.device)
         plan = planned.plan
         if plan.budget_bytes is not None and watch.peak_bytes is None:
@@ -398,7 +407,7 @@ class Limiter:
         if kind.planned is not planned:
             return
         outcome.backwards = watch.backwards
-        if peak is not None and not self.shared:  # else it is that of all models together
+        if peak is not None and not outcome.crowded:  # else it is that of all models together
             outcome.measured_bytes = planned.graph.resident_bytes + planned.plan.slab_bytes + peak
             self.measured_bytes = outcome.measured_bytes
         if said := learn(kind, outcome):
