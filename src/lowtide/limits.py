@@ -96,7 +96,8 @@ def limit_memory(
         before.remove()
     refuse_sharded(model)
     optimizer = None if optimizer is None else innermost(optimizer)
-    limiter = Limiter(model, loss_fn, verify, stores, (budget, policy or "optimal", optimizer, progress))
+    asked = {"budget": budget, "policy": policy or "optimal", "optimizer": optimizer, "progress": progress}
+    limiter = Limiter(model, loss_fn, verify, stores, **asked)
     model.__dict__["forward"] = limiter
     limiter.engagement.begin()
     return Handle(limiter)

@@ -91,7 +91,7 @@ class OpInfo:
         written: positions of arguments that it writes (keyword-only ones by name).
         fills: a written argument's old content is not looked at.
         uninitialized: its outputs hold whatever was in memory.
-        random: it draws random numbers.
+        random: it draws random numbers: PyTorch's tag says so, or it takes a generator.
         running_statistics: positions of batch-norm statistics that it updates in training mode, whatever its
             schema says.
         training_position: which argument tells training mode; ``None`` when it always trains.
@@ -156,7 +156,8 @@ def op_info(func: private.OpOverload) -> OpInfo:
         written=written,
         fills=base in _FILLS or out_variant,
         uninitialized=name in _UNINITIALIZED,
-        random=torch.Tag.nondeterministic_seeded in func.tags,
+        random=torch.Tag.nondeterministic_seeded in func.tags
+        or any("Generator" in str(argument.type) for argument in schema.arguments),
         running_statistics=(3, 4) if name in _RUNNING_STATISTICS else (),
         training_position=_RUNNING_STATISTICS.get(name),
         reason=reason,

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import fx, nn
 
-from lowtide.compiled import seconds
-from lowtide.compiled.costs import costs_of
+from lowtide.compiled import costs
+from lowtide.compiled.costs import costs_of, half_seconds, parts_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.liveness import Traffic
 from lowtide.compiled.prediction import predict_generated
-from lowtide.compiled.seconds import half_seconds, parts_of
 from lowtide.compiled.timeline import told
 from lowtide.compiled.variants import Menu
 from lowtide.private import inductor, partitioning
@@ -82,13 +81,13 @@ def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: 
 
 def test_masks_that_are_handed_over_are_likely_to_cost_what_kernels_take_for_them(look: Look) -> None:
     menu = Menu(look.joint, {})
-    with mock.patch.object(seconds, "MASK_SECONDS", (0.0, 0.0)):
+    with mock.patch.object(costs, "MASK_SECONDS", (0.0, 0.0)):
         without = menu.likely_seconds(look.halves)
         assert without > 0
-    with mock.patch.object(seconds, "MASK_SECONDS", (2.0, 1.0)):
+    with mock.patch.object(costs, "MASK_SECONDS", (2.0, 1.0)):
         assert menu.likely_seconds(look.halves) - without == pytest.approx(3 * ROWS * WIDTH)
     unmasked = cut(look.joint, ())  # computes the product again, and the mask within what reads it
-    with mock.patch.object(seconds, "MASK_SECONDS", (2.0, 1.0)):
+    with mock.patch.object(costs, "MASK_SECONDS", (2.0, 1.0)):
         assert without < menu.likely_seconds(unmasked) < 1.0
 
 
@@ -107,7 +106,7 @@ def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
 
 
 def test_masks_cost_what_they_take_on_a_cpu(look: Look) -> None:
-    count, (write, read) = 1 << 20, seconds.MASK_SECONDS
+    count, (write, read) = 1 << 20, costs.MASK_SECONDS
     assert half_seconds(look.halves[0], Traffic(0, count, 0), {}, "cpu") == pytest.approx(count * write)
     assert half_seconds(look.halves[0], Traffic(0, 0, count), {}, "cpu") == pytest.approx(count * read)
     assert half_seconds(look.halves[0], Traffic(0, count, count), {}, "cuda") == 0
@@ -127,9 +126,9 @@ class Loss(nn.Module):
 
 def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
     x = torch.randn(2, 1024, 256)
-    with mock.patch.object(seconds, "MASK_SECONDS", (1e-6, 1e-6)):
+    with mock.patch.object(costs, "MASK_SECONDS", (1e-6, 1e-6)):
         slow = forecast(Loss(), "90%", x)
-    with mock.patch.object(seconds, "MASK_SECONDS", (0.0, 0.0)):
+    with mock.patch.object(costs, "MASK_SECONDS", (0.0, 0.0)):
         quick = forecast(Loss(), "90%", x)
     assert slow.predicted_extra_seconds < -1 < quick.predicted_extra_seconds
     assert slow.gap_seconds < 0.5 * slow.plain_seconds
@@ -146,4 +145,4 @@ def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
 def test_a_graph_that_fits_takes_no_extra_time() -> None:
     plan = forecast(Loss(), "100%", torch.randn(2, 256, 256))
     assert plan.predicted_extra_seconds == 0 and plan.gap_seconds == 0
-    assert seconds.half_seconds(fx.symbolic_trace(nn.ReLU()), Traffic(), {}, "cpu") == 0
+    assert half_seconds(fx.symbolic_trace(nn.ReLU()), Traffic(), {}, "cpu") == 0

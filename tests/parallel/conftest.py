@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lowtide.limits
-from lowtide.run.record.native import compiled
+from lowtide.run.record.native import native_recorder
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -17,4 +17,4 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 def _once() -> None:
     """Processes that are made from this one limit memory with what it has imported and built."""
     assert lowtide.limits
-    compiled()
+    native_recorder()

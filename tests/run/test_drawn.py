@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +111,43 @@ def test_a_generator_given_by_position_or_name_goes_on_too() -> None:
             y = x.exp() * torch.poisson(x.detach(), own) * torch.rand(50, generator=own)
         y.sum().backward()
         found.append((y.detach(), x.grad, own.get_state()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # pyright: ignore
+
+
+def test_an_operation_of_the_users_own_draws_from_the_generator_that_it_is_given() -> None:
+    """Its author did not tag it as random: it ran twice in a first step, and drew twice."""
+    library = torch.library.Library("lowtide_test_drawn", "DEF")
+    library.define("noisy(Tensor x, Generator generator) -> Tensor")
+    library.impl("noisy", lambda x, generator: x * torch.rand(x.shape, generator=generator), "CPU")
+    noisy = torch.ops.lowtide_test_drawn.noisy
+
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+            return noisy(x, generator)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            return grads[0], None
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.generator = nn.Linear(32, 32), torch.Generator().manual_seed(2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.gelu(Noisy.apply(self.linear(x), self.generator))  # pyright: ignore
+
+    found = []
+    for limited in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer() for _ in range(4)))
+        handle = lowtide.limit_memory(model, policy="full") if limited else None
+        for _ in range(3):
+            model.zero_grad()
+            model(torch.ones(64, 32)).square().sum().backward()
+        assert handle is None or not handle.kept
+        found.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # pyright: ignore
 
 

@@ -224,3 +224,41 @@ def test_each_of_two_models_in_one_step_has_its_own_budget() -> None:
     assert all(plan is not None and plan.replayed for plan in plans)
     assert plans[0].predicted_peak_bytes == pytest.approx(plans[1].predicted_peak_bytes, rel=0.2)
     assert sum("several limited models take part" in text for text in said) == 2
+
+
+class _Raises(torch.autograd.Function):
+    """Ends its backward with an error."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise ValueError("no gradient")
+
+
+def test_a_loss_kept_after_an_error_in_its_backward_takes_no_part_in_steps_of_other_models() -> None:
+    """The error ends backward before it reaches the model, and the loss keeps the first step open. The other
+    model was taken for a part of that.
+    """
+    failing, other = small(dropout=0.0), small(dropout=0.0)
+    plain = copy.deepcopy(other)
+    lowtide.limit_memory(failing, "90%")
+    handle = lowtide.limit_memory(other, "70%")
+    loss = _Raises.apply(failing(batch()))
+    with pytest.raises(ValueError, match="no gradient"):
+        loss.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            for model in (other, plain):
+                model.zero_grad()
+                model(batch()).backward()
+    assert not [str(one.message) for one in caught if "several limited models" in str(one.message)]
+    pairs = zip(other.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # pyright: ignore
+    assert handle.plan is not None and handle.plan.replayed
+    del loss
+    other(batch()).backward()
+    assert handle.measured_peak_bytes is not None

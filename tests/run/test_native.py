@@ -21,10 +21,10 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import planned
-from lowtide.run.record.native import compiled
+from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 
-pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(native_recorder() is None, reason="there is no C++ compiler")
 
 N = 16
 

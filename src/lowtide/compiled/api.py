@@ -11,13 +11,12 @@ from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
 from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.moving import check_tiers, stores
 from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
-from lowtide.compiled.regional import blocks_of
 from lowtide.compiled.whole import WholeStep
 from lowtide.errors import LowtideError, PlanError, expect
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
-from lowtide.private import captured, compile_in_place, compile_settings, inductor, uncompiled
+from lowtide.private import captured, compile_in_place, compile_settings, inductor, is_compiled, uncompiled
 from lowtide.run.limit.arguments import check_optimizer, sharded_units
 from lowtide.run.limit.handle import check_budget, handle_of
 from lowtide.run.limit.optimizer_need import optimizer_need
@@ -55,11 +54,10 @@ class CompiledHandle:
         check_budget(budget)
         honour_regions()
         self._codecs, self._tiers = codecs, tiers
-        self._for_one_graph = _given(codecs=codecs, tiers=tiers)
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
         self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
-        self._blocks = blocks_of(model) if regional else []
+        self._blocks = _blocks_of(model) if regional else []
         self._whole_alone = regional  # whether no graph is taken for a step by itself
         self._install()
 
@@ -147,8 +145,7 @@ class CompiledHandle:
         def backend(module: Any, inputs: Any) -> Any:
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
             if recorded or not captured.is_whole_step(module):
-                if self._for_one_graph:
-                    what = self._for_one_graph
+                if what := _given(codecs=self._codecs, tiers=self._tiers):
                     raise PlanError(
                         f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
                         "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
@@ -329,6 +326,39 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     check_budget(budget)
     honour_regions()
     return {**FREES_AT_ONCE, "custom_partitioner_fn": Partitioner(budget, options={})}
+
+
+def _blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The blocks that regional compilation compiles: those that are compiled already, else those that repeat.
+
+    Blocks repeat where a ``ModuleList`` or ``Sequential`` holds several modules of one class with parameters;
+    of lists within such blocks none counts.
+
+    Raises:
+        PlanError: there are none.
+    """
+    compiled = [block for _, block in model.named_modules() if block is not model and is_compiled(block)]
+    found = compiled or _repeated(model)
+    if not found:
+        raise PlanError(
+            f"{type(model).__name__} has no blocks that repeat: compile those that you mean "
+            "(block.compile()) before lowtide.compile(..., regional=True), or leave regional out"
+        )
+    return found
+
+
+def _repeated(module: torch.nn.Module) -> list[torch.nn.Module]:
+    found: list[torch.nn.Module] = []
+    for child in module.children():
+        inner = (
+            list(child.children()) if isinstance(child, (torch.nn.ModuleList, torch.nn.Sequential)) else []
+        )
+        parts = [one for one in inner if next(one.parameters(), None) is not None]
+        if len(parts) > 1 and len({type(one) for one in parts}) == 1 and next(parts[0].children(), None):
+            found += parts
+        else:
+            found += _repeated(child)
+    return found
 
 
 def _given(**ways: Sequence[Any]) -> str:

@@ -17,7 +17,7 @@ Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 class Cutter(inductor.CustomPartitionerFn):
-    """What AOTAutograd calls with a joint graph; where that is cut is for each kind of it to say.
+    """The partitioner that AOTAutograd calls; each subclass says where a joint graph is cut.
 
     Args:
         options: Inductor's settings; ``None`` where graphs run call by call.
@@ -77,8 +77,9 @@ def cut(joint: Joint, stored: Iterable[Key]) -> Halves:
 
 
 def _order(backward: fx.GraphModule, joint: Joint) -> None:
-    """Order a backward: what rests on its gradients in the order of the joint graph, and everything else
-    where it is first needed, which is what the planner's simulator does, too.
+    """Order a backward as the planner's simulator does.
+
+    What rests on its gradients keeps the order of the joint graph; all else comes where it is first needed.
     """
     graph = backward.graph
     nodes = list(graph.nodes)

@@ -1,4 +1,4 @@
-"""Plans for graphs that leave sizes open: for which sizes one is made, and up to which it holds.
+"""Plan graphs that leave sizes open, and guard each plan by the largest sizes for which it holds.
 
 A plan is made for the sizes at hand, and serves all up to the largest with which its predicted peak is within
 the budget; a guard compiles anew beyond. Who has seen a program grow beyond its plan plans with a quarter in

@@ -12,13 +12,56 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compiled import coding
 from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import arriving_bytes
+from lowtide.ops import op_info
 from lowtide.private import FakeTensorMode, OpOverload, TorchDispatchMode, partitioning, tree_leaves
+from lowtide.trace.costs.measure import measure_scratch
+from lowtide.trace.costs.specs import described_call, runnable
+
+Ask = Callable[[Any, Any, Any], int]
+"""Scratch of one call: the operation, its arguments and its keyword arguments, as fake tensors."""
+
+
+class Scratch:
+    """Scratch of the calls of one generated text, in their order.
+
+    Args:
+        known: what each kind of call took, by its description; shared with other texts.
+    """
+
+    def __init__(self, known: dict[str, int]) -> None:
+        self._known = known
+        self._first: list[tuple[int, int]] = []  # bytes given, bytes taken
+
+    def run(self) -> Ask:
+        """The scratch of each call, for one run of the text.
+
+        The first run measures each kind of call once, on made-up inputs. In a run with other sizes a call's
+        scratch grows with the bytes that it is given.
+        """
+        before, first = iter(self._first), not self._first
+
+        def ask(operation: Any, args: Any, kwargs: Any) -> int:
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if not runnable(operation) or not tensors or op_info(operation).is_view:
+                return coding.scratch_bytes(operation, args)
+            given = sum(one.nbytes for one in tensors)
+            if not first:
+                then, took = next(before)
+                return -(-took * given // then) if then else took
+            spec = described_call(operation, args, kwargs, partitioning.hint)
+            if (key := repr(spec)) not in self._known:
+                self._known[key] = measure_scratch(spec)
+            self._first.append((given, self._known[key]))
+            return self._known[key]
+
+        return ask
 
 
 class _Kernel:
-    """A kernel, or anything else that takes no memory of its own; what it is given is counted."""
+    """Stands in for a kernel: takes no memory, and counts the tensors that it is given."""
 
     def __init__(self, ledger: _Ledger) -> None:
         self._ledger = ledger
@@ -49,7 +92,7 @@ class _Ledger(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, scratch: Callable[[Any, Any, Any], int]) -> None:
+    def __init__(self, scratch: Ask) -> None:
         super().__init__()
         self.scratch = scratch
         self.standing: set[int] = set()
@@ -119,7 +162,7 @@ def profile_generated(
     text: str,
     module: fx.GraphModule,
     lent: Collection[str],
-    scratch: Callable[[Any, Any, Any], int],
+    scratch: Ask,
     size_of: Callable[[Any], int],
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Profile:

@@ -1,4 +1,4 @@
-"""A first cut that nobody has looked at, and the look at it while Inductor compiles it.
+"""Compile a first cut before its peak is known, and read the peak off what Inductor generates for it.
 
 What a cut takes is read off the text that Inductor generates. A planner that reads it before it cuts has the
 graph lowered for that alone, which takes longer than everything else that it does. Most first cuts are good:
@@ -17,11 +17,10 @@ from torch import fx
 from lowtide import budget as budgets
 from lowtide.compiled.correction import NEAR, at_or_smallest
 from lowtide.compiled.cut import Halves, cut
-from lowtide.compiled.generated import profile_generated
+from lowtide.compiled.generated import Scratch, profile_generated
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.liveness import Profile
 from lowtide.compiled.prediction import lent_to
-from lowtide.compiled.scratch import Scratch
 from lowtide.compiled.timeline import FIRST, told
 from lowtide.compiled.variants import Menu
 from lowtide.plan import make
@@ -36,11 +35,11 @@ guessed for.
 
 
 class Refused(BaseException):
-    """A guess was not good. It is no error of whoever compiles, so nobody there may catch it."""
+    """A guess was not good. No `Exception`: PyTorch's compiler would catch that."""
 
 
 class Trial:
-    """Makes a guess, and looks at it while Inductor compiles it.
+    """Cuts a graph by what single calls take, and checks the peak while Inductor compiles the halves.
 
     Args:
         budget: as of `lowtide.limit_memory`.

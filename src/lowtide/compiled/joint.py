@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from lowtide.ops import op_info
 from lowtide.private import OpOverload, partitioning, schema_of
 
 Key = str
@@ -214,8 +215,8 @@ class Joint:
         self.calls.sort(key=lambda call: self.place[call.node.name])
 
     def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> Call:
-        """A call that reads storages in memory; what no kernel writes there is computed within it, from what
-        that rests on.
+        """The call that a node makes. It reads storages that are in memory; inputs that no kernel writes to
+        memory are computed within it.
         """
         forward = self._side(node)
         reads: dict[Key, None] = {}
@@ -245,13 +246,15 @@ class Joint:
             partitioning.must_save(user) for user in node.users if partitioning.is_item(user)
         ):
             return "its result must be kept"
-        if isinstance(target, OpOverload):
-            if torch.Tag.nondeterministic_seeded in target.tags:
-                return "it draws random numbers"
-            if target.namespace in ("_c10d_functional", "c10d"):
-                return "it is a collective"
-        if _name(node) in ("inductor_seed", "inductor_seeds", "inductor_randint_seed"):  # without that tag
+        if _name(node) in (
+            "inductor_seed",
+            "inductor_seeds",
+            "inductor_randint_seed",
+        ):  # not tagged as random
             return "it draws random numbers"
+        if isinstance(target, OpOverload):
+            info = op_info(target)
+            return "it draws random numbers" if info.random else info.reason
         return ""
 
     def _find_masks(self) -> list[fx.Node]:
@@ -290,7 +293,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def lazily(wanted: Iterable[T], needs: Callable[[T], Iterable[T]], place: Callable[[T], int]) -> list[T]:
-    """Each of these in turn, and right before it what it needs and nobody before did, in order of place."""
+    """Each of these in turn, right after everything that it needs and that is not there yet."""
     order: dict[T, None] = {}
     for one in wanted:
         needed: set[T] = set()

@@ -10,10 +10,9 @@ from torch import fx
 
 from lowtide.compiled.coding import scratch_bytes
 from lowtide.compiled.costs import Cost, Size
-from lowtide.compiled.generated import profile_generated
+from lowtide.compiled.generated import Scratch, profile_generated
 from lowtide.compiled.joint import Call, Joint, Key, described
 from lowtide.compiled.liveness import Profile, profile
-from lowtide.compiled.scratch import Scratch
 from lowtide.private import inductor
 
 Profiles = Callable[..., tuple[Profile, Profile]]
@@ -25,7 +24,7 @@ Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
 
 
 def lent_to(joint: Joint, lent: Collection[Key] | None = None) -> set[str]:
-    """Names of what a half is given and others hold: what lies in these storages, or the graph's inputs."""
+    """Names of the inputs of a half that others hold, too: those in these storages, or the graph's inputs."""
     nodes = joint.primals if lent is None else joint.nodes
     return {node.name for node in nodes if lent is None or joint.key_of.get(node) in lent}
 

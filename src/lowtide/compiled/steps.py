@@ -1,5 +1,6 @@
-"""All compiled graphs of a step as one `StepGraph`: their forwards and backwards in the order in which they
-ran, and what stands and happens between them.
+"""Write all compiled graphs of a step down as one `StepGraph`.
+
+Forwards and backwards stand in the order in which they ran; between them stands what ran outside.
 """
 
 from __future__ import annotations

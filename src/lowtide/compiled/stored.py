@@ -24,7 +24,7 @@ from lowtide.version import __version__
 
 
 class Shelf:
-    """Plans by code in a folder.
+    """Keeps plans in a folder, under the code that they are of.
 
     Args:
         folder: where files are kept; one that cannot be read or written is as good as none.

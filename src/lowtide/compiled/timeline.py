@@ -1,5 +1,4 @@
-"""A plan for a step of compiled graphs, against what their backend will really allocate: one timeline, one
-budget.
+"""Plan a step of compiled graphs within one budget, by what their backend will really allocate.
 
 All graphs of a step are written down as one `StepGraph`, which the planner decides about. What it would store
 in each call is a way to cut that call's graph (`lowtide.compiled.variants`). The planner's simulator knows
@@ -254,8 +253,9 @@ class _Planning:
 
 
 def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:
-    """The plan with what its cuts will really take, in bytes and seconds, and those of `torch.compile`; its
-    distance from the bound stays what the planner says.
+    """The plan with what its cuts take, and those of `torch.compile`, in place of what the planner predicted.
+
+    Its distance from the bound stays the planner's.
     """
     extra = seconds - plain_seconds
     return replace(

@@ -11,14 +11,13 @@ import torch
 from torch import fx
 
 from lowtide.compiled.coding import coded
-from lowtide.compiled.costs import Size, costs_of
+from lowtide.compiled.costs import Size, costs_of, half_seconds, parts_of
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import moved
 from lowtide.compiled.prediction import Predict, Profiles, predict_calls, predict_generated
 from lowtide.compiled.recording import Moment
-from lowtide.compiled.seconds import half_seconds, parts_of
 from lowtide.compiled.steps import Step, step_of
 from lowtide.plan import make
 from lowtide.plan.data import Compress, Decision, Offload, Plan
@@ -58,8 +57,10 @@ class Variant:
         return self.at(self.size)[0].peak_bytes
 
     def backward_bytes(self, lent: frozenset[Key] | None = None) -> int:
-        """The same for backward, what it was handed included, but for what others hold to its end: storages
-        of these names, or the graph's inputs.
+        """The most live bytes while backward runs, what it was handed included.
+
+        Args:
+            lent: storages that others hold to its end, which are not counted; by default the graph's inputs.
         """
         return self.at(self.size, lent)[1].peak_bytes
 

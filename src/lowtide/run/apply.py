@@ -9,7 +9,7 @@ from typing import Self
 from lowtide.errors import PlanError, expect
 from lowtide.plan.data import Plan
 from lowtide.run.messages import warn
-from lowtide.run.move.engine import TransferEngine
+from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder

@@ -1,5 +1,7 @@
-"""What a step takes that its graph does not show: collectives under way, the random states of checkpoints,
-the executor's own time, and the gradients that earlier steps left.
+"""Bytes and seconds of a step that its graph does not show.
+
+These are collectives under way, the random states of checkpoints, the executor's own time, and the gradients
+that earlier steps left.
 """
 
 from __future__ import annotations
@@ -49,8 +51,9 @@ def with_overhead(graph: StepGraph) -> StepGraph:
 
 
 def _overhead_seconds() -> tuple[float, float]:
-    """What the executor adds to each operation of the forward, views and saved tensors included, and what it
-    adds to each replayed one beyond that, as measured by `benchmarks/recorder.py` with cold caches.
+    """The executor's own time for each operation of the forward, and what a replayed one takes beyond that.
+
+    Views and saved tensors are included. `benchmarks/recorder.py` measured both with cold caches.
     """
     try:
         compiler()

@@ -18,8 +18,7 @@ class _Mark:
 
 
 class StepWatch:
-    """Follows one step of a limited model, from before its forward to the end of its backward, or of each of
-    its backwards.
+    """Follows one step of a limited model, from its forward to the end of each of its backwards.
 
     Args:
         on_end: called with this each time that a backward through the step has ended.

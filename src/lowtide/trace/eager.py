@@ -45,7 +45,7 @@ class StepTracer(Tracer, Interceptor):
 
     Attributes:
         asks: whether the forward asked for values, which may change what it does from step to step.
-        crowded: whether the steps of other limited models go on within this one.
+        others: limited models whose forward ran within this step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         before_write: called with the tensors that an operation outside the planned region is about to
             overwrite.
@@ -55,7 +55,7 @@ class StepTracer(Tracer, Interceptor):
     def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         super().__init__(model, device)
         self.asks = False
-        self.crowded = False
+        self.others: list[Any] = []
         self.checkpoints = 0
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()

@@ -50,6 +50,7 @@ class StepKey(NamedTuple):
 
 
 def _leaf(item: Any) -> Any:
+    """What two arguments share that may differ in size, and in the value of a number."""
     if isinstance(item, torch.Tensor):
         if item.is_nested:
             return "nested"
@@ -71,7 +72,7 @@ class Members:
 
     Attributes:
         modules, parameters, buffers: all of them, modules once.
-        kinds: a parameter or buffer of each type.
+        lazy: whether some parameters or buffers are not initialized yet.
         compiled: the modules whose calls `torch.compile` may have made.
         training: a byte for each module.
     """
@@ -100,7 +101,7 @@ class Members:
         self.parameters = [one for one in parameters if one is not None]
         self.buffers = [one for one in buffers if one is not None]
         of_each_type = {type(one): one for one in (*self.parameters, *self.buffers)}
-        self.kinds = list(of_each_type.values())
+        self.lazy = any(map(torch.nn.parameter.is_lazy, of_each_type.values()))
         self.compiled = [module for module in modules if private.is_compiled(module)]
         self.training = bytes([bool(module.training) for module in modules])
 
@@ -114,10 +115,6 @@ class Members:
             bytes([one.is_leaf and one.grad is not None for one in self.parameters]),
             array("q", types).tobytes(),
         )
-
-    def are_lazy(self) -> bool:
-        """Whether some parameters or buffers are not initialized yet."""
-        return any(map(torch.nn.parameter.is_lazy, self.kinds))
 
     @property
     def device(self) -> torch.device:

@@ -21,7 +21,7 @@ from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
 from lowtide.run.messages import OWN_OFF, own_checkpointing, warn
-from lowtide.run.ranks.agree import LEARNING_STEPS
+from lowtide.run.ranks import LEARNING_STEPS
 from lowtide.run.record.verify import Verify
 
 _LOOKS = 8  # at a kind whose steps differ from one to the next, before the plan for the longest stays
@@ -184,8 +184,8 @@ class Kinds:
             return self.verify != "never"
         return not any(other.looks and other.key.differs_in_size(kind.key) for other in self.known.values())
 
-    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
-        """A step of a kind was looked at: plan for the longest one seen.
+    def take_in(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
+        """Take in a look at a step of a kind: plan for the longest step seen.
 
         Returns:
             Whether the look is of use. One that trusted another size's verification and found another program

@@ -30,7 +30,7 @@ from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, Kinds
 from lowtide.run.limit.outcome import Outcome, learn
 from lowtide.run.limit.planned import Planned
-from lowtide.run.limit.planning import Planner, Policy
+from lowtide.run.limit.planning import Planner
 from lowtide.run.limit.unlimited import (
     AROUND_COMPILED,
     SHARED,
@@ -41,9 +41,9 @@ from lowtide.run.limit.unlimited import (
 )
 from lowtide.run.look.look import Look, look_aside
 from lowtide.run.messages import ABANDONED, UNMEASURED, warn
-from lowtide.run.move.engine import TransferEngine
+from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import PlanDirector
-from lowtide.run.record.native import compiled
+from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch
@@ -72,7 +72,7 @@ class Limiter:
 
     Args:
         model, loss_fn, verify, stores: as of `limit_memory`.
-        asked: budget, policy, optimizer and progress, for the planner.
+        asked: as of `Planner`: budget, policy, optimizer, progress.
 
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
     It can be copied and pickled with the model; plans are not copied, the copy makes its own.
@@ -90,7 +90,7 @@ class Limiter:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         verify: Verify,
         stores: Stores | None,
-        asked: tuple[str | int | None, Policy, torch.optim.Optimizer | None, bool | None],
+        **asked: Any,
     ) -> None:
         self.model, self.loss_fn = model, loss_fn
         self.verify: Verify = verify
@@ -98,11 +98,11 @@ class Limiter:
         self.removed = False
         self._begin(stores, asked)
 
-    def _begin(self, stores: Stores | None, asked: tuple[Any, Any, Any, Any]) -> None:
+    def _begin(self, stores: Stores | None, asked: dict[str, Any]) -> None:
         """Begin with no plans; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
-        self.planner = Planner(self.model, lambda: self.stores.groups, *asked)
+        self.planner = Planner(self.model, lambda: self.stores.groups, **asked)
         self.kinds = Kinds(self.planner, self.verify)
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
@@ -112,16 +112,17 @@ class Limiter:
 
     def __getstate__(self) -> dict[str, Any]:
         names, planner = ("model", "loss_fn", "verify", "original", "removed"), self.planner
-        counted = planner.optimizer is not None
+        asked = {"budget": planner.budget, "policy": planner.policy, "progress": planner.progress}
         return {
-            "asked": (planner.budget, planner.policy, counted, planner.progress),
+            "asked": asked,
+            "counted": planner.optimizer is not None,
             **{name: self.__dict__[name] for name in names},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        budget, policy, counted, progress = state.pop("asked")
+        asked, counted = state.pop("asked"), state.pop("counted")
         self.__dict__.update(state)
-        self._begin(None, (budget, policy, None, progress))
+        self._begin(None, asked)
         if counted:
             warn(
                 "the copy of a limited model does not count an optimizer: remove() its limit and call "
@@ -191,22 +192,24 @@ class Limiter:
             return result
         key = step_key(members, args, kwargs)
         kind = self.kinds.kind_for(key)
-        for one in interceptors():
-            if isinstance(one, StepTracer):  # another model's look, which would show the operations of both
-                one.crowded = self.shared = True
         if self.shared and self.planner.budget is not None:
             self.planner.tell(SHARED)
+        # other models' looks, which show the operations of both; whether it is one step, their ends will show
+        within = [one for one in interceptors() if isinstance(one, StepTracer)]
+        for tracer in within:
+            tracer.others.append(self)
+        crowded = self.shared or bool(within)
         kind.unseen_backward |= compiled  # a compiled call restores dispatch when it returns
-        if kind.wants_look and (self.shared or kind.unseen_backward):
+        if kind.wants_look and (crowded or kind.unseen_backward):
             try:
                 with alone():
                     self.prepare(args, kwargs, within_step=True)
             except TraceError:
-                if not self.shared:  # a teacher beside others takes no part in backward
+                if not crowded:  # a teacher beside others takes no part in backward
                     raise
         if kind.wants_look:
             return self._look(kind, members.device, args, kwargs)
-        return self._step(kind, key, members, partial(self.forward, *args, **kwargs), begin)
+        return self._step(kind, key, members, partial(self.forward, *args, **kwargs), begin, crowded)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -228,7 +231,7 @@ class Limiter:
                 self.local.look = None
             elif look.watch.backwards:
                 self._tell_together()
-                self._looked(look, kind)
+                self._look_ended(look, kind)
             elif look.tracer.closed or look.watch.failed():
                 self.local.look = None
                 look.close()
@@ -250,12 +253,12 @@ class Limiter:
     # ---- looking ---------------------------------------------------------------------------------
 
     def _look(self, kind: Kind, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        compiled()  # takes half a minute once; better now than after backward
+        native_recorder()  # takes half a minute once; better now than after backward
         look = Look(
             self.model,
             device,
             verify=self.kinds.is_to_verify(kind),
-            on_end=lambda look: self._looked(look, kind),
+            on_end=lambda look: self._look_ended(look, kind),
         )
         self.local.look = (look, kind)
         try:
@@ -266,20 +269,21 @@ class Limiter:
             raise
         return result
 
-    def _looked(self, look: Look, kind: Kind) -> None:
+    def _look_ended(self, look: Look, kind: Kind) -> None:
         """A look has ended: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
             self.local.look = None
-        if look.blind or look.tracer.crowded:
+        if look.blind or look.tracer.others:
             kind.unseen_backward |= look.blind
-            self.shared |= look.tracer.crowded
+            for limiter in look.tracer.others:
+                limiter.shared = self.shared = True
             look.close()
             return
         twice = "every operation ran twice" if look.verified else "no operation ran twice"
         took("looked at a first step", time.perf_counter() - look.began, twice, self.planner.progress)
         with self.kinds.lock:
             graph = look.graph()
-            if self.kinds.looked(kind, look, graph):
+            if self.kinds.take_in(kind, look, graph):
                 self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
 
     def _tell_above(self, kind: Kind, resident_bytes: int, peak: int | None) -> None:
@@ -323,7 +327,7 @@ class Limiter:
                     verify=self.verify != "never",
                 )
             with self.kinds.lock:
-                self.kinds.looked(kind, look, graph)
+                self.kinds.take_in(kind, look, graph)
                 if within_step:
                     self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
         assert kind.planned is not None
@@ -332,14 +336,20 @@ class Limiter:
     # ---- under a plan ----------------------------------------------------------------------------
 
     def _step(
-        self, kind: Kind, key: StepKey, members: Members, forward: Callable[[], Any], begin: float
+        self,
+        kind: Kind,
+        key: StepKey,
+        members: Members,
+        forward: Callable[[], Any],
+        begin: float,
+        crowded: bool,
     ) -> Any:
         planned, planner = kind.planned, self.planner
         assert planned is not None
         planned.note_time()
         # ranks that share a model run alike, and a policy that the user chose is followed
         alone = planner.agreement is None and planner.policy == "optimal"
-        outcome = Outcome(key, planned, planned.fits_without_plan(key), alone)
+        outcome = Outcome(key, planned, planned.fits_without_plan(key), alone, crowded)
         watch = self.local.watch = StepWatch(partial(self._learn, kind, outcome), members.device)
         plan = planned.plan
         if plan.budget_bytes is not None and watch.peak_bytes is None:
@@ -400,7 +410,7 @@ class Limiter:
         if kind.planned is not planned:
             return
         outcome.backwards = watch.backwards
-        if peak is not None and not self.shared:  # else it is that of all models together
+        if peak is not None and not outcome.crowded:  # else it is that of all models together
             outcome.measured_bytes = planned.graph.resident_bytes + planned.plan.slab_bytes + peak
             self.measured_bytes = outcome.measured_bytes
         if said := learn(kind, outcome):

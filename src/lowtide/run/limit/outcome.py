@@ -66,6 +66,7 @@ class Outcome:
         planned: what it ran under.
         without_plan: it ran as it is, since steps of its size were seen to need no plan.
         may_drop_plan: steps that keep the budget without a plan may run so.
+        crowded: other limited models may take part in it, so its peak is not its own.
         director: followed its operations, or ``None`` where it was not recorded.
         findings: of its forward: the most that it would have taken on top without evictions.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
@@ -77,6 +78,7 @@ class Outcome:
     planned: Planned
     without_plan: bool = False
     may_drop_plan: bool = True
+    crowded: bool = False
     director: PlanDirector | None = None
     findings: Findings = field(default_factory=Findings)
     measured_bytes: int | None = None

@@ -28,7 +28,7 @@ from lowtide.run.limit.optimizer_need import (
     optimizer_need,
 )
 from lowtide.run.messages import Once
-from lowtide.run.ranks.agree import Agreement, agreement_of, agreement_over
+from lowtide.run.ranks import Agreement, agreement_of, agreement_over
 from lowtide.trace.tracer import with_collectives
 
 Policy = str | Callable[..., Plan]
@@ -88,8 +88,10 @@ class Planner:
         return self.changes, margin_bytes
 
     def agreed(self, looked: StepGraph) -> tuple[StepGraph, Agreement | None]:
-        """The step to plan for, from one that was looked at: with all of the model, what the executor adds,
-        and collectives that may run again where the ranks that share the model agree on the program.
+        """The step to plan for, from one that was looked at.
+
+        It has all of the model and the executor's own time. Its collectives may run again where the ranks
+        that share the model agree on the program.
 
         Returns:
             The step, and the ranks that share the model where each has to plan alone.
@@ -236,8 +238,8 @@ class Planner:
         return self.need_of(self.optimizer).state_bytes if self.optimizer is not None else 0
 
     def need_of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-        """What it takes. That takes as long as planning for a small model: it is worked out again only where
-        it may have changed.
+        """Bytes that an optimizer takes, worked out again only where they may have changed: that takes as
+        long as planning for a small model.
         """
         asked = depends_on(optimizer)
         if self._need is None or self._need[0] != asked:

@@ -50,7 +50,7 @@ def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any
     """
     if private.transformed():
         return _TRANSFORMED
-    if members.are_lazy():
+    if members.lazy:
         return _LAZY
     if any(parameter.requires_grad for parameter in members.parameters):
         return None

@@ -161,7 +161,7 @@ class Look:
         return self.tracer.graph()
 
 
-class _Looked:
+class _Saved:
     """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
 
     __slots__ = ("held", "look", "number")
@@ -271,7 +271,7 @@ class _LittleMemory(Recorder):
             return Kept(tensor)
         with unseen():
             number, droppable = self._tracer.packs(tensor)
-            return _Looked(self._look, number, self._held_or_evicted(tensor, droppable))
+            return _Saved(self._look, number, self._held_or_evicted(tensor, droppable))
 
     def _held_or_evicted(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
         key = private.storage_key(tensor)
@@ -285,8 +285,10 @@ class _LittleMemory(Recorder):
         return self._evict(value, tensor)
 
     def _divide(self, evicted: LiveValue) -> None:
-        """Begin a region once what was evicted in this one is more than all that is kept, and four times what
-        the program still holds of it: at a place where few bytes cross.
+        """Begin a region where few bytes cross.
+
+        That is once the region's evicted bytes are more than all kept ones, and than four times those that
+        the program still holds of it.
         """
         self._evicted.add(evicted)
         self._evicted_bytes += evicted.nbytes

@@ -1,5 +1,6 @@
-"""Directors decide for each operation whether it is recorded and which of its results stay: one inside a
-checkpointing scope, without a graph, the other by a plan.
+"""Directors decide for each operation whether it is recorded and which of its results stay.
+
+`RegionDirector` serves a checkpointing scope, which has no graph; `PlanDirector` follows a plan.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.digest import digest
-from lowtide.run.move.engine import TransferEngine
+from lowtide.run.move import TransferEngine
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.tape import Ref
 
@@ -68,7 +68,7 @@ class Evicted:
 
     def __del__(self) -> None:
         if not self.asked:
-            self.ref.value.read()
+            self.ref.value.count_off()
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
@@ -96,7 +96,7 @@ class Evicted:
             )
         if not self.asked:
             self.asked = True
-            value.read()
+            value.count_off()
         return self.ref.view(base)
 
 

@@ -20,7 +20,7 @@ _PASS, _RECORD, _PYTHON = 0, 1, 2
 
 
 @cache
-def compiled() -> Any:
+def native_recorder() -> Any:
     """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
@@ -34,7 +34,7 @@ def compiled() -> Any:
 
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:
     """A plan's program for the compiled half, or ``None`` where there is none."""
-    module = compiled()
+    module = native_recorder()
     if module is None:
         return None
     made = module.Program()

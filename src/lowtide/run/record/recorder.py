@@ -18,10 +18,10 @@ from lowtide import private
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import Call, OpInfo, covers_storage, enter, has_plain_storage, is_sparse, is_wrapper, op_info
 from lowtide.run.digest import digest, reach
-from lowtide.run.move.engine import TransferEngine
+from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
-from lowtide.run.record.native import compiled
+from lowtide.run.record.native import native_recorder
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.replay import flat_results
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
@@ -66,7 +66,7 @@ class Recorder(Interceptor):
         self._order = 0
         self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
-            self.core = compiled().Core(self, program)
+            self.core = native_recorder().Core(self, program)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -75,7 +75,7 @@ class Recorder(Interceptor):
             stack.callback(self.close)
             core = self.core if self.mover is None else None
             pack = core.pack if core is not None else self.pack
-            back = compiled().unpack if self.core is not None else unpack
+            back = native_recorder().unpack if self.core is not None else unpack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
             if core is not None:  # it takes them out while nothing is evicted
                 core.hooks_found()
@@ -224,7 +224,7 @@ class Recorder(Interceptor):
             if not stay:
                 value = self._register(node, tensor, max(old.ref.value.extent, reach(tensor)))
                 old.new = weakref.ref(value)
-        node.reads()
+        node.complete()
 
     def _move(
         self, mover: TransferEngine, director: PlanDirector, call: Call, fresh: list[int], flat: list[Any]

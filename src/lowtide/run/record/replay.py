@@ -101,7 +101,7 @@ class Replay:
         for one in node.written:
             self._place(one.new, overwritten[id(one.ref)])
         del flat, overwritten
-        node.has_read()
+        node.drop_inputs()
         for source in node.inputs:
             self.uses[id(source)] -= 1
             if self.uses[id(source)] <= 0:
@@ -140,7 +140,7 @@ class Replay:
         return base
 
     def _place(self, reference: weakref.ref[LiveValue] | None, tensor: torch.Tensor) -> None:
-        """Keep what was written for those that wait for it."""
+        """Keep a tensor that was written while its value has readers."""
         value = reference() if reference is not None else None
         if value is None:
             return

@@ -16,7 +16,7 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.run.digest import Geometry
-from lowtide.run.move.engine import StoredTensor, TransferEngine
+from lowtide.run.move import StoredTensor, TransferEngine
 
 
 class LiveValue:
@@ -58,7 +58,7 @@ class LiveValue:
         value.version = private.version(value.held)
         return value
 
-    def read(self) -> None:
+    def count_off(self) -> None:
         """Count off one reader; drop the cached copy after the last."""
         if self.readers > 0:
             self.readers -= 1
@@ -185,8 +185,8 @@ class Node:
         self.grad = torch.is_grad_enabled()
         self.waits = False
 
-    def reads(self) -> None:
-        """Complete the node: count it among the readers of its inputs."""
+    def complete(self) -> None:
+        """All inputs are noted: count the node among their readers."""
         self.inputs = list(dict.fromkeys(self.inputs))
         self.waits = True
         for value in self.inputs:
@@ -194,16 +194,16 @@ class Node:
             if value.node is not None and not value.node.exact:
                 self.exact = False
 
-    def has_read(self) -> None:
-        """Stop counting this node as a reader: it has run again, or never will."""
+    def drop_inputs(self) -> None:
+        """Count the node off its inputs: it has run again, or never will."""
         if self.waits:
             self.waits = False
             for value in self.inputs:
-                value.read()
+                value.count_off()
 
     def __del__(self) -> None:
         if self.waits:
-            self.has_read()
+            self.drop_inputs()
 
 
 class Fetch:

@@ -29,8 +29,8 @@ MOST_FINGERPRINTS = 1 << 17
 
 @cache
 def _known() -> dict[int, bool]:
-    """For each fingerprint, whether the operation reproduced: facts about code, which no model owns. It holds
-    addresses of parameters, so those of two models differ.
+    """Whether an operation reproduced, by its fingerprint. No model owns these facts about code; fingerprints
+    hold addresses of parameters, so those of two models differ.
     """
     return {}
 
@@ -78,7 +78,7 @@ class ScopeRecorder(Recorder):
         """Verify the operation or trust it, by its fingerprint, and go on as the recorder does."""
         if self._verify == "never" or op_info(func).is_view or private.in_backward():
             return super().operation(func, args, kwargs)
-        self._fingerprint = hash((self._fingerprint, id(func), *_looks_of(args)))
+        self._fingerprint = hash((self._fingerprint, id(func), *_form_of(args)))
         self._reproduces = _known().get(self._fingerprint)
         if self._verify == "first":
             self.verify = self.check = self._reproduces is None
@@ -123,15 +123,15 @@ class ScopeRecorder(Recorder):
             raise
 
 
-def _looks_of(items: tuple[Any, ...] | list[Any]) -> list[Any]:
+def _form_of(items: tuple[Any, ...] | list[Any]) -> list[Any]:
     """Shape, type and device of each tensor, and the address of each parameter."""
-    looks: list[Any] = []
+    form: list[Any] = []
     for item in items:
         if isinstance(item, torch.Tensor):
-            looks += (None if item.is_nested else item.shape, item.dtype, item.device)
+            form += (None if item.is_nested else item.shape, item.dtype, item.device)
             owner = private.base_of(item)
             if type(owner) is torch.nn.Parameter:
-                looks.append(private.storage_key(owner))
+                form.append(private.storage_key(owner))
         elif isinstance(item, (list, tuple)):
-            looks += _looks_of(item)
-    return looks
+            form += _form_of(item)
+    return form

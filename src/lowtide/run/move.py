@@ -116,7 +116,7 @@ class Gathered:
 
 
 class Decoded:
-    """A value of which ``source`` has the parts that ``codec`` made of it."""
+    """A value that is decoded from the parts in ``source``."""
 
     def __init__(
         self,
