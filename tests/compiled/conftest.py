@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch._inductor.config
 
+from lowtide.private import inductor
+
 sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("families", "parallel", "compiled")]
 
 
 @pytest.fixture(autouse=True)
 def own_code() -> Iterator[None]:
-    """Nothing was compiled before, here or on the disk: on a warm cache nobody plans, and the handle has no
-    plan. The same random numbers each time.
+    """No graph was compiled before, here or on the disk: on a warm cache nobody plans, and the handle has no
+    plan. Kernels of the same text are compiled once. The same random numbers each time.
     """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(inductor.UNCACHED):
         yield
     torch._dynamo.reset()

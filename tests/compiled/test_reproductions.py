@@ -361,7 +361,7 @@ def test_197838_a_lower_budget_is_a_lower_peak() -> None:
     least = peak(smallest._orig_mod, smallest, x)
     assert least <= rival
     peaks = [least]
-    for part in (1, 2, 3):
+    for part in (1, 3):
         model, budget = Gated(layers=2), least + (whole - least) * part // 4
         peaks.append(peak(model, limited(model, budget, "aot_eager"), x))
         assert 0.97 * budget <= peaks[-1] <= budget

@@ -57,6 +57,8 @@ SHARED: list[tuple[dict[str, Any], int]] = [
     (TWO_LLAMA | dict(sequence_parallel=True), 0),
     (LLAMA | dict(sequence_parallel=True, recompute="full", pp=2, interleave=2, global_batch=8), 1),
 ]
+OFTEN = [SHARED[0], *SHARED[4:7], *SHARED[8:]]
+"""Each way to recompute, with and without sequence parallelism, but not all of both."""
 needs_meter = pytest.mark.skipif(not available(), reason="needs the counting allocator")
 
 
@@ -84,12 +86,19 @@ def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
 
 @needs_meter
 @needs_gloo
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_shared_among_processes(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "chosen"),
+    [
+        (2, OFTEN),
+        pytest.param(2, [case for case in SHARED if case not in OFTEN], marks=pytest.mark.slow),
+        pytest.param(4, SHARED[3:], marks=pytest.mark.slow),  # not all of plain tensor parallelism again
+    ],
+    ids=["2", "2, the others", "4"],
+)
+def test_shared_among_processes(size: int, chosen: list[tuple[dict[str, Any], int]]) -> None:
     """Real Gloo processes that share every layer, with and without sequence parallelism, under every
     recomputation.
     """
-    chosen = SHARED if size == 2 else SHARED[3:]  # not all of plain tensor parallelism again
     configs = [
         (configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage)
         for given, stage in chosen

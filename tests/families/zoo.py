@@ -267,7 +267,7 @@ def mamba() -> tuple[nn.Module, Batch]:
     config = MambaConfig(
         vocab_size=120, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4, use_cache=False
     )
-    return MambaForCausalLM(config), _tokens(length=16)
+    return MambaForCausalLM(config), _tokens(length=8)
 
 
 def mixtral() -> tuple[nn.Module, Batch]:

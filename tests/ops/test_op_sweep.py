@@ -19,7 +19,7 @@ from lowtide.run.record.recorder import Recorder
 pytest.importorskip("expecttest")  # PyTorch's operator database imports it
 
 ROOT = Path(__file__).parents[2]
-SAMPLES = {"float": 3}  # of each operation; elsewhere one
+SAMPLES = {"float": 2}  # of each operation; elsewhere one
 PART = (
     "abs", "acos", "add", "addbmm", "addcmul", "addmm", "addmv", "all", "amax", "angle", "as_strided",
     "asin", "atan2", "baddbmm", "bernoulli",

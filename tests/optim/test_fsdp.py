@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict  # once, not in each process: with all of FSDP it takes seconds
 import torch.multiprocessing as mp
 from benchmarks.throttled_link import ThrottledLink
 from runs import ADAMW
@@ -88,12 +89,12 @@ def every_fraction(rank: int, size: int, folder: Path) -> None:
         clip="torch",
         micro=2,
     )
-    for tenth in range(11) if size == 2 else (0, 3, 7, 10):
+    for tenth in (0, 3, 7, 10) if size == 2 else (3,):
         ours_model = make(size)
         ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=tenth / 10, **ADAMW)
         assert train(ours_model, ours, rank, range(3), clip="torch", micro=2) == norms
         assert equal(plain_model, ours_model), tenth
-    for fraction in (0.0, 0.4, 1.0):
+    for fraction in (0.0, 0.4, 1.0) if size == 2 else (0.4,):
         for link in (None, ThrottledLink()):
             ours_model = make(size)
             ours = HostOptimizer(

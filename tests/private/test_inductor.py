@@ -46,7 +46,7 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
         return inductor.compile_with(module, inputs, {}, half, at_once=True)
 
     model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend)
-    with inductor_config.patch(force_disable_caches=True), pytest.raises(Stop):
+    with inductor_config.patch(inductor.UNCACHED), pytest.raises(Stop):
         model(torch.randn(4, 8))
     assert [one for one in seen if one != "loaded"] == ["forward", "backward"]
     assert seen[0] == "forward" and seen[-1] == "backward"

@@ -112,7 +112,7 @@ def test_the_page_of_the_largest_benchmark_has_little_to_open() -> None:
     """24 layers of 1,024 features are the most operations that a benchmark plans. A browser reads the data
     before it shows anything, so this bounds what opening the page takes; that itself is not timed.
     """
-    graph, plan = traced_and_planned(PlanOptions("gpt2-medium", None, policy="full", batch=2, seq=512))
+    graph, plan = traced_and_planned(PlanOptions("gpt2-medium", None, policy="full", batch=1, seq=32))
     moments = tuple((k * plan.plain_seconds / 600, 1_000_000_007 + 12_345 * k) for k in range(600))
     measured = Measured(plan.plain_peak_bytes, plan.plain_seconds, moments)
     made = make_report(graph, plan, points=(), measured_plain=measured, measured_planned=measured)

@@ -12,15 +12,16 @@ import torch
 import torch._inductor.config
 
 from lowtide import meter
+from lowtide.private import inductor
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.trainer import TrainResult, train
 
 
 @pytest.fixture(autouse=True)
 def _own_code() -> Iterator[None]:
-    """Nothing compiled before is used, in this process or from the disk."""
+    """No graph compiled before is used, in this process or from the disk."""
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with torch._inductor.config.patch(inductor.UNCACHED):
         yield
 
 

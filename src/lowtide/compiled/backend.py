@@ -73,7 +73,7 @@ def compile_step(module: Any, inputs: Any, partitioner: Partitioner, report: Rep
     elif inductor.cache_hits() > hits:
         known = shelf.find(key)
         if not known:  # the plan of what was found is lost
-            anew = {**options, "force_disable_caches": True}
+            anew = {**options, **inductor.UNCACHED}
             return compile_graph(module, inputs, anew, partitioner, at_once=guessing)
         report.planned += known
     return compiled

@@ -35,7 +35,7 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
     """
     report = Report()
     # what a cache hands out nobody plans
-    options = {**FREES_AT_ONCE, "force_disable_caches": True} if backend == "inductor" else None
+    options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
     partitioner = Partitioner(budget, lambda: resident_bytes(model), options, report)
 
     def planning(module: Any, inputs: Any) -> Any:

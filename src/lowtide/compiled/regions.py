@@ -83,7 +83,7 @@ class Region:
     # ---- call by call ----------------------------------------------------------------------------
 
     def _compile_call_by_call(self) -> Run:
-        options = None if self.options is None else {**self.options, "force_disable_caches": True}
+        options = None if self.options is None else {**self.options, **inductor.UNCACHED}
         return self.captured.compile(
             lambda module, inputs: compile_graph(module, inputs, options, _Smallest(self), self._told)
         )

@@ -73,6 +73,11 @@ def compile_with(
         )
 
 
+UNCACHED = {"fx_graph_cache": False}
+"""Settings with which a graph is neither looked up on disk nor kept there, and its partitioner is asked.
+Kernels are still shared. With `force_disable_caches` each half gets a folder of its own, which stays.
+"""
+
 compile_half: Callable[..., Any] = _compile_fx.compile_fx_inner
 """What Inductor makes of a forward or a backward."""
 
@@ -103,8 +108,8 @@ def writes_python() -> bool:
 
 def cache_folder() -> Path | None:
     """Where compiled artefacts are kept on disk, or ``None`` where nothing is."""
-    off = inductor_config.force_disable_caches or not functorch_config.enable_autograd_cache
-    return None if off else Path(cache_dir())
+    graphs = inductor_config.fx_graph_cache and not inductor_config.force_disable_caches
+    return Path(cache_dir()) if graphs and functorch_config.enable_autograd_cache else None
 
 
 def cache_hits() -> int:

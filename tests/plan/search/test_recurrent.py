@@ -32,7 +32,7 @@ def test_rounded_decisions_that_exceed_the_budget_are_brought_back_into_it(recur
     planner = Planner(recurrent)
     least = planner.smallest.simulation.peak_bytes
     last = float("inf")
-    for share in (1, 1.02, 1.05, 1.08, 1.1, 1.15):
+    for share in (1, 1.05, 1.08, 1.15):
         budget = int(share * least)
         plan = planner.solve(budget).simulation
         assert plan.peak_bytes <= budget
