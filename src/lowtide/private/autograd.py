@@ -34,7 +34,7 @@ def node_key() -> Any:
     """A key of the autograd node that runs on the calling thread, which does not hold it; ``None`` where no
     node runs.
     """
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
     kind: Any = type(node)  # a custom function may have set `ctx.name`, which hides the node's own
