@@ -277,8 +277,10 @@ class Call:
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a strided view of one storage of its own device: not sparse, nested, quantized, a
-    wrapper, or zeros that autograd stands for without memory."""
+    wrapper, or without memory (on the meta device, or zeros that autograd stands for)."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
+        return False
+    if tensor.is_meta and not isinstance(tensor, private.FakeTensor):
         return False
     return not private.is_zero_tensor(tensor) and not is_wrapper(tensor) and not _is_hollow(tensor)
 

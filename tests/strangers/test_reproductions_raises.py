@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import Limit, check, differences, run_limited, snapshot
+from compare import SLACK_BYTES, Limit, check, differences, run_limited, snapshot
 from loops import data, loop, mlp
 from torch import distributions, nn
 
@@ -389,3 +389,66 @@ def test_what_a_custom_function_saved_comes_back_with_its_attributes(budget: str
 
     run = check(pattern, budget)
     assert budget == "100%" or (run.handles[0].plan is not None and not run.handles[0].plan.changes_nothing)
+
+
+class Named(torch.autograd.Function):
+    """A custom function that calls what it notes as autograd calls its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = ctx._sequence_nr = name
+        ctx.variable = x
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        assert ctx.name == ctx._sequence_nr == "sine"
+        return grad * ctx.variable.cos(), None
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_custom_function_that_notes_a_name(budget: str) -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Named.apply(self.two(Named.apply(self.one(x), "sine")), "sine")
+
+    check(lambda limit: loop(limit(Waves())), budget)
+
+
+class Tangents(nn.Module):
+    """A model with a derivative in forward mode in it; PyTorch finds the shapes of zero tangents on the meta
+    device.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(outputs=16, act=nn.Tanh)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, slope = torch.func.jvp(self.net, (x,), (torch.ones_like(x),))
+        return y * slope
+
+
+class Shapes(nn.Module):
+    """A model that asks the meta device for a shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = (x.to("meta") @ x.to("meta").T).exp().shape[0]
+        return self.net(x) / rows
+
+
+@pytest.mark.parametrize("kind", [Tangents, Shapes])
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_meta_tensors_in_forward_have_no_bytes(kind: type[nn.Module], budget: str) -> None:
+    run = check(lambda limit: loop(limit(kind())), budget)
+    (handle,) = run.handles
+    assert handle.plan is not None and handle.measured_peak_bytes is not None
+    assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) <= SLACK_BYTES

@@ -361,6 +361,37 @@ def test_a_penalty_on_weights_before_the_first_step_is_no_step() -> None:
     assert not [text for text in _messages(model, loss) if "engaged" in text]
 
 
+class Features(nn.Module):
+    """A model whose loss is made of what its forward leaves on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(outputs=16)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.features = [x := layer(x) for layer in self.layers]
+
+
+class Yields(Features):
+    """A model whose forward is a generator."""
+
+    def forward(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        for layer in self.layers:
+            yield (x := layer(x))
+
+
+@pytest.mark.parametrize("kind", [Features, Yields])
+def test_a_forward_that_returns_nothing_for_backward_is_said_once(kind: type[Features]) -> None:
+    model = kind()
+    lowtide.limit_memory(model, "100%")
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        found = model(x)
+        return torch.stack([one.square().mean() for one in found or model.features]).sum()
+
+    assert ["backward begins" in message for message in _messages(model, loss)] == [True]
+
+
 @pytest.mark.parametrize("given_loss", [False, True], ids=["loss measured", "loss given"])
 def test_a_limit_that_engages_says_nothing(given_loss: bool) -> None:
     model = mlp()

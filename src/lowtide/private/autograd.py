@@ -34,11 +34,13 @@ def node_key() -> Any:
     """A key of the autograd node that runs on the calling thread, which does not hold it; ``None`` where no
     node runs.
     """
-    node = torch._C._current_autograd_node()
+    node: Any = torch._C._current_autograd_node()
     if node is None:
         return None
-    variable = getattr(node, "variable", None)  # nodes that accumulate leaves' gradients all have one number
-    return ("leaf", id(variable)) if variable is not None else (node.name(), node._sequence_nr())
+    kind: Any = type(node)  # a custom function may have set `ctx.name`, which hides the node's own
+    if hasattr(kind, "variable"):  # nodes that accumulate leaves' gradients all have one number
+        return ("leaf", id(node.variable))
+    return (kind.name(node), kind._sequence_nr(node))
 
 
 def torch_checkpoint() -> Callable[..., Any] | None:

@@ -34,6 +34,7 @@ from lowtide.run.limit.planning import Planner
 from lowtide.run.limit.unlimited import (
     AROUND_COMPILED,
     SHARED,
+    UNREACHED,
     Engagement,
     governed,
     keeps_nothing,
@@ -267,7 +268,13 @@ class Limiter:
         except BaseException:
             self.local.look = None
             raise
+        self._tell_unreached(look.watch)
         return result
+
+    def _tell_unreached(self, watch: StepWatch) -> None:
+        """Warn where a training step's forward has ended and backward cannot begin at what it returned."""
+        if self.model.training and not (watch.pending() or watch.began or watch.backwards):
+            self.planner.tell(UNREACHED)
 
     def _look_ended(self, look: Look, kind: Kind) -> None:
         """A look has ended: plan for its kind."""
@@ -362,6 +369,7 @@ class Limiter:
             result = self._recorded(outcome, watch, members, forward, begin)
         planned.steps += 1
         watch.forward_ends(tensors_inside(result))
+        self._tell_unreached(watch)
         return result
 
     def _recorded(

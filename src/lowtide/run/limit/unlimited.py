@@ -23,6 +23,11 @@ SHARED = (
     "together is not held against a budget. To have one budget for all, put one limit on a module that runs "
     "them"
 )
+UNREACHED = (
+    "the forward of this limited model returned no tensor that backward begins from (it is a generator, runs "
+    "backward itself, or the loss is made of what it left elsewhere): what its steps take is not held "
+    "against the budget. Return what the loss is made of"
+)
 
 _TRANSFORMED = (
     "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the like, "

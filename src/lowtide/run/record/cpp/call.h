@@ -26,7 +26,7 @@ inline bool plain(const Tensor& t) {
       {DispatchKey::Python, DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor,
        DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize});
   return t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized() && t.has_storage() &&
-      !t.is_inference() && (t.key_set() & STRANGE).empty();
+      !t.is_meta() && !t.is_inference() && (t.key_set() & STRANGE).empty();
 }
 
 inline Tensor alias_of(const Tensor& t) {  // shares the version counter, has no autograd history
