@@ -1,18 +1,13 @@
-"""Local search with the exact simulator: single decisions changed for less time, or for a lower peak; and all
-plans of a small step."""
+"""Local search with the exact simulator: single decisions changed for less time, or for a lower peak."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
-from lowtide.errors import PlanError
 from lowtide.plan.data import Move
-from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _PASSES = 4
@@ -26,9 +21,6 @@ _FAILURES = 80
 
 _TURNS = 60
 """Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
-
-_MOST_CHOICES = 10
-"""Steps with at most this many values to decide about are enumerated: 2 to this power simulations."""
 
 
 @dataclass(frozen=True)
@@ -70,20 +62,6 @@ class LocalSearch:
         """``stored``, closed and simulated."""
         closed = self.sim.close(stored)
         return Candidate(closed, self.sim.simulate(closed))
-
-    @cached_property
-    def everything(self) -> list[Candidate]:
-        """All plans of a small step; of a larger one, none."""
-        sim = self.sim
-        again = replay_set(sim.droppable, sim.producer, sim.reads, lambda u: False) - {-1}
-        read = {u for index in again for u in sim.reads[index] if sim.producer[u] >= 0 and sim.storable[u]}
-        choices = sorted(read | set(sim.droppable))
-        found: list[Candidate] = []
-        for bits in range(1 << len(choices) if len(choices) <= _MOST_CHOICES else 0):
-            stored = frozenset(v for k, v in enumerate(choices) if bits >> k & 1)
-            with suppress(PlanError):
-                found.append(Candidate(stored, sim.simulate(stored)))
-        return found
 
     def faster(self, best: Candidate, budget: int) -> Candidate:
         """``best`` with more stored while the budget allows it, the most seconds a byte first; the exact

@@ -59,10 +59,9 @@ def minimum_peak(
     known without a search.
     """
     search = LocalSearch(priced(sim))
-    found = [*start(search), *search.everything]
-    if not search.everything:
-        found.append(search.lower(min(found, key=lambda c: c.height)))
-        found += _halved(search, stages, found[-1].simulation.peak_bytes)
+    found = start(search)
+    found.append(search.lower(min(found, key=lambda c: c.height)))
+    found += _halved(search, stages, found[-1].simulation.peak_bytes)
     lowest = sorted({c.stored: c for c in found}.values(), key=lambda c: c.height)[:_LOWERED]
     return min((search.lower(c) for c in lowest), key=lambda c: c.height).stored
 
