@@ -14,7 +14,6 @@ measured and not the system's.
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -125,7 +124,6 @@ def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]
 
 def main() -> None:
     """Run and write benchmarks/results/accuracy.json."""
-    os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
     warnings.simplefilter("ignore")
     pages = keep_pages()
     rows = kept_rows("accuracy")

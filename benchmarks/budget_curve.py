@@ -219,7 +219,6 @@ def main(models: Sequence[str] = (), rounds: int | None = None, only: str = "") 
         rounds: of the times at most; 0 measures peaks alone.
         only: a part of the engines' names.
     """
-    os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
     warnings.simplefilter("ignore")
     keep_pages()
     stay_on_one_processor()

@@ -3,15 +3,13 @@
 python -m benchmarks planning_time [--quick] [--resume]
 
 A model's first step under a limit is a real one that is looked at, and planned for at its end: it is stated
-beside a plain step. Then each budget is planned for from that step's graph (``solve``), with other bytes
-resident (``again``), and from the decisions that an earlier run kept (``carried``; nothing where they are too
-far from the bound for that). What the first plan of a process imports and measures once is stated beside the
+beside a plain step. Then each budget is planned for from that step's graph (``solve``), and with other bytes
+resident (``again``). What the first plan of a process imports and measures once is stated beside the
 rows. Times are medians of three; ``--quick`` takes one, and leaves out the largest model.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 import warnings
@@ -23,8 +21,6 @@ from benchmarks.cases import gpt
 from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of
 from lowtide import BudgetError, limit_memory
 from lowtide.plan import make, plain
-from lowtide.plan.cache import Cache
-from lowtide.plan.carry import carried, keep
 from lowtide.plan.search.planner import planner_of
 
 LIMIT_SECONDS = {12: 2.0, 24: 4.0}
@@ -69,20 +65,13 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
         if budget < smallest:
             print(f"{case.name} at {label}: below the smallest", flush=True)
             continue
-        solves, agains, carries, gaps = [], [], [], []
+        solves, agains, gaps = [], [], []
         for _ in range(runs):
             _forget()
             solves.append(_seconds(partial(make, graph, budget=budget)))
             plan = make(graph, budget=budget)
             other = replace(graph, resident_bytes=graph.resident_bytes + 4096)
             agains.append(_seconds(partial(make, other, budget=budget + 4096)))
-            cache = Cache(None)
-            keep(cache, graph, plan, budget)
-            _forget()
-            begin = time.perf_counter()
-            found = carried(graph, budget, cache.of(graph), budget)
-            if found is not None:
-                carries.append(time.perf_counter() - begin)
             gaps.append(plan.gap)
         solve = statistics.median(solves)
         rows.append(
@@ -93,7 +82,6 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
                 **whole,
                 "solve_seconds": solve,
                 "again_seconds": statistics.median(agains),
-                "carried_seconds": statistics.median(carries) if carries else None,
                 "gap": max(gaps),
                 "extra": plan.predicted_extra_seconds / plan.plain_seconds,
                 "peak_over_plain": plan.predicted_peak_bytes / plan.plain_peak_bytes,
@@ -102,9 +90,8 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
             }
         )
         print(
-            f"{case.name} at {label}: {solve:.2f} s, again {statistics.median(agains):.2f} s, carried "
-            f"{statistics.median(carries) if carries else float('nan'):.2f} s, gap {100 * max(gaps):.2f} % "
-            "of the step",
+            f"{case.name} at {label}: {solve:.2f} s, again {statistics.median(agains):.2f} s, gap "
+            f"{100 * max(gaps):.2f} % of the step",
             flush=True,
         )
     print(f"{case.name}: the smallest budget was named in {naming:.1f} s", flush=True)
@@ -138,7 +125,6 @@ def first_of_the_process() -> float:
 def main() -> None:
     """Run and write benchmarks/results/planning_time.json."""
     warnings.simplefilter("ignore")
-    os.environ["LOWTIDE_CACHE"] = "off"
     once, runs = first_of_the_process(), 1 if quick() else 3
     rows = kept_rows("planning_time")
     cases = [

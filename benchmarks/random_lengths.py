@@ -11,7 +11,6 @@ about four times that of a thousand.
 
 from __future__ import annotations
 
-import os
 import random
 import statistics
 import time
@@ -129,7 +128,6 @@ def row_of(share: float, steps: int, seed: int = 0) -> dict[str, Any]:
 
 def main() -> None:
     """Run and write benchmarks/results/random_lengths.json."""
-    os.environ["LOWTIDE_CACHE"] = "off"
     warnings.simplefilter("ignore")
     steps = QUICK_STEPS if quick() else STEPS
     rows = kept_rows("random_lengths")

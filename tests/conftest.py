@@ -14,7 +14,6 @@ import pytest
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
-os.environ["LOWTIDE_CACHE"] = "off"  # no test begins from what another one, or the user, has planned
 
 LONGEST = [Path(__file__).parent / folder for folder in ("families", "parallel", "train")]
 

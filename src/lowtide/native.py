@@ -32,8 +32,8 @@ class BuildError(Exception):
     """A file cannot be compiled here; the message says why, and what helps."""
 
 
-NO_CACHE = ("off", "0", "no", "false")
-"""Values of ``LOWTIDE_CACHE`` with which no plans are kept."""
+_NO_FOLDER = ("off", "0", "no", "false")
+"""Values of ``LOWTIDE_CACHE`` that once kept no plans: nothing keeps any now."""
 
 
 def cache_folder() -> Path:
@@ -45,10 +45,10 @@ def cache_folder() -> Path:
     if "LOWTIDE_CACHE_DIR" in os.environ:
         raise LowtideError(
             "LOWTIDE_CACHE_DIR is not read any more: name the folder in LOWTIDE_CACHE, which is for compiled "
-            "helpers and plans alike, and unset LOWTIDE_CACHE_DIR"
+            "helpers, and unset LOWTIDE_CACHE_DIR"
         )
     named = os.environ.get("LOWTIDE_CACHE", "")
-    if named and named.lower() not in NO_CACHE:
+    if named and named.lower() not in _NO_FOLDER:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
 

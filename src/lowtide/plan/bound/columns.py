@@ -20,8 +20,8 @@ Spans = list[tuple[int, int]]
 
 
 class Columns:
-    """The decisions of one step graph, relaxed to shares between 0 and 1: values, operations, values that are
-    held longer (`extras`) and moves, in this order.
+    """The decisions of one step graph, relaxed to shares between 0 and 1: values, operations and moves, in
+    this order.
 
     Args:
         sim: the step.
@@ -53,7 +53,7 @@ class Columns:
         self._hand_out()
         self._find_spans()
         self.moves = [m for v in self.demanded for m in placements.get(v, ())]
-        self.first_move = len(self.values) + len(self.operations) + len(self.extras)
+        self.first_move = len(self.values) + len(self.operations)
         self.count = self.first_move + len(self.moves)
         """how many columns decide"""
         self._moving: dict[int, list[tuple[int, Move]]] = {}
@@ -101,8 +101,6 @@ class Columns:
             program.column()
         for i in self.operations:
             program.column(self.seconds_of(i))
-        for _ in self.extras:
-            program.column()
         for m in self.moves:
             program.column(self.seconds_to_move(m))
         for v in self.demanded:
@@ -110,20 +108,12 @@ class Columns:
         for i in self.operations:
             for u in self.sim.reads[i]:
                 program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
-        for k, (value, _, readers) in enumerate(self.extras):
-            held = (len(self.values) + len(self.operations) + k, -1.0)
-            for i in readers:
-                program.row([(self.column[value], 1.0), (self.op_column[i], 1.0), held], 1.0)
         return program
 
     def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
         """Whole decisions as a point of the program; nothing moves."""
         again = set(replayed)
-        point = [
-            *(v in stored for v in self.values),
-            *(i in again for i in self.operations),
-            *(v in stored and not again.isdisjoint(readers) for v, _, readers in self.extras),
-        ]
+        point = [*(v in stored for v in self.values), *(i in again for i in self.operations)]
         return np.array([*point, *([False] * len(self.moves))], dtype=np.float64)
 
     def forced(self) -> Floats:
@@ -181,29 +171,15 @@ class Columns:
         self.fixed = sim.natural_live + bytes_over_time(changes, sim.end) + sim.scratch
 
     def _find_spans(self) -> None:
-        """Per value, the events between which a stored copy is surely extra (`span`); and where it is held
-        longer when certain operations are to run again (`extras`: value, spans, such operations).
-        """
+        """Per value, the events between which a stored copy is surely extra (`span`)."""
         sim = self.sim
         self.span: dict[int, tuple[int, int]] = {}
-        self.extras: list[tuple[int, Spans, list[int]]] = []
-        least = (sim.plain_peak - sim.graph.resident_bytes) / 4000
         for value in self.values:
             dead = sim.natural_end[sim.storage_of[value]]
-            readers = [i for i in sim.readers[value] if i in self.op_column]
-            holds = [self.held_until[i] for i in readers]
+            holds = [self.held_until[i] for i in sim.readers[value] if i in self.op_column]
             until = sim.last_unpack[value] if value in sim.last_unpack else min(holds, default=-1)
-            if not sim.graph.values[value].storable or dead >= until:
-                continue
-            self.span[value] = (dead, until)
-            if sim.value_bytes[value] < least:
-                continue
-            start = until
-            for level in sorted({hold for hold in holds if hold > until}):
-                pieces = _outside(self.handed[value], max(dead, start), level)
-                if pieces:
-                    self.extras.append((value, pieces, [i for i in readers if self.held_until[i] >= level]))
-                start = level
+            if sim.graph.values[value].storable and dead < until:
+                self.span[value] = (dead, until)
 
     def _tabulate(self) -> None:
         """One row for each stretch of time in which a column takes memory: column, begin, end, bytes, and the
@@ -213,9 +189,6 @@ class Columns:
         for value, span in self.span.items():
             size = sim.value_bytes[value]
             rows += [(self.column[value], a, b, size, value) for a, b in _outside(self.handed[value], *span)]
-        for k, (value, pieces, _) in enumerate(self.extras, len(self.values) + len(self.operations)):
-            own = -1 if value in sim.saved_of else value
-            rows += [(k, a, b, sim.value_bytes[value], own) for a, b in pieces]
         for k, m in enumerate(self.moves, self.first_move):
             if not m.tier:
                 born = sim.op_event[sim.producer[m.value]]

@@ -17,8 +17,7 @@ At moment t, ``natural`` is what the program itself holds, the sum is over value
 at t and are surely still held if they are stored, and ``demanded`` are the tensors that backward has unpacked
 and not yet dropped: they are there, stored or not. A stored value is surely held until its own last unpack,
 or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
-make from it; for each operation i that reads it and depends on it longer, s_v + r_i - 1 of it is there
-longer.
+make from it.
 
 Where values may also move (`lowtide.plan.moves.placements`), every value v and way k has m_vk in [0, 1]. A
 value that moves may be unpacked and, where its codec allows, replayed from, so the sum of m_vk over k joins
@@ -162,8 +161,7 @@ class Relaxation(Columns):
         """After `solve` for ``budget``: a sharper bound from decisions that are whole, within a relative
         ``gap`` of the best of them, and such decisions (they may exceed the budget a little).
         """
-        extras = range(len(self.values) + len(self.operations), self.first_move)
-        _, bound, answer = self.program.solve(sorted({*range(self.count)}.difference(extras)), _NODES, gap)
+        _, bound, answer = self.program.solve(range(self.count), _NODES, gap)
         if bound < float("inf"):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer

@@ -108,29 +108,6 @@ class Planner:
         self._found_before.append(best)  # a larger budget is never slower
         return min((c for c in self._found_before if c.simulation.peak_bytes <= budget), key=lambda c: c.key)
 
-    def begun(self, starts: Iterable[frozenset[int]], budget: int, good: float) -> Candidate | None:
-        """The best plan that sets of stored values lead to, without a search, where it lies near the bound:
-        within `_GOOD_GAP` or a share ``good`` of the step's time.
-        """
-        found: list[Candidate] = []
-        for stored in dict.fromkeys(starts):
-            with suppress(PlanError):
-                found.append(self.search.candidate(stored))
-        best = self._better(None, self._lowered(found, budget), budget)
-        near = max(_GOOD_GAP, good) * self.graph.plain_seconds
-        if best is None or self.distance(best.simulation.extra_seconds, budget) > near:
-            return None
-        self._found_before.append(best)
-        return best
-
-    def distance(self, extra_seconds: float, budget: int) -> float:
-        """Seconds between a plan's extra time and what the relaxation says for ``budget`` bytes."""
-        replays = extra_seconds - self.graph.overhead_seconds
-        near = replays - self._solved(budget, windows=False)[0]
-        if near <= _GOOD_GAP * self.graph.plain_seconds:
-            return near
-        return replays - self._solved(budget, windows=True)[0]
-
     def _searched(self, baselines: list[Candidate], budget: int) -> Candidate | None:
         """The best plan of a step that is too large to try all plans: stage after stage, until one is close
         enough to the bound.

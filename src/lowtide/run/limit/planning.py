@@ -15,8 +15,6 @@ from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import bytes_under, gradient_of
 from lowtide.plan import make
-from lowtide.plan.cache import Cache, folder
-from lowtide.plan.carry import CARRIED, carried, keep
 from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
@@ -48,8 +46,7 @@ class Planner:
     Attributes:
         changes: how often another budget or optimizer was given.
         kept: operations that do not reproduce, with the reason: every plan keeps their results.
-        solved: how many plans took a search. A step that fits as it is takes none, nor does one for which
-            earlier decisions are near the bound.
+        solved: how many plans took a search. A step that fits as it is takes none.
         agreement: the ranks that share the model and its plans, or ``None``.
         tell: warns of something once.
     """
@@ -70,7 +67,6 @@ class Planner:
         self.agreement: Agreement | None = None
         self.tell = Once()
         self._looked_for_ranks = False  # a copied model is not complete yet here
-        self._cache = Cache(folder())
         self._need: tuple[Any, OptimizerNeed] | None = None
         self._moved_bytes = 0  # of the optimizer's state, to the host
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
@@ -150,7 +146,7 @@ class Planner:
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         self._greatest_plain = plain_peak
-        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
+        self.solved += not plan.changes_nothing
         return graph, replace(plan, budget_bytes=limit)
 
     def _limit_bytes(self, graph: StepGraph, plain_peak: int, margin_bytes: int) -> int | None:
@@ -189,10 +185,8 @@ class Planner:
         most, as_it_is = limit - margin_bytes, plain(graph).peak_bytes
         evicts = as_it_is > most
         target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
-        cached = evicts and self.policy == "optimal"
-        plan = carried(graph, target, self._cache.of(graph), most) if cached else None
         try:
-            plan = plan or make(graph, budget=target, policy=self.policy)
+            return make(graph, budget=target, policy=self.policy)
         except BudgetError as error:
             least = error.smallest_bytes
             if least is None:
@@ -206,10 +200,7 @@ class Planner:
                     plain_peak_bytes=plain_peak if str(self.budget).rstrip().endswith("%") else None,
                     detail=error.detail,
                 ) from None
-            plan = make(graph, budget=least, policy=self.policy)
-        if cached:
-            keep(self._cache, graph, plan, most)
-        return plan
+            return make(graph, budget=least, policy=self.policy)
 
     def _named(self, parts: Mapping[str, int], graph: StepGraph) -> dict[str, int]:
         """What stands at a peak, by name, with the state and what the step itself does not touch."""
