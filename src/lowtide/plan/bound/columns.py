@@ -39,12 +39,8 @@ class Columns:
     ) -> None:
         self.sim, self.stages, self.links = sim, stages, links
         self.demanded = [v for v in sim.droppable if v in sim.last_unpack]
-
-        def final(value: int) -> bool:
-            """Whether nothing brings it back."""
-            return sim.producer[value] < 0 or not sim.feasible[sim.producer[value]]
-
-        operations = replay_set([v for v in self.demanded if not final(v)], sim.producer, sim.reads, final)
+        evictable = [v for v in self.demanded if not sim.must[v]]
+        operations = replay_set(evictable, sim.producer, sim.reads, sim.must)
         self.values = sorted({*self.demanded, *(u for index in operations for u in sim.reads[index])})
         self.operations = sorted(operations)
         self.column = {v: k for k, v in enumerate(self.values)}

@@ -105,7 +105,8 @@ def closed_with(
         partial = {value for value, move in going.items() if not move.replayable_from}
         if partial:
             evicted = [value for value in sim.droppable if value not in kept]
-            again = replay_set(evicted, sim.producer, sim.reads, kept.__contains__) - {-1}
+            there = [value in kept for value in range(len(sim.producer))]
+            again = replay_set(evicted, sim.producer, sim.reads, there) - {-1}
             partial &= {u for index in again for u in sim.reads[index]}
         if not partial:
             return kept.difference(going), going

@@ -189,9 +189,8 @@ def program_of(
     stored = stored | number.keys()
     wanted = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.value not in stored]
     producer = [-1 if value.producer is None else value.producer for value in graph.values]
-    again = replay_set(
-        wanted, producer, [operation.reads for operation in graph.operations], stored.__contains__
-    )
+    there = [value in stored for value in range(len(producer))]
+    again = replay_set(wanted, producer, [operation.reads for operation in graph.operations], there)
     return tuple(
         ProgramStep(
             operation.name,

@@ -27,6 +27,10 @@ _FAILURES = 80
 _TURNS = 60
 """Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
 
+_MOST_SIMULATED = 25_000_000
+"""Operations that are simulated in all before a search ends, which takes about half a minute: five thousand
+plans of a step of five thousand operations. Counted, not timed, so that the same graph gets the same plan."""
+
 _MOST_CHOICES = 10
 """Steps with at most this many values to decide about are enumerated: 2 to this power simulations."""
 
@@ -61,21 +65,34 @@ class Candidate:
 
 
 class LocalSearch:
-    """Local search on one step."""
+    """Local search on one step.
+
+    Attributes:
+        simulated: operations that were simulated so far; whoever searches for another budget sets it to zero.
+    """
 
     def __init__(self, sim: Simulator) -> None:
         self.sim = sim
+        self.simulated = 0
+
+    @property
+    def ended(self) -> bool:
+        """Whether so much was simulated that what is found has to do."""
+        return self.simulated >= _MOST_SIMULATED
 
     def candidate(self, stored: frozenset[int]) -> Candidate:
         """``stored``, closed and simulated."""
-        closed = self.sim.close(stored)
+        return self._simulated(self.sim.close(stored))
+
+    def _simulated(self, closed: frozenset[int]) -> Candidate:
+        self.simulated += len(self.sim.graph.operations)
         return Candidate(closed, self.sim.simulate(closed))
 
     @cached_property
     def everything(self) -> list[Candidate]:
         """All plans of a small step; of a larger one, none."""
         sim = self.sim
-        again = replay_set(sim.droppable, sim.producer, sim.reads, lambda u: False) - {-1}
+        again = replay_set(sim.droppable, sim.producer, sim.reads, bytes(len(sim.producer))) - {-1}
         read = {u for index in again for u in sim.reads[index] if sim.producer[u] >= 0 and sim.storable[u]}
         choices = sorted(read | set(sim.droppable))
         found: list[Candidate] = []
@@ -104,7 +121,7 @@ class LocalSearch:
                 for index, size, values in self._to_store(best)
             ]
             for _, index, values in sorted(promising):
-                if tries <= 0 or failures >= _FAILURES:
+                if tries <= 0 or failures >= _FAILURES or self.ended:
                     return best
                 if index not in best.simulation.replayed:
                     continue
@@ -126,7 +143,7 @@ class LocalSearch:
             improved = False
             peak, at = best.simulation.peak_bytes, best.simulation.peak_event
             for stored in self._changed(best, budget):
-                if turns <= 0:
+                if turns <= 0 or self.ended:
                     return best
                 closed = self.sim.close(stored)
                 if closed in tried:
@@ -135,7 +152,7 @@ class LocalSearch:
                 if self.sim.least_at(closed, at) >= peak:
                     continue
                 turns -= 1
-                other = Candidate(closed, self.sim.simulate(closed))
+                other = self._simulated(closed)
                 if other.height < best.height:
                     best, improved, turns = other, True, _TURNS
                     break

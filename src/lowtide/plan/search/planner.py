@@ -110,17 +110,18 @@ class Planner:
 
     def _searched(self, baselines: list[Candidate], budget: int) -> Candidate | None:
         """The best plan of a step that is too large to try all plans: stage after stage, until one is close
-        enough to the bound.
+        enough to the bound or enough was simulated.
         """
         best = None
+        self.search.simulated = 0
         for rounds, enough in self._stages(baselines, budget):
             vain = 0
             for found in rounds:
                 better = self._better(best, found, budget)
                 vain, best = vain + 1 if better is best else 0, better
-                if vain == _VAIN or not self._far(best, budget, _GOOD_GAP):
+                if vain == _VAIN or self.search.ended or not self._far(best, budget, _GOOD_GAP):
                     break
-            if not self._far(best, budget, enough):
+            if best is not None and (self.search.ended or not self._far(best, budget, enough)):
                 break
         return best
 

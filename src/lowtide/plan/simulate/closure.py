@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from lowtide.errors import PlanError
@@ -13,7 +13,7 @@ def replay_set(
     values: Iterable[int],
     producer: Sequence[int],
     reads: Sequence[Sequence[int]],
-    there: Callable[[int], object],
+    there: Sequence[object],
 ) -> set[int]:
     """The operations that run again to bring ``values`` back; -1 is among them where that rests on something
     that nothing made.
@@ -22,14 +22,14 @@ def replay_set(
         values: ids of the values.
         producer: value -> the operation that makes it, or -1.
         reads: operation -> the values that it reads.
-        there: whether a value that is read need not be brought back.
+        there: value -> whether it need not be brought back where it is read.
 
     Example:
         Operation 0 makes value 1 from 0, operation 1 makes 2 from 1.
 
-        >>> sorted(replay_set([2], [-1, 0, 1], [[0], [1]], {0}.__contains__))
+        >>> sorted(replay_set([2], [-1, 0, 1], [[0], [1]], [True, False, False]))
         [0, 1]
-        >>> sorted(replay_set([2], [-1, 0, 1], [[0], [1]], {1}.__contains__))
+        >>> sorted(replay_set([2], [-1, 0, 1], [[0], [1]], [False, True, False]))
         [1]
     """
     found: set[int] = set()
@@ -40,7 +40,7 @@ def replay_set(
             continue
         found.add(index)
         if index >= 0:
-            stack += [producer[u] for u in reads[index] if not there(u)]
+            stack += [producer[u] for u in reads[index] if not there[u]]
     return found
 
 
@@ -51,7 +51,7 @@ def refuse(sim: StepIndex, evicted: Iterable[int], flags: bytearray) -> NoReturn
         PlanError: always.
     """
     evicted = list(evicted)
-    needed = replay_set(evicted, sim.producer, [op.reads for op in sim.operations], flags.__getitem__)
+    needed = replay_set(evicted, sim.producer, [op.reads for op in sim.operations], flags)
     read = [u for index in sorted(needed - {-1}, reverse=True) for u in sim.operations[index].reads]
     for value in (*evicted, *(u for u in read if not flags[u])):
         index = sim.producer[value]

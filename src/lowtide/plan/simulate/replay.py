@@ -116,6 +116,8 @@ class Walk:
         self.handed = defaultdict[int, int](int)
         """value -> tensors of it that backward holds now"""
         self.cached: set[int] = set()
+        self.there = bytearray(flags)
+        """value -> whether it is stored, or cached"""
         self.live = 0
         self.level: list[tuple[int, int]] = []
         self.tops: list[tuple[int, int, int]] = []
@@ -159,10 +161,8 @@ class Walk:
             if self.seen is not None:
                 self.seen.append(Held(event, -1, frozenset(cached), self.live, 0))
 
-    def _needed(self, value: int, cached: set[int]) -> list[int]:
-        flags = self.flags
-        needed = replay_set([value], self.sim.producer, self.sim.reads, lambda u: flags[u] or u in cached)
-        return self.sim.ordered(needed)
+    def _needed(self, value: int) -> list[int]:
+        return self.sim.ordered(replay_set([value], self.sim.producer, self.sim.reads, self.there))
 
     def _early_bytes(self, value: int) -> int:
         """What fetching a value ahead allocates."""
@@ -201,7 +201,8 @@ class Walk:
         sizes = sim.value_bytes if again else self.sizes
         slab = sim.slab and not again
         live, most, most_op = self.live, -1, -1
-        needed = self._needed(value, cached)
+        needed = self._needed(value)
+        there = bytearray(self.there) if again else self.there
         if sim.moved:
             self.work.append((event, needed, []))
         for index in needed:
@@ -234,6 +235,7 @@ class Walk:
             for w in op.writes:
                 if not flags[w] and left[w] > 0:
                     cached.add(w)
+                    there[w] = 1
                 else:
                     live -= sizes[w]
                     if slab:
@@ -244,8 +246,10 @@ class Walk:
                 left[u] -= 1
                 if u in overwritten:
                     cached.discard(u)
+                    there[u] = 0
                 elif not left[u] and u in cached and not handed[u]:
                     cached.discard(u)
+                    there[u] = 0
                     live -= sizes[u]
                     if slab:
                         self.places.end(u)
@@ -256,6 +260,7 @@ class Walk:
         """Let a copy go that nobody waits for or has."""
         if value in self.cached and not self.left[value] and not self.handed[value]:
             self.cached.discard(value)
+            self.there[value] = 0
             self.live -= self.sizes[value]
             self.places.end(value)
 
@@ -265,7 +270,7 @@ class Walk:
         """
         if value in self.cached:
             return
-        before, needed = self.live, self._needed(value, self.cached)
+        before, needed = self.live, self._needed(value)
         left = defaultdict[int, int](int, {value: 1})
         for index in needed:
             for u in self.sim.operations[index].reads:

@@ -143,7 +143,7 @@ class Simulator(StepIndex):
         Raises:
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
-        needed = replay_set(evicted, self.producer, self.reads, flags.__getitem__)
+        needed = replay_set(evicted, self.producer, self.reads, flags)
         lost = -1 in needed or not all(self.operations[index].replayable for index in needed)
         if lost or any(flags[u] == 2 for index in needed for u in self.reads[index]):
             refuse(self, evicted, flags)
@@ -219,14 +219,15 @@ class Simulator(StepIndex):
             if v in kept and v in self.saved_of:
                 kept.update(companions)
         evicted = [v for v in self.droppable if v not in kept]
-        needed = replay_set(
-            evicted, self.producer, self.reads, lambda u: storable[u] and (u in kept or must[u])
-        )
+        there = bytearray(storable[u] and must[u] for u in range(len(must)))
+        for v in kept:
+            there[v] = storable[v]
+        needed = replay_set(evicted, self.producer, self.reads, there)
         read = {u for index in needed if index >= 0 for u in self.reads[index]}
         # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
         # replayed, too.
         used = {v for v in kept if v in self.saved_of and (storable[v] or v not in read)}
-        used.update(u for u in read if storable[u] and (u in kept or must[u]))
+        used.update(u for u in read if there[u])
         return frozenset(v for v in used if self.producer[v] >= 0)
 
     def least_at(self, stored: Collection[int], event: int) -> int:
