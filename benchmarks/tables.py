@@ -27,10 +27,12 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def where(found: dict[str, Any]) -> str:
+    """When, on what machine, and what is known to have run beside it (noted by hand in the result file)."""
     machine = found["machine"]
+    beside = f", beside {machine['beside']}" if "beside" in machine else ""
     return (
         f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, "
-        f"Python {machine['python']}, lowtide {machine['lowtide']}"
+        f"Python {machine['python']}, lowtide {machine['lowtide']}{beside}"
     )
 
 
