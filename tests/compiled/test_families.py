@@ -81,7 +81,9 @@ def same(one: Step, other: Step, exactly: bool) -> None:
 
 
 def check(family: Any, backend: str) -> None:
-    """Under the smallest budget, and half of the way to the plain compiled peak."""
+    """Under the smallest budget, and half of the way from what that takes to the plain compiled peak, or the
+    smallest again where that is more: the fewest bytes that are predicted may be a bit above the plain peak.
+    """
     torch.manual_seed(0)
     model, batch = family.build()
     originals = [copy.deepcopy(model.train()) for _ in range(3)]
@@ -100,7 +102,7 @@ def check(family: Any, backend: str) -> None:
         assert handle.plan is not None
         assert measured <= handle.plan.budget_bytes
         assert handle.predicted_peak_bytes == pytest.approx(measured, rel=0.02 if handle.variants else 0.01)
-        budget = (measured + whole) // 2
+        budget = max((measured + whole) // 2, handle.plan.budget_bytes if budget == "min" else 0)
         assert measured <= whole
 
 
