@@ -3,9 +3,9 @@
 python -m benchmarks planning_time [--quick] [--resume]
 
 A model's first step under a limit is a real one that is looked at, and planned for at its end: it is stated
-beside a plain step. Then each budget is planned for from that step's graph (``solve``), and with other bytes
-resident (``again``). What the first plan of a process imports and measures once is stated beside the
-rows. Times are medians of three; ``--quick`` takes one, and leaves out the largest model.
+beside a plain step. Then each budget is planned for from that step's graph (``solve``). What the first plan
+of a process imports and measures once is stated beside the rows. Times are medians of three; ``--quick``
+takes one, and leaves out the largest model.
 """
 
 from __future__ import annotations
@@ -65,13 +65,11 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
         if budget < smallest:
             print(f"{case.name} at {label}: below the smallest", flush=True)
             continue
-        solves, agains, gaps = [], [], []
+        solves, gaps = [], []
         for _ in range(runs):
             _forget()
             solves.append(_seconds(partial(make, graph, budget=budget)))
             plan = make(graph, budget=budget)
-            other = replace(graph, resident_bytes=graph.resident_bytes + 4096)
-            agains.append(_seconds(partial(make, other, budget=budget + 4096)))
             gaps.append(plan.gap)
         solve = statistics.median(solves)
         rows.append(
@@ -81,7 +79,6 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
                 "budget": label,
                 **whole,
                 "solve_seconds": solve,
-                "again_seconds": statistics.median(agains),
                 "gap": max(gaps),
                 "extra": plan.predicted_extra_seconds / plan.plain_seconds,
                 "peak_over_plain": plan.predicted_peak_bytes / plan.plain_peak_bytes,
@@ -90,8 +87,7 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
             }
         )
         print(
-            f"{case.name} at {label}: {solve:.2f} s, again {statistics.median(agains):.2f} s, gap "
-            f"{100 * max(gaps):.2f} % of the step",
+            f"{case.name} at {label}: {solve:.2f} s, gap {100 * max(gaps):.2f} % of the step",
             flush=True,
         )
     print(f"{case.name}: the smallest budget was named in {naming:.1f} s", flush=True)
