@@ -35,11 +35,13 @@ endef
 
 install: $(STAMP)
 
+# Bytecode on every core: pip compiles on one. A few packages have files that are no Python of today.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
 	@$(call OWN,$(VENV))
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[all]'
+	-@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib
 	@touch $@ $(LEAN)
 
 # What `make train` alone needs; nothing where everything is there already.

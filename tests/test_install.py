@@ -90,11 +90,11 @@ def test_the_wheel_runs_on_its_own(built: Path, tmp_path: Path) -> None:
     ]
     first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert first is not None
-    told = run(python, "-c", BEFORE + first[1] + "print(lowtide.__file__)", folder=tmp_path)
-    assert "peak" in told and str(own) in told
     small = ["--model", "gpt-nano", "--batch", "4", "--seq", "64", "--data", own / "lowtide"]
-    lines = run(tmp_path / "venv" / "bin" / "lowtide", "train", "--steps", "3", *small, folder=tmp_path)
-    assert "plain" in lines and "planned" in lines
+    after = "print(lowtide.__file__)\nfrom lowtide.cli import main\nmain()"
+    told = run(python, "-c", BEFORE + first[1] + after, "train", "--steps", "3", *small, folder=tmp_path)
+    assert "peak" in told and str(own) in told
+    assert "plain" in told and "planned" in told
 
 
 @pytest.mark.parametrize(("target", "link"), [("install", ".venv"), ("versions", ".venv-torch-1.0")])

@@ -153,8 +153,8 @@ def _recurrent(limit: Limit, kind: type[nn.RNNBase], packed: bool) -> Iterator[A
     optimizer = sgd(model)
     for number in range(STEPS):
         optimizer.zero_grad()
-        x = data(number, rows=8 * 6).view(8, 6, 16).requires_grad_()
-        loss = model(x, torch.tensor([6, 3, 5, 6, 2, 1, 4, 5]))
+        x = data(number, rows=8 * 4).view(8, 4, 16).requires_grad_()
+        loss = model(x, torch.tensor([4, 3, 2, 4, 2, 1, 4, 3]))
         loss.backward()
         yield model, loss, x.grad
         optimizer.step()
@@ -193,7 +193,7 @@ def lstm_cell_with_truncated_backward(limit: Limit) -> Iterator[Any]:
     optimizer = sgd(model)
     for number in range(STEPS):
         optimizer.zero_grad()
-        loss, state = model(data(number, rows=64).view(16, 4, 16), state)
+        loss, state = model(data(number, rows=48).view(16, 3, 16), state)
         loss.backward()
         state = tuple(part.detach() for part in state)
         yield model, loss, state

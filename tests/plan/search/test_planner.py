@@ -84,7 +84,7 @@ def gpt() -> StepGraph:
 
 @pytest.fixture(scope="module")
 def planner(gpt: StepGraph) -> Planner:
-    return Planner(gpt)
+    return planner_of(gpt)
 
 
 def budgets_of(planner: Planner, count: int) -> list[int]:
