@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,18 +17,24 @@ from lowtide.trace.eager import StepTracer
 from lowtide.trace.fake import FakeTracer
 
 
-@pytest.mark.parametrize("kind", [StepTracer, FakeTracer])
-def test_tensors_of_other_devices_count_no_bytes_and_are_not_evicted(kind: Any) -> None:
-    """The host, beside a step on a GPU: on fake tensors beside the meta device."""
-    fake = kind is FakeTracer
-    tracer = kind(None, torch.device("meta" if fake else "cuda"))
-    with tracer, private.fake_mode() if fake else nullcontext():
-        tensors = [torch.ones(100, device=device).exp() for device in (("meta", "cpu") if fake else ("cpu",))]
-        assert [tracer.packs(tensor)[1] for tensor in tensors] == ([True, False] if fake else [False])
+def test_tensors_of_the_host_beside_a_gpu_count_no_bytes_and_are_not_evicted() -> None:
+    tracer = StepTracer(None, torch.device("cuda"))
+    with tracer:
+        assert not tracer.packs(torch.ones(100).exp())[1]
     graph = tracer.graph()
-    assert [o.name for o in graph.operations] == ["aten.ones.default", "aten.exp.default"] * len(tensors)
-    assert [s.bytes for s in graph.storages] == ([400, 400, 0, 0] if fake else [0, 0])
-    assert [s.droppable for s in graph.saved] == ([True, False] if fake else [False])
+    assert [o.name for o in graph.operations] == ["aten.ones.default", "aten.exp.default"]
+    assert [s.bytes for s in graph.storages] == [0, 0]
+    assert [s.droppable for s in graph.saved] == [False]
+
+
+def test_fake_tensors_of_two_devices() -> None:
+    tracer = FakeTracer(None, torch.device("meta"))
+    with tracer, private.fake_mode():
+        tensors = [torch.ones(100, device=device).exp() for device in ("meta", "cpu")]
+        assert [tracer.packs(tensor)[1] for tensor in tensors] == [True, False]
+    graph = tracer.graph()
+    assert [s.bytes for s in graph.storages] == [400, 400, 0, 0]
+    assert [s.droppable for s in graph.saved] == [True, False]
 
 
 def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.MonkeyPatch) -> None:

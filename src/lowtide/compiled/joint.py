@@ -246,11 +246,7 @@ class Joint:
             partitioning.must_save(user) for user in node.users if partitioning.is_item(user)
         ):
             return "its result must be kept"
-        if _name(node) in (
-            "inductor_seed",
-            "inductor_seeds",
-            "inductor_randint_seed",
-        ):  # not tagged as random
+        if _name(node) in _UNTAGGED_DRAWS:
             return "it draws random numbers"
         if isinstance(target, OpOverload):
             info = op_info(target)
@@ -287,6 +283,10 @@ _REDUCTIONS = frozenset({
     "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
 })  # fmt: skip
 """Kernels end with these, so their results are written."""
+
+
+_UNTAGGED_DRAWS = frozenset({"inductor_seed", "inductor_seeds", "inductor_randint_seed"})
+"""Operations that draw random numbers and are not tagged so."""
 
 
 T = TypeVar("T", bound=Hashable)
