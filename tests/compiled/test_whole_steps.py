@@ -308,7 +308,7 @@ def test_a_step_with_larger_sizes_is_planned_for_at_once_or_refused() -> None:
 
 def test_graphs_that_take_turns_are_both_planned_for() -> None:
     model, x, y = Open(layers=2), torch.randn(512, 32), torch.randn(256, 32)
-    compiled = lowtide.compile(model, "70%", backend="aot_eager", dynamic=False)
+    compiled = lowtide.compile(model, "75%", backend="aot_eager", dynamic=False)  # 2.12 needs 73 % for y
     for given in (x, y, x, y, x):
         squared(compiled(given)).backward()
     assert len(lowtide.handle_of(compiled).plans) == 2
