@@ -45,7 +45,8 @@ _OF_THREAD = threading.local()
 
 class _TakenOut:
     """Takes an object out of the thread's state when the thread ends: PyTorch lets go of it after Python has
-    let go of the thread, and where the process ends meanwhile it aborts. PyTorch 2.11 cannot take it out.
+    let go of the thread, and where the process ends meanwhile it aborts. PyTorch before 2.13 cannot take it
+    out.
     """
 
     def __init__(self, name: str) -> None:

@@ -107,7 +107,7 @@ class Proxy(cpp.CppKernelProxy):
         self.data_type_propagation(nodes)
         bodies = [functools.partial(_body, node) for node in nodes]
         with inductor_config.patch(inplace_buffers=False):
-            factors, places, _ = cpp.TilingSelect().select_tiling(bodies, sizes)
+            factors, places, *_ = cpp.TilingSelect().select_tiling(bodies, sizes)  # statistics from 2.13 on
         for place in places:
             self.loop_nest.tile(place, factor=factors[0])
 
