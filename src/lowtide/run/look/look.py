@@ -312,9 +312,12 @@ class _LittleMemory(Recorder):
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
         """As the recorder's, but tensors that the step made are kept as copies, so that the originals are
         freed when the program releases them.
+
+        Not those of a backward inside the forward. Every plan keeps them, and autograd adds in place to what
+        no saved tensor holds.
         """
         key = private.storage_key(tensor)
-        if key in self._given or not self._tracer.made(tensor):
+        if key in self._given or not self._tracer.made(tensor) or self._tracer.made_in_backward(tensor):
             return super()._value_of(tensor)
         reference = self._held.get(key)
         value = reference() if reference is not None else None
