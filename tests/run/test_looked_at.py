@@ -493,3 +493,45 @@ def test_a_model_without_blocks_is_divided_where_few_bytes_cross(
     assert looked_at.peak_bytes < 0.8 * checkpointed.peak_bytes
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(a.grad, b.grad)
+
+
+class Again(nn.Module):
+    """One block, run several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(8):
+            x = self.block(x)
+        return x
+
+
+def deep() -> nn.Module:
+    """A perceptron of 12 layers."""
+    return nn.Sequential(*(layer for _ in range(12) for layer in (nn.Linear(32, 32), nn.GELU())))
+
+
+@needs_meter
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Sequential(nn.Sequential(*(Block() for _ in range(8))), nn.Linear(32, 32)),
+        Again,
+        lambda: nn.Sequential(Again(), nn.Linear(32, 32)),
+        deep,
+    ],
+    ids=["a list within a list", "one block again and again", "that one within a list", "layers only"],
+)
+def test_the_first_step_takes_little_memory(model: Callable[[], nn.Module]) -> None:
+    """Whatever its lists of modules look like."""
+    limited, x = model(), torch.randn(512, 32)
+
+    def step() -> None:
+        limited(x).sum().backward()
+
+    plain = meter.measure(step).peak_bytes
+    limited.zero_grad()
+    lowtide.limit_memory(limited, "100%")
+    assert meter.measure(step).peak_bytes < 0.6 * plain

@@ -105,6 +105,22 @@ def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:
             assert handle.plan is not None and handle.plan.predicted_peak_bytes <= given[0]
 
 
+@pytest.mark.skipif(not available(), reason="needs a C++ compiler for the counting allocator")
+def test_the_smallest_budget_holds_the_optimizers_own_step() -> None:
+    """Few activations beside many parameters: an update by AdamW is the most that stands at once."""
+    model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = lowtide.limit_memory(model, "min", optimizer=optimizer)
+    for step in range(3):
+        model(torch.randn(32, 32)).sum().backward()
+        assert handle.plan is not None and handle.plan.budget_bytes is not None
+        standing = sum(2 * p.nbytes for p in model.parameters()) + state_bytes(optimizer)
+        peak = standing + measure(optimizer.step).peak_bytes
+        if step:  # the first one makes the state
+            assert 0.99 * handle.plan.budget_bytes <= peak <= handle.plan.budget_bytes
+        optimizer.zero_grad()
+
+
 class AsksNumPy(torch.optim.SGD):
     """Its step looks at numbers, which fake tensors do not have."""
 

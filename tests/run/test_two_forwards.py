@@ -84,3 +84,28 @@ def test_so_it_is_where_the_name_is_bound_again() -> None:
     loss = model(torch.randn(1024, 32)).sum()  # only now is the first let go of
     with pytest.warns(lowtide.LowtideWarning, match="ran without the limit"):
         loss.backward()
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = normed(lambda layer: layer), normed(lambda layer: layer)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_an_output_that_no_loss_uses_is_not_awaited() -> None:
+    """What it saved goes with it, after backward and before the next forward."""
+    model = TwoHeads()
+    handle = lowtide.limit_memory(model, "100%")
+
+    def step() -> None:
+        first, _unused = model(torch.randn(1024, 32))
+        first.sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*still needed")
+        for _ in range(3):
+            step()
+    assert handle.plan is not None

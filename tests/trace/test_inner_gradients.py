@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.meter import available
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -43,3 +44,32 @@ def test_a_step_may_take_its_gradients_by_itself() -> None:
 
     graph = lowtide.trace(step, torch.randn(3, 4), model=model, costs=False)
     assert sum(o.name == "aten.pow.Tensor_Scalar" for o in graph.operations if o.phase == "backward") == 1
+
+
+class Messages(nn.Module):
+    """Residual layers of a network for energies, with the forces in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        h = x
+        for layer in self.layers:
+            h = h + torch.nn.functional.silu(layer(h * x))
+        (force,) = torch.autograd.grad(h.sum(), x, create_graph=True)
+        return h.square().mean() + force.square().mean()
+
+
+@pytest.mark.skipif(not available(), reason="needs a C++ compiler for the counting allocator")
+@pytest.mark.parametrize("budget", ["min", "100%"])
+def test_gradients_that_add_up_within_the_forward_are_predicted(budget: str) -> None:
+    """Autograd adds in place where nothing else holds a gradient; one that it saved is held."""
+    model = Messages()
+    handle = lowtide.limit_memory(model, budget)
+    for _ in range(3):
+        model(torch.randn(256, 32)).backward()
+        model.zero_grad()
+    assert handle.plan is not None and handle.measured_peak_bytes is not None
+    assert abs(handle.plan.predicted_peak_bytes - handle.measured_peak_bytes) <= 4096

@@ -195,6 +195,11 @@ class Tracer:
         number = self.known(tensor)
         return number is not None and self.storages[number].producer is not None
 
+    def made_in_backward(self, tensor: torch.Tensor) -> bool:
+        """Whether a backward of the step made the tensor's storage."""
+        number = self.known(tensor)
+        return number is not None and self.storages[number].kind == "backward"
+
     # ---- operations ------------------------------------------------------------------------------
 
     def loss_of(self, result: Any) -> torch.Tensor | None:

@@ -231,7 +231,8 @@ class Limiter:
             if look.ended:  # it was finished on the thread that ran backward
                 self.local.look = None
             elif look.watch.backwards:
-                self._tell_together()
+                if look.tracer.unreleased:  # else it went with an output that no loss used
+                    self._tell_together()
                 self._look_ended(look, kind)
             elif look.tracer.closed or look.watch.failed():
                 self.local.look = None

@@ -152,7 +152,7 @@ class Planner:
     def _limit_bytes(self, graph: StepGraph, plain_peak: int, margin_bytes: int) -> int | None:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
         largest step that was planned, so that the last one of an epoch has no smaller budget; ``"min"``
-        includes the margin.
+        includes the margin, and holds the optimizer's own step.
         """
         if self.budget is None:
             return None
@@ -164,7 +164,7 @@ class Planner:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
-            return least + margin_bytes
+            return max(least + margin_bytes, sum(self._optimizer_parts().values()))
 
         device = torch.device(graph.device)
         return budgets.resolve(self.budget, plain_peak, smallest, device, standing_bytes=graph.resident_bytes)
@@ -244,23 +244,27 @@ class Planner:
                 )
         return self._need[1]
 
-    def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
-        """Why the optimizer's own step cannot meet the budget, or ``None``."""
-        if self.optimizer is None or limit is None:
-            return None
+    def _optimizer_parts(self) -> dict[str, int]:
+        """What stands at the peak of the optimizer's own step, in bytes by name; nothing without one."""
+        if self.optimizer is None:
+            return {}
         need, own = self.need_of(self.optimizer), resident_bytes(self.model)
         own += missing_gradient_bytes(self.optimizer)
-        least = own + need.state_bytes + need.step_bytes
-        if least <= limit:
-            return None
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
-        parts = {
+        return {
             budgets.PARAMETERS: parameters,
             budgets.GRADIENTS: own - parameters,
             budgets.STATE: need.state_bytes,
             "its update": need.step_bytes,
         }
-        detail = "An optimizer with fused=True takes less for its update." if need.step_bytes else ""
+
+    def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
+        """Why the optimizer's own step cannot meet the budget, or ``None``."""
+        parts = self._optimizer_parts()
+        least = sum(parts.values())
+        if limit is None or least <= limit:
+            return None
+        detail = "An optimizer with fused=True takes less for its update." if parts["its update"] else ""
         return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
 
     def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:

@@ -2,16 +2,16 @@
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
-evicted when autograd packs it, and replayed in backward. A model without blocks is divided where few bytes
-cross. So only the program itself holds the step's tensors, and a storage is freed when the program releases
-it. Each forward operation runs twice: that verifies its replay, and times it warm.
+evicted when autograd packs it, and replayed in backward. Long blocks, and what lies outside of them, are
+divided where few bytes cross. So only the program itself holds the step's tensors, and a storage is freed
+when the program releases it. Each forward operation runs twice: that verifies its replay, and times it warm.
 """
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -86,8 +86,8 @@ class Look:
                 stack.enter_context(tracer.following_modules())
                 if tracer.model is not None:
                     for block in _blocks(tracer.model):
-                        stack.callback(block.register_forward_pre_hook(recorder.enters).remove)
-                        stack.callback(block.register_forward_hook(recorder.leaves).remove)
+                        stack.callback(block.register_forward_pre_hook(recorder.at_block).remove)
+                        stack.callback(block.register_forward_hook(recorder.at_block).remove)
                     stack.enter_context(left_alone(tracer.model.modules(), tracer))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack))
                 stack.enter_context(recorder)
@@ -234,10 +234,17 @@ def look_aside(
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost members of the model's lists of modules; its children where there are none."""
-    # TorchScript's modules take no hooks
-    found = list(_members(model)) or model.children()
-    return [block for block in found if not isinstance(block, torch.jit.ScriptModule)]
+    """The outermost members of the model's lists of modules, or its children, without single layers."""
+    return _no_layers(_members(model)) or _no_layers(model.children())
+
+
+def _no_layers(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that have children and take hooks, which TorchScript's do not."""
+    return [
+        module
+        for module in modules
+        if next(module.children(), None) is not None and not isinstance(module, torch.jit.ScriptModule)
+    ]
 
 
 def _members(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -262,7 +269,6 @@ class _LittleMemory(Recorder):
         self.check = False  # what ran twice needs no digests
         self._look, self._tracer = look, look.tracer
         self._ends: dict[int, object] = {}
-        self._divides = True
         self._evicted: set[LiveValue] = set()
         self._evicted_bytes = self._kept_bytes = 0
 
@@ -280,7 +286,7 @@ class _LittleMemory(Recorder):
         if key in self._blank or (entry is None and not (droppable and self._tracer.made(tensor))):
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
-        if self._divides and value.node is not None and value not in self._evicted:
+        if value.node is not None and value not in self._evicted:
             self._divide(value)
         return self._evict(value, tensor)
 
@@ -306,9 +312,12 @@ class _LittleMemory(Recorder):
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
         """As the recorder's, but tensors that the step made are kept as copies, so that the originals are
         freed when the program releases them.
+
+        Not those of a backward inside the forward. Every plan keeps them, and autograd adds in place to what
+        no saved tensor holds.
         """
         key = private.storage_key(tensor)
-        if key in self._given or not self._tracer.made(tensor):
+        if key in self._given or not self._tracer.made(tensor) or self._tracer.made_in_backward(tensor):
             return super()._value_of(tensor)
         reference = self._held.get(key)
         value = reference() if reference is not None else None
@@ -330,15 +339,9 @@ class _LittleMemory(Recorder):
         self._evicted.clear()
         self._evicted_bytes = 0
 
-    def enters(self, block: torch.nn.Module, args: Any) -> None:
-        """A block begins. One without children, such as a GRU, may be long: it is divided."""
+    def at_block(self, *_: Any) -> None:
+        """A block begins or has ended."""
         self.boundary()
-        self._divides = not any(True for _ in block.children())
-
-    def leaves(self, *_: Any) -> None:
-        """A block has ended."""
-        self.boundary()
-        self._divides = False
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
         """Copy what replays start from before it is overwritten, by another forward for instance.
