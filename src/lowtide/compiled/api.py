@@ -143,6 +143,7 @@ class CompiledHandle:
         whole, report = self._whole, self._report
 
         def backend(module: Any, inputs: Any) -> Any:
+            whole.compiled = True
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
             if recorded or not captured.is_whole_step(module):
                 if what := _given(codecs=self._codecs, tiers=self._tiers):
