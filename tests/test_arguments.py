@@ -10,13 +10,19 @@ import pytest
 import torch
 
 import lowtide
-from lowtide import estimate, meter, optim, parallel
+from lowtide import estimate, meter, models, optim, parallel
 from lowtide.errors import LowtideError
+from lowtide.estimate.devices import device
+from lowtide.estimate.suggest import suggest
+from lowtide.models.gpt import GPT
+from lowtide.models.llama import Llama
 from lowtide.plan import policies
+from lowtide.report import make_report, save_report
 
 X = torch.randn(2, 4)
 MODEL = torch.nn.Linear(4, 1)
 TARGET = torch.tensor([0, 1])
+GRAPH = lowtide.trace(lambda: MODEL(X).sum())
 GIVEN: Any = "nonsense"
 
 
@@ -131,6 +137,19 @@ WRONG: dict[str, Callable[[], Any]] = {
     "measurable": lambda: meter.measurable(GIVEN),
     "mark_partial_gradients": lambda: parallel.mark_partial_gradients(GIVEN),
     "allreduce_sequence_parallel_gradients": lambda: parallel.allreduce_sequence_parallel_gradients(GIVEN),
+    "make_plan(stored=)": lambda: policies.make_plan(GRAPH, stored=GIVEN),
+    "make_plan(moves=)": lambda: policies.make_plan(GRAPH, stored=(), moves=GIVEN),
+    "make_plan(budget=)": lambda: policies.make_plan(GRAPH, stored=(), budget=GIVEN),
+    "mixed(codecs=)": lambda: policies.mixed(codecs=GIVEN),
+    "make_report(graph=)": lambda: make_report(GIVEN, GIVEN),
+    "save_report(report=)": lambda: save_report(GIVEN, "page.html"),
+    "check_path": lambda: save_report(make_report(GRAPH, lowtide.plan(GRAPH, policy="keep_all")), 3),  # type: ignore
+    "suggest(device=)": lambda: suggest("llama3-8b", devices=4, device=GIVEN),
+    "suggest(memory_bytes=)": lambda: suggest("gpt2", devices=4, device=device("a100"), memory_bytes=GIVEN),
+    "device": lambda: device(3),  # type: ignore[arg-type]
+    "models.preset": lambda: models.preset(3),  # type: ignore[arg-type]
+    "GPT": lambda: GPT(GIVEN),
+    "Llama": lambda: Llama(GIVEN),
     "estimate": lambda: estimate.estimate(GIVEN),
     "iteration_flops": lambda: estimate.iteration_flops(GIVEN),
     "model_states": lambda: estimate.model_states(GIVEN),
