@@ -152,7 +152,7 @@ class Planner:
     def _limit_bytes(self, graph: StepGraph, plain_peak: int, margin_bytes: int) -> int | None:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
         largest step that was planned, so that the last one of an epoch has no smaller budget; ``"min"``
-        includes the margin.
+        includes the margin, and holds ``optimizer.step()``, too.
         """
         if self.budget is None:
             return None
@@ -164,7 +164,7 @@ class Planner:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
-            return least + margin_bytes
+            return max(least + margin_bytes, self._optimizer_least())
 
         device = torch.device(graph.device)
         return budgets.resolve(self.budget, plain_peak, smallest, device, standing_bytes=graph.resident_bytes)
@@ -244,15 +244,21 @@ class Planner:
                 )
         return self._need[1]
 
+    def _optimizer_least(self) -> int:
+        """The most live bytes during ``optimizer.step()``; 0 where no optimizer counts."""
+        if self.optimizer is None:
+            return 0
+        need = self.need_of(self.optimizer)
+        own = resident_bytes(self.model) + missing_gradient_bytes(self.optimizer)
+        return own + need.state_bytes + need.step_bytes
+
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
         """Why the optimizer's own step cannot meet the budget, or ``None``."""
-        if self.optimizer is None or limit is None:
+        least = self._optimizer_least()
+        if self.optimizer is None or limit is None or least <= limit:
             return None
-        need, own = self.need_of(self.optimizer), resident_bytes(self.model)
-        own += missing_gradient_bytes(self.optimizer)
-        least = own + need.state_bytes + need.step_bytes
-        if least <= limit:
-            return None
+        need = self.need_of(self.optimizer)
+        own = least - need.state_bytes - need.step_bytes
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         parts = {
             budgets.PARAMETERS: parameters,
