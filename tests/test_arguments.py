@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import lowtide
-from lowtide import estimate, meter, optim, parallel
+from lowtide import estimate, meter, models, optim, parallel
 from lowtide.errors import LowtideError
+from lowtide.estimate.devices import device
+from lowtide.estimate.suggest import suggest
+from lowtide.models.gpt import GPT
+from lowtide.models.llama import Llama
 from lowtide.plan import policies
+from lowtide.report import make_report, save_report
 
 X = torch.randn(2, 4)
 MODEL = torch.nn.Linear(4, 1)
+TARGET = torch.tensor([0, 1])
+GRAPH = lowtide.trace(lambda: MODEL(X).sum())
 GIVEN: Any = "nonsense"
 
 
@@ -71,8 +79,77 @@ WRONG: dict[str, Callable[[], Any]] = {
     ),
     "parallelize": lambda: parallel.parallelize(GIVEN),
     "whole_state_dict": lambda: parallel.whole_state_dict(GIVEN),
+    "get_grad_norm(parameters=)": lambda: parallel.get_grad_norm(GIVEN),
+    "get_grad_norm(norm_type=)": lambda: parallel.get_grad_norm(MODEL.parameters(), GIVEN),
+    "get_grad_norm(counted_elsewhere=)": lambda: parallel.get_grad_norm(
+        MODEL.parameters(), counted_elsewhere=GIVEN
+    ),
+    "clip_grad_norm(parameters=)": lambda: parallel.clip_grad_norm(GIVEN, 1.0),
+    "clip_grad_norm(max_norm=)": lambda: parallel.clip_grad_norm(MODEL.parameters(), GIVEN),
+    "partial_gradients": lambda: parallel.partial_gradients(GIVEN),
+    "mark_partial_gradient": lambda: parallel.mark_partial_gradient(GIVEN),
+    "allreduce_sequence_parallel_gradients(buffer_bytes=)": lambda: (
+        parallel.allreduce_sequence_parallel_gradients(MODEL, buffer_bytes=GIVEN)
+    ),
+    "column_parallel(input=)": lambda: parallel.column_parallel(
+        GIVEN, (parallel.ColumnParallelLinear(4, 4),)
+    ),
+    "column_parallel(layers=)": lambda: parallel.column_parallel(X, GIVEN),
+    "ColumnParallelLinear(input_size=)": lambda: parallel.ColumnParallelLinear(GIVEN, 4),
+    "ColumnParallelLinear(output_size=)": lambda: parallel.ColumnParallelLinear(4, GIVEN),
+    "ColumnParallelLinear(dtype=)": lambda: parallel.ColumnParallelLinear(4, 4, dtype=GIVEN),
+    "ColumnParallelLinear(device=)": lambda: parallel.ColumnParallelLinear(4, 4, device=GIVEN),
+    "ColumnParallelLinear(stride=)": lambda: parallel.ColumnParallelLinear(4, 4, stride=GIVEN),
+    "ColumnParallelLinear(init_method=)": lambda: parallel.ColumnParallelLinear(4, 4, init_method=GIVEN),
+    "ColumnParallelLinear(reduce_dtype=)": lambda: parallel.ColumnParallelLinear(4, 4, reduce_dtype=GIVEN),
+    "RowParallelLinear": lambda: parallel.RowParallelLinear(4, 4)(GIVEN),
+    "SharedHeadsLinear(heads=)": lambda: parallel.SharedHeadsLinear(4, GIVEN, 4),
+    "ParallelEmbedding(num_embeddings=)": lambda: parallel.ParallelEmbedding(GIVEN, 4),
+    "ParallelEmbedding(padding_idx=)": lambda: parallel.ParallelEmbedding(4, 4, padding_idx=GIVEN),
+    "ParallelEmbedding(max_norm=)": lambda: parallel.ParallelEmbedding(4, 4, max_norm=GIVEN),
+    "ParallelEmbedding": lambda: parallel.ParallelEmbedding(4, 4)(GIVEN),
+    "LayerNorm(normalized_shape=)": lambda: parallel.LayerNorm(GIVEN),
+    "LayerNorm(eps=)": lambda: parallel.LayerNorm(4, eps=GIVEN),
+    "RMSNorm": lambda: parallel.RMSNorm(4)(GIVEN),
+    "ParallelDropout(probability=)": lambda: parallel.ParallelDropout(GIVEN),
+    "RandomTracker(device=)": lambda: parallel.RandomTracker(device=GIVEN),
+    "parallel_cross_entropy(target=)": lambda: parallel.parallel_cross_entropy(X, GIVEN),
+    "parallel_cross_entropy(label_smoothing=)": lambda: parallel.parallel_cross_entropy(X, TARGET, GIVEN),
+    "parallel_cross_entropy(ignore_index=)": lambda: parallel.parallel_cross_entropy(
+        X, TARGET, ignore_index=GIVEN
+    ),
+    "parallel_cross_entropy(vocabulary=)": lambda: parallel.parallel_cross_entropy(
+        X, TARGET, vocabulary=GIVEN
+    ),
+    "parallel_linear_cross_entropy(weight=)": lambda: parallel.parallel_linear_cross_entropy(
+        X, GIVEN, TARGET
+    ),
+    "parallel_linear_cross_entropy(chunks=)": lambda: parallel.parallel_linear_cross_entropy(
+        X, torch.ones(3, 4), TARGET, chunks=GIVEN
+    ),
+    "gather_from_sequence_parallel_region": lambda: parallel.gather_from_sequence_parallel_region(GIVEN),
+    "parallelize(plan=)": lambda: parallel.parallelize(MODEL, plan=GIVEN),
+    "save_checkpoint(path=)": lambda: parallel.save_checkpoint(3, MODEL),  # type: ignore[arg-type]
+    "save_checkpoint(optimizer=)": lambda: parallel.save_checkpoint("folder", MODEL, GIVEN),
+    "load_whole_state_dict": lambda: parallel.load_whole_state_dict(MODEL, GIVEN),
+    "storages": lambda: meter.storages(GIVEN),
+    "resident_tensors": lambda: meter.resident_tensors(GIVEN),
+    "measurable": lambda: meter.measurable(GIVEN),
     "mark_partial_gradients": lambda: parallel.mark_partial_gradients(GIVEN),
     "allreduce_sequence_parallel_gradients": lambda: parallel.allreduce_sequence_parallel_gradients(GIVEN),
+    "make_plan(stored=)": lambda: policies.make_plan(GRAPH, stored=GIVEN),
+    "make_plan(moves=)": lambda: policies.make_plan(GRAPH, stored=(), moves=GIVEN),
+    "make_plan(budget=)": lambda: policies.make_plan(GRAPH, stored=(), budget=GIVEN),
+    "mixed(codecs=)": lambda: policies.mixed(codecs=GIVEN),
+    "make_report(graph=)": lambda: make_report(GIVEN, GIVEN),
+    "save_report(report=)": lambda: save_report(GIVEN, "page.html"),
+    "check_path": lambda: save_report(make_report(GRAPH, lowtide.plan(GRAPH, policy="keep_all")), 3),  # type: ignore
+    "suggest(device=)": lambda: suggest("llama3-8b", devices=4, device=GIVEN),
+    "suggest(memory_bytes=)": lambda: suggest("gpt2", devices=4, device=device("a100"), memory_bytes=GIVEN),
+    "device": lambda: device(3),  # type: ignore[arg-type]
+    "models.preset": lambda: models.preset(3),  # type: ignore[arg-type]
+    "GPT": lambda: GPT(GIVEN),
+    "Llama": lambda: Llama(GIVEN),
     "estimate": lambda: estimate.estimate(GIVEN),
     "iteration_flops": lambda: estimate.iteration_flops(GIVEN),
     "model_states": lambda: estimate.model_states(GIVEN),
@@ -89,3 +166,33 @@ def test_a_wrong_argument_is_refused_with_what_is_allowed(name: str) -> None:
     with pytest.raises(LowtideError, match=r"was given .*: give ") as refused:
         WRONG[name]()
     assert "nonsense" in str(refused.value) or " 3:" in str(refused.value) or "None:" in str(refused.value)
+
+
+SHAPES: dict[str, Callable[[], Any]] = {
+    "column_parallel": lambda: parallel.ColumnParallelLinear(5, 4)(X),
+    "RowParallelLinear": lambda: parallel.RowParallelLinear(5, 4)(X),
+    "RMSNorm": lambda: parallel.RMSNorm(5)(X),
+    "parallel_linear_cross_entropy": lambda: parallel.parallel_linear_cross_entropy(
+        X, torch.ones(3, 5), TARGET
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_that_does_not_fit_is_refused_with_one_that_does(name: str) -> None:
+    with pytest.raises(LowtideError, match=r"was given .*\(2, 4\).*: give "):
+        SHAPES[name]()
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan")])
+def test_gradients_are_not_clipped_to_less_than_nothing(number: float) -> None:
+    with pytest.raises(LowtideError, match=r"max_norm=\) was given (-1\.0|nan): give a number, 0 or more"):
+        parallel.clip_grad_norm(MODEL.parameters(), number)
+
+
+def test_a_checkpoint_that_is_not_there_or_of_another_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LowtideError, match="give a folder that save_checkpoint wrote"):
+        parallel.load_checkpoint(tmp_path / "nothing", MODEL)
+    parallel.save_checkpoint(tmp_path, MODEL)
+    with pytest.raises(LowtideError, match="and the model and optimizer that it was given"):
+        parallel.load_checkpoint(tmp_path, torch.nn.Linear(2, 1))

@@ -92,6 +92,27 @@ class OddRows(Model):
         return super().forward(nn.functional.layer_norm(x, (48,)))
 
 
+class Narrow(Model):
+    """Products in bfloat16, whose kernel on a CPU allocates while it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+def test_what_a_product_allocates_while_it_runs_counts_under_inductor() -> None:
+    model, x = Narrow(), torch.randn(512, 128)
+    compiled = lowtide.compile(model, "80%")
+    compiled(x).backward()
+    real = real_peak(compiled, model, x)
+    handle = lowtide.handle_of(compiled)
+    assert abs(real / handle.predicted_peak_bytes - 1) <= 0.002
+    assert real <= handle.plan.budget_bytes
+
+
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [pytest.param(Seen, (2, 3, 128, 128), marks=pytest.mark.slow), (OddRows, (4, 64, 48))],

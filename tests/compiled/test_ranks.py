@@ -97,3 +97,39 @@ def sharded_step() -> None:
 def test_fsdp2_around_compiled_blocks_keeps_the_budget() -> None:
     """Gathered weights, which come and go, count."""
     on_ranks(2, sharded_step)
+
+
+def averaged_step() -> None:
+    """DDP around a compiled model, and compiled itself, with more than one bucket of gradients."""
+    from test_compile import Model, gradients
+    from torch.nn.parallel import DistributedDataParallel
+
+    rank = dist.get_rank()
+    for inside in (True, False):
+        torch.manual_seed(0)
+        model, x = Model(layers=3, width=64), torch.randn(512, 64) + rank
+        twin = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.05)
+        if inside:
+            compiled = lowtide.compile(model, "60%", backend="aot_eager")
+            callee = DistributedDataParallel(compiled, bucket_cap_mb=0.05)
+        else:
+            callee = compiled = lowtide.compile(
+                DistributedDataParallel(model, bucket_cap_mb=0.05), "60%", backend="aot_eager"
+            )
+        for _ in range(3):
+            for one in (model, twin):
+                one.zero_grad(set_to_none=True)
+            twin(x).backward()
+            standing = resident_bytes(model) + x.nbytes
+            with peak("cpu") as seen:
+                callee(x).backward()
+            assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+        plan = lowtide.handle_of(compiled).plan
+        assert plan.replayed
+        real = standing + seen.peak_bytes
+        assert real == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+        assert real <= plan.budget_bytes
+
+
+def test_ddp_around_a_compiled_model_keeps_the_budget_and_averages_gradients() -> None:
+    on_ranks(2, averaged_step)

@@ -330,3 +330,21 @@ def test_blocks_of_torch_nn_are_compiled_and_planned() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(*layers))
     handle = check(model, torch.randn(256, 32), "min", regional=True)
     assert handle.plan.replayed
+
+
+class Recurrent(nn.Module):
+    """Dynamo traces no recurrent layer, and leaves the whole forward to Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+def test_a_forward_that_torch_does_not_compile_says_that_no_budget_is_held() -> None:
+    compiled = lowtide.compile(Recurrent(), "60%", backend="aot_eager")
+    with pytest.warns(lowtide.LowtideWarning, match=r"compiled nothing .* use lowtide\.limit_memory"):
+        compiled(torch.randn(2, 4, 8)).backward()
+    assert lowtide.handle_of(compiled).plan is None

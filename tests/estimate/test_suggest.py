@@ -168,6 +168,14 @@ def test_refusals(arguments: dict[str, object], says: str) -> None:
         device("h1000")
 
 
+@pytest.mark.parametrize("flag", ["--node", "--node-bandwidth", "--host-bandwidth", "--peak-tflops"])
+def test_a_number_that_cannot_be_is_named_as_it_was_given(flag: str) -> None:
+    command = ["suggest", "--model", "llama3-8b", "--devices", "4", flag, "-1"]
+    done = CliRunner().invoke(app, command)
+    told = f"{done.output} {done.exception}"
+    assert done.exit_code != 0 and f"{flag}=-1" in told and "above 0" in told
+
+
 def test_where_nothing_fits_it_says_what_to_do() -> None:
     command = ["suggest", "--model", "llama3-8b", "--devices", "1", "--device", "a100"]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "100"})

@@ -122,6 +122,15 @@ def test_resuming_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_what_is_no_trainer_is_refused() -> None:
+    from lowtide.integrations.hugging_face import limit
+
+    with pytest.raises(
+        lowtide.PlanError, match=r"limit\(trainer=\) was given .*: give a transformers.Trainer"
+    ):
+        limit(model(), "80%")
+
+
 def test_tensorboard_has_the_peaks(tmp_path: Path) -> None:
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lowtide.integrations.hugging_face import limit

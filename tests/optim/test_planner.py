@@ -161,3 +161,26 @@ def test_the_trainer(tmp_path: Path) -> None:
     for wrong in (1.5, -0.1):
         with pytest.raises(OptionError, match="optimizer-host-fraction"):
             options(optimizer_host_fraction=wrong)
+
+
+def test_the_smallest_budget_holds_the_update_too() -> None:
+    model, x = net(), torch.ones(2, WIDTH)
+    optimizer = HostOptimizer(
+        torch.optim.SGD, model.parameters(), host_fraction=0.3, host="memory", lr=0.01, momentum=0.9
+    )
+    assert optimizer_need(optimizer).step_bytes > meter.resident_bytes(model)
+    handle = lowtide.limit_memory(model, "min", optimizer=optimizer)
+    for _ in range(3):
+        model(x).backward()
+        with meter.peak() as seen:
+            optimizer.step()
+        standing = meter.resident_bytes(model, optimizer)
+        optimizer.zero_grad()
+    assert standing + seen.peak_bytes <= handle.plan.budget_bytes
+
+
+@pytest.mark.parametrize("given", [3, {}, {"state": {}}])
+def test_what_is_no_state_dict_is_refused(given: Any) -> None:
+    optimizer = HostOptimizer(torch.optim.AdamW, net().parameters())
+    with pytest.raises(lowtide.LowtideError, match=r"was given .*: give what state_dict\(\)"):
+        optimizer.load_state_dict(given)

@@ -350,3 +350,12 @@ def test_a_trained_tokenizer_is_the_same_when_a_run_goes_on(text: Path, tmp_path
     assert trail(first) + trail(second) == trail(whole)
     with pytest.raises(OptionError, match="or with another tokenizer"):
         train(dataclasses.replace(parts, steps=5, resume=True, tokenizer=None))
+
+
+def test_a_checkpoint_folder_that_cannot_be_made_is_refused_before_the_first_step(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("lowtide.train.trainer._part", lambda *_: pytest.fail("training began"))
+    with pytest.raises(CheckpointError, match=r"cannot write a checkpoint to .*file/run"):
+        train(options(text, checkpoint_dir=tmp_path / "file" / "run"))

@@ -16,7 +16,15 @@ from lowtide.errors import LowtideError, PlanError, expect
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
-from lowtide.private import captured, compile_in_place, compile_settings, inductor, is_compiled, uncompiled
+from lowtide.private import (
+    captured,
+    compile_in_place,
+    compile_settings,
+    inductor,
+    is_compiled,
+    uncompiled,
+    uncut_by_ddp,
+)
 from lowtide.run.limit.arguments import check_optimizer, sharded_units
 from lowtide.run.limit.handle import check_budget, handle_of
 from lowtide.run.limit.optimizer_need import optimizer_need
@@ -143,6 +151,7 @@ class CompiledHandle:
         whole, report = self._whole, self._report
 
         def backend(module: Any, inputs: Any) -> Any:
+            whole.compiled = True
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
             if recorded or not captured.is_whole_step(module):
                 if what := _given(codecs=self._codecs, tiers=self._tiers):
@@ -181,7 +190,8 @@ class CompiledHandle:
                 return self.compiled.__dict__["forward"](*args, **kwargs)
             whole.begin((args, kwargs))
             try:
-                result = run(*args, **kwargs)
+                with uncut_by_ddp():
+                    result = run(*args, **kwargs)
             except BaseException as error:
                 whole.stop()
                 inner = getattr(error, "inner_exception", None)

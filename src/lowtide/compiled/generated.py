@@ -78,11 +78,18 @@ class _Kernel:
 class _Extern:
     """Calls of operations that write to what they are given, or allocate their result."""
 
+    def __init__(self, ledger: _Ledger) -> None:
+        self._ledger = ledger
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         operation = getattr(torch.ops.aten, name, None)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            return kwargs["out"] if "out" in kwargs or operation is None else operation(*args, **kwargs)
+            if operation is None or "out" not in kwargs:
+                return kwargs["out"] if operation is None else operation(*args, **kwargs)
+            out = kwargs.pop("out")
+            self._ledger.take_scratch(operation.default, args, kwargs)
+            return out
 
         return call
 
@@ -117,8 +124,12 @@ class _Ledger(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.hold(leaf)
-        self.peak = max(self.peak, self.live + self.scratch(func, args, kwargs))
+        self.take_scratch(func, args, kwargs)
         return result
+
+    def take_scratch(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Count what a call takes beyond its results while it runs."""
+        self.peak = max(self.peak, self.live + self.scratch(func, args, kwargs))
 
     def hold(self, tensor: torch.Tensor) -> None:
         """Count what a tensor lies in until nothing holds it."""
@@ -255,7 +266,7 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
         "aten": torch.ops.aten,
         "inductor_ops": torch.ops.inductor,
         "device": torch.device,
-        "extern_kernels": _Extern(),
+        "extern_kernels": _Extern(ledger),
         "reinterpret_tensor": _reinterpret,
         "empty_strided": torch.empty_strided,
         "empty_strided_cpu_pinned": _empty_on("cpu"),

@@ -69,6 +69,7 @@ class WholeStep:
         plans: by the first graph of a step.
         regions: the graphs.
         mixed: whether a graph came after one that was taken for a whole step.
+        compiled: whether there is any graph, of the whole step or of a part.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class WholeStep:
         self.budget, self.options, self.device = budget, options, device
         self.plans: dict[Region, StepPlan] = {}
         self.regions: list[Region] = []
-        self.mixed = False
+        self.mixed = self.compiled = False
         self._standing = standing
         self._turns: dict[Region, list[_Turn]] = {}
         self._now: list[_Turn] = []  # the turns of the step that runs
@@ -158,6 +159,13 @@ class WholeStep:
                 self.stop()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                if not self.compiled:
+                    self._tell(
+                        "uncompiled",
+                        "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held "
+                        "(it compiles none of the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; "
+                        "TORCH_LOGS=graph_breaks says why): use lowtide.limit_memory(model, budget)",
+                    )
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
                 self._last = weakref.ref(begun)

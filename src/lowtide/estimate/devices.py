@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lowtide.errors import expect
 from lowtide.estimate.errors import EstimateError, unknown
 
 _GB = 10**9
@@ -81,6 +82,7 @@ def device(name: str, **changes: float) -> Device:
     Raises:
         EstimateError: there is none of that name, or a number is not positive.
     """
+    expect(isinstance(name, str), "device(name=)", name, "a name, as in 'h100'", EstimateError)
     key = name.lower()
     key = key if key in DEVICES else key.removesuffix("-80gb")
     if key not in DEVICES:

@@ -10,6 +10,7 @@ from itertools import product
 from math import log, log1p
 from typing import Any
 
+from lowtide.errors import expect, is_count
 from lowtide.estimate.config import Config, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
@@ -169,7 +170,11 @@ def suggest(
     """
     check_size("--devices", devices, 1 << 20)
     check_size("--count", count, 1000)
-    if not 0 <= reserve < 1:
+    expect(isinstance(device, Device), "suggest(device=)", device, "device('h100') or another", EstimateError)
+    expect(isinstance(runs_with, str), "suggest(runs_with=)", runs_with, "a framework's name", EstimateError)
+    known = memory_bytes is None or is_count(memory_bytes, 1)
+    expect(known, "suggest(memory_bytes=)", memory_bytes, "bytes, 1 or more, or None", EstimateError)
+    if not isinstance(reserve, int | float) or not 0 <= reserve < 1:
         raise EstimateError(f"--reserve={reserve}: a share of at least 0 and below 1 is needed")
     way = framework(runs_with)
     asked = {key: value for key, value in settings.items() if value is not None}
@@ -224,7 +229,7 @@ def suggest(
             if not any_fits:
                 break  # a larger micro-batch needs more
     if least is None:
-        why = f": {reasons[0]}" if reasons else ""
+        why = f": {reasons[0]}" if reasons else ": give other sizes, or leave out those that may vary"
         fixed = "".join(
             f" {flag(name)}={asked[name]}"
             for name in ("tp", "pp", "dp", "cp", "interleave", "micro_batch")

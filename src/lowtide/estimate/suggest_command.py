@@ -88,6 +88,7 @@ def suggest_command(
     }
     from lowtide.estimate.config import flag
     from lowtide.estimate.devices import device as find_device
+    from lowtide.estimate.errors import EstimateError
     from lowtide.estimate.frameworks import LOWTIDE_MODELS
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import VARIED, suggest
@@ -98,6 +99,9 @@ def suggest_command(
         host_bandwidth=host_bandwidth,
         memory_bandwidth=memory_bandwidth,
     )
+    for name, value in {**scaled, "peak_tflops": peak_tflops, "node": node}.items():
+        if value is not None and not value > 0:
+            raise EstimateError(f"{flag(name)}={value}: a number above 0 is needed")
     changes: dict[str, Any] = {name: value * 1e9 for name, value in scaled.items() if value is not None}
     if peak_tflops is not None:
         changes["flops"] = peak_tflops * 1e12

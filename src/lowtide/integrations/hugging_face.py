@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from lowtide.errors import expect
 from lowtide.integrations.peaks import Peaks
 from lowtide.limits import limit_memory
 from lowtide.run.limit.handle import Handle, check_given, handle_of
@@ -82,9 +83,15 @@ def limit(trainer: Any, budget: str | int | None = None, **options: Any) -> Limi
         trainer: a ``transformers.Trainer``.
         budget, options: as of `LimitMemory`.
 
+    Raises:
+        PlanError: it is no trainer.
+        BudgetError: as of `LimitMemory`.
+
     Example:
         ``limit(trainer, "6GiB")``, before ``trainer.train()``
     """
+    callbacks = getattr(getattr(trainer, "callback_handler", None), "callbacks", None)
+    expect(isinstance(callbacks, list), "limit(trainer=)", trainer, "a transformers.Trainer")
     callback = LimitMemory(budget, **options)
     trainer.callback_handler.callbacks.insert(0, callback)
     return callback

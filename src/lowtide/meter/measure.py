@@ -71,8 +71,9 @@ def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
     )
 
 
-def measurable(device: torch.device) -> bool:
+def measurable(device: torch.device | str) -> bool:
     """Whether a device's memory can be read at any time, with the meter that is its own."""
+    device = device_of(device)
     return device.type == "cuda" or (device.type == "cpu" and available())
 
 

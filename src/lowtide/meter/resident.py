@@ -15,9 +15,17 @@ from .machine import device_of
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """The distinct storages under the tensors, in order. Wrapper subclasses (DTensor and the like) count by
-    the tensors inside them; tensors without a storage (sparse ones) by their parts."""
+    the tensors inside them; tensors without a storage (sparse ones) by their parts.
+
+    Raises:
+        MeterError: they are no tensors.
+    """
+    one = isinstance(tensors, torch.Tensor)  # its rows are tensors, too
+    listed: list[Any] = list(tensors) if isinstance(tensors, Iterable) and not one else [None]
+    several = all(isinstance(tensor, torch.Tensor) for tensor in listed)
+    expect(several, "storages(tensors=)", tensors, "a list of tensors", MeterError)
     found: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
+    for tensor in listed:
         for plain in plain_parts(tensor):
             storage = plain.untyped_storage()
             found.setdefault(private.storage_address(storage), storage)
@@ -53,7 +61,12 @@ def resident_tensors(
     model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
 ) -> list[torch.Tensor]:
     """Parameters, buffers, gradients (and the slab that these are kept in), and the optimizer's state
-    (tensor-valued options such as a tensor ``lr`` included)."""
+    (tensor-valued options such as a tensor ``lr`` included).
+
+    Raises:
+        MeterError: an argument is something else.
+    """
+    _check_standing("resident_tensors", model, optimizer)
     found: list[torch.Tensor] = []
     if model is not None:
         found += [*model.parameters(), *model.buffers()]
@@ -106,10 +119,7 @@ def resident_bytes(
     Raises:
         MeterError: an argument is something else.
     """
-    module = model is None or isinstance(model, torch.nn.Module)
-    expect(module, "resident_bytes(model=)", model, "a torch.nn.Module, or None", MeterError)
-    steps = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
-    expect(steps, "resident_bytes(optimizer=)", optimizer, "a torch.optim.Optimizer, or None", MeterError)
+    _check_standing("resident_bytes", model, optimizer)
     where = None if device is None else device_of(device)
 
     def counts(storage: torch.UntypedStorage) -> bool:
@@ -118,3 +128,10 @@ def resident_bytes(
         )
 
     return sum(s.nbytes() for s in storages(resident_tensors(model, optimizer)) if counts(s))
+
+
+def _check_standing(function: str, model: Any, optimizer: Any) -> None:
+    module = model is None or isinstance(model, torch.nn.Module)
+    expect(module, f"{function}(model=)", model, "a torch.nn.Module, or None", MeterError)
+    steps = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    expect(steps, f"{function}(optimizer=)", optimizer, "a torch.optim.Optimizer, or None", MeterError)

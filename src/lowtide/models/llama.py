@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide.models.common import CausalAttention, CausalOutput, Dropout, check_tokens, join_heads
-from lowtide.models.presets import ModelConfig
+from lowtide.models.presets import ModelConfig, check_config
 from lowtide.models.shared import Sharing, fill, is_embedding, is_linear
 
 
@@ -106,6 +106,7 @@ class Llama(nn.Module):
     sin: Tensor
 
     def __init__(self, config: ModelConfig, group: Any = None, sequence_parallel: bool = False) -> None:
+        check_config("Llama", config)
         super().__init__()
         self.config = config
         self.sharing = sharing = Sharing(group, sequence_parallel)

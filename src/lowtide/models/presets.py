@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, expect
 
 
 class ModelError(LowtideError):
@@ -152,6 +152,7 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     Raises:
         ModelError: there is no such preset or no such setting, or the settings do not fit together.
     """
+    expect(isinstance(name, str), "preset(name=)", name, "a name, as in 'gpt-small'", ModelError)
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? Else " if near else ""
@@ -161,3 +162,9 @@ def preset(name: str, **changes: Any) -> ModelConfig:
         if key not in known:
             raise ModelError(f"a model has no setting {key!r}: the settings are {', '.join(sorted(known))}")
     return replace(PRESETS[name], **changes)
+
+
+def check_config(model: str, config: Any) -> None:
+    """Refuse what is no configuration of a model."""
+    allowed = "a ModelConfig, as preset('gpt-small') is"
+    expect(isinstance(config, ModelConfig), f"{model}(config=)", config, allowed, ModelError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -450,6 +450,9 @@ class HostOptimizer(PlacedOptimizer):
         Raises:
             OptimError: it does not fit these parameters; nothing has changed then.
         """
+        whole = isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys()
+        allowed = "what state_dict() of this optimizer, or of the wrapped one, returned"
+        expect(whole, "load_state_dict(state_dict=)", state_dict, allowed, OptimError)
         self._background.quiet()
         checkpoint.load(self, state_dict)
         self._whole = ""

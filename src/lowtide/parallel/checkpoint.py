@@ -9,7 +9,9 @@ names.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from lowtide import private
 from lowtide.errors import expect
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_path, check_tensors
 from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import Partition
 
@@ -166,6 +169,9 @@ def sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
     ['bias', 'weight']
     """
     cuts = partitions_of(model)
+    known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
+    allowed = "a torch.optim.Optimizer, or None"
+    expect(known, "the optimizer of a sharded checkpoint", optimizer, allowed, ParallelError)
     state: dict[str, Any] = {
         "model": {name: _shared(tensor, cuts.get(name)) for name, tensor in model.state_dict().items()}
     }
@@ -188,21 +194,37 @@ def _shared(tensor: Any, where: Partition | None) -> Any:
     return SharedTensor(tensor.detach(), where)
 
 
-def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Save to a folder, every rank its pieces. A collective: every process calls it."""
+def save_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Save to a folder, every rank its pieces. A collective: every process calls it.
+
+    Raises:
+        ParallelError: the folder cannot be written to.
+    """
     import torch.distributed.checkpoint as dcp
 
+    check_path("save_checkpoint", path)
     state, alone = sharded_state_dict(model, optimizer), not dist.is_initialized()
-    dcp.save(state, checkpoint_id=path, no_dist=alone)  # pyright: ignore[reportPrivateImportUsage]
+    with _said("save_checkpoint", path, "give a folder that can be written to"):
+        dcp.save(state, checkpoint_id=path, no_dist=alone)  # pyright: ignore[reportPrivateImportUsage]
 
 
-def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Load what `save_checkpoint` saved, at any number of ranks. A collective: every process calls it."""
+def load_checkpoint(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Load what `save_checkpoint` saved, at any number of ranks. A collective: every process calls it.
+
+    Raises:
+        ParallelError: there is no such checkpoint, or it is of other names or shapes.
+    """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
+    check_path("load_checkpoint", path)
     state = sharded_state_dict(model, optimizer)
-    with torch.no_grad():
+    remedy = "give a folder that save_checkpoint wrote, and the model and optimizer that it was given"
+    with _said("load_checkpoint", path, remedy), torch.no_grad():
         dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore
     if optimizer is not None:
         found = state["optimizer"]
@@ -213,6 +235,19 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
         set_optimizer_state_dict(model, optimizer, found)
 
 
+@contextmanager
+def _said(function: str, path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
+    """A context: what cannot be saved or loaded is said in one sentence, on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        first = next(iter(error.failures.values()))[0]
+        what = str(first).splitlines()[0]
+        raise ParallelError(f"{function}(path={str(path)!r}): {what}: {remedy}") from first
+
+
 @torch.no_grad()
 def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Load the state dict of a model that nobody shares, of which each rank takes its part.
@@ -221,6 +256,9 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
         ParallelError: names are missing, unknown, or have another shape.
     """
     cuts, own = partitions_of(model), model.state_dict()
+    named = isinstance(state, Mapping)
+    expect(named, "load_whole_state_dict(state=)", state, "a state dict, tensors by name", ParallelError)
+    check_tensors("load_whole_state_dict", **{str(name): tensor for name, tensor in state.items()})
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     if missing or unknown:
         raise ParallelError(

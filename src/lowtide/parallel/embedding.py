@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide.errors import expect, is_count
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_counts, check_input, check_made, check_numbers
 from lowtide.parallel.mappings import (
     check_sequence_dimension,
     gather_from_tensor_model_parallel_region,
@@ -72,7 +74,7 @@ class ParallelEmbedding(ParallelModule):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         sparse: bool = False,
-        init_method: Callable[[Tensor], Any] = nn.init.normal_,
+        init_method: Callable[[Tensor], Any] | None = nn.init.normal_,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.float32,
         shard_across_embedding: bool = False,
@@ -81,11 +83,16 @@ class ParallelEmbedding(ParallelModule):
         tensor_model_parallel_group: Any = None,
         sequence_dimension: int | None = None,
     ) -> None:
+        name = type(self).__name__
+        check_counts(name, 1, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        check_made(name, dtype, device, init_method)
+        check_numbers(name, 0, max_norm=0 if max_norm is None else max_norm, norm_type=norm_type)
         super().__init__(tensor_model_parallel_group)
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ParallelError(
-                f"padding_idx={padding_idx} is not a token of a vocabulary of {num_embeddings}"
-            )
+        token = padding_idx is None or (
+            is_count(padding_idx, -num_embeddings) and padding_idx < num_embeddings
+        )
+        allowed = f"a token of the vocabulary of {num_embeddings}, or None"
+        expect(token, f"{name}(padding_idx=)", padding_idx, allowed, ParallelError)
         if shard_across_embedding and max_norm is not None:
             raise ParallelError(
                 "max_norm needs whole vectors: share the vocabulary (shard_across_embedding=False), or "
@@ -110,7 +117,7 @@ class ParallelEmbedding(ParallelModule):
         where = partition(
             (num_embeddings, embedding_dim), int(shard_across_embedding), self.group, pad=pad, what=what
         )
-        self._fill("weight", where, self._with_padding(init_method), dtype, device)
+        self._fill("weight", where, self._with_padding(init_method or nn.init.normal_), dtype, device)
 
     def _with_padding(self, init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
         def fill(table: Tensor) -> None:
@@ -126,6 +133,9 @@ class ParallelEmbedding(ParallelModule):
 
     def forward(self, input_: Tensor) -> Tensor:
         """Look up the vectors of the tokens."""
+        check_input(self, input_)
+        whole = input_.dtype in (torch.int64, torch.int32)
+        expect(whole, "tokens of dtype", input_.dtype, "torch.int64 or torch.int32", ParallelError)
         if self.shard_across_embedding:
             return self._features(input_)
         if self.group.size == 1:

@@ -22,6 +22,7 @@ from lowtide import private
 from lowtide.errors import expect
 from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_counts, check_tensors, parameters_of
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.shared import watch_gradient
 
@@ -84,6 +85,7 @@ def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
     >>> partial_gradients([weight])
     []
     """
+    check_tensors("mark_partial_gradient", parameter=parameter)
     group = tensor_group(group)
     if group.size == 1:
         return
@@ -162,8 +164,13 @@ def mark_partial_gradients(model: torch.nn.Module) -> None:
 
 
 def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those of the parameters whose gradients are marked as parts of a sum."""
-    return [parameter for parameter in parameters if _mark_of(parameter) is not None]
+    """Those of the parameters whose gradients are marked as parts of a sum.
+
+    Raises:
+        ParallelError: they are no tensors.
+    """
+    found = parameters_of("partial_gradients", parameters)
+    return [parameter for parameter in found if _mark_of(parameter) is not None]
 
 
 def note_added(parameters: Iterable[Tensor]) -> None:
@@ -199,6 +206,7 @@ def allreduce_sequence_parallel_gradients(
     """
     known = isinstance(optimizer, torch.nn.Module | torch.optim.Optimizer)
     expect(known, "optimizer=", optimizer, "an optimizer, or a torch.nn.Module", ParallelError)
+    check_counts("allreduce_sequence_parallel_gradients", 1, buffer_bytes=buffer_bytes)
     groups: dict[TensorGroup, list[Tensor]] = {}
     for parameter in partial_gradients(_parameters_of(optimizer)):
         mark = _mark_of(parameter)

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.errors import expect
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_numbers, parameters_of
 from lowtide.parallel.groups import ALONE, TensorGroup, tensor_group
 from lowtide.parallel.shared import over_ranks, refuse_partial, share_of
 from lowtide.private import is_distributed, without_torch_function
@@ -49,7 +51,8 @@ def get_grad_norm(
         anything.
 
     Raises:
-        ParallelError: a gradient is only this rank's part of a sum, or ``norm_type`` is not above 0.
+        ParallelError: a gradient is only this rank's part of a sum, ``norm_type`` is not above 0, or an
+            argument is something else.
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
 
     >>> layer = torch.nn.Linear(1, 1, bias=False)
@@ -59,12 +62,11 @@ def get_grad_norm(
 
     Source: neuronx-distributed, ``parallel_layers.grads.get_grad_norm``.
     """
-    own, order = _distinct(parameters), float(norm_type)
-    if order <= 0:
-        raise ParallelError(
-            f"norm_type={norm_type}: gradients are clipped by a norm of an order above 0, or float('inf')"
-        )
-    elsewhere = {id(parameter) for parameter in counted_elsewhere}
+    own = parameters_of("get_grad_norm", parameters)
+    check_numbers("get_grad_norm", 0, norm_type=norm_type)
+    order, allowed = float(norm_type), "the order of a norm, above 0, or float('inf')"
+    expect(order > 0, "get_grad_norm(norm_type=)", norm_type, allowed, ParallelError)
+    elsewhere = {id(one) for one in parameters_of("get_grad_norm", counted_elsewhere, "counted_elsewhere")}
     counted = [parameter for parameter in own if id(parameter) not in elsewhere]
     stages = ALONE if pipeline is None else tensor_group(pipeline)
     if stages.size == 1 and not is_shared(own):
@@ -112,7 +114,8 @@ def clip_grad_norm(
 
     Source: neuronx-distributed, ``parallel_layers.grads.clip_grad_norm``.
     """
-    own = _distinct(parameters)
+    own = parameters_of("clip_grad_norm", parameters)
+    check_numbers("clip_grad_norm", 0, max_norm=max_norm)
     total = get_grad_norm(
         own,
         norm_type,
@@ -210,12 +213,6 @@ def _norm_of(pieces: Sequence[Tensor], order: float, foreach: bool | None) -> Te
     return nn.utils.get_total_norm(
         [*narrow, *(piece for piece in pieces if piece.dtype.itemsize >= 4)], order, foreach=foreach
     )
-
-
-def _distinct(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    """The parameters, each once: tied ones are one gradient."""
-    found = [parameters] if isinstance(parameters, Tensor) else parameters
-    return list({id(parameter): parameter for parameter in found}.values())
 
 
 def _device_of(parameters: Sequence[Tensor]) -> torch.device:

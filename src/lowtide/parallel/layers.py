@@ -12,10 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide.errors import expect
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_counts, check_input
 from lowtide.parallel.linear import column_linears
 from lowtide.parallel.mappings import (
     gather_from_tensor_model_parallel_region,
@@ -179,6 +181,7 @@ class SharedHeadsLinear(ParallelLinear):
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
+        check_counts(type(self).__name__, 1, heads=heads, head_width=head_width)
         super().__init__(
             tensor_model_parallel_group,
             input_size,
@@ -231,12 +234,18 @@ def column_parallel(
         For each layer what calling it returns.
 
     Raises:
-        ParallelError: the layers do not agree.
+        ParallelError: the layers do not agree, or do not take such an input.
 
     >>> q, k = (ColumnParallelLinear(8, n, gather_output=False) for n in (8, 4))
     >>> [tuple(y.shape) for y in column_parallel(torch.randn(3, 2, 8), (q, k))]
     [(3, 2, 8), (3, 2, 4)]
     """
+    kinds = ColumnParallelLinear | SharedHeadsLinear
+    several = isinstance(layers, Sequence | nn.ModuleList) and len(layers) > 0
+    fits = several and all(isinstance(layer, kinds) for layer in layers)
+    expect(fits, "column_parallel(layers=)", layers, "a list of column-parallel layers", ParallelError)
+    for layer in layers:
+        check_input(layer, input, layer.input_size)
     first = layers[0]
     kind = (first.group, first.sequence_dimension, first.reduce_dtype)
     if any((layer.group, layer.sequence_dimension, layer.reduce_dtype) != kind for layer in layers):
@@ -367,6 +376,8 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, input_: Tensor) -> Any:
         """The product, summed; with ``skip_bias_add`` a pair of product and bias."""
         where = self.partitions["weight"]
+        features = self.weight.shape[1] if self.input_is_parallel else self.input_size
+        check_input(self, input_, features)
         if not self.input_is_parallel:
             if where.padded > self.input_size:
                 input_ = F.pad(input_, (0, where.padded - self.input_size))

@@ -19,8 +19,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lowtide.errors import expect
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_counts, check_dtypes, check_numbers, check_tensors
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.mappings import check_sequence_dimension
 from lowtide.parallel.vocabulary import check_tokens
@@ -48,13 +50,18 @@ class _Vocabulary:
         ignore_index: int,
     ) -> None:
         self.group = group
+        if vocabulary is not None:
+            check_counts("cross entropy", 1, vocabulary=vocabulary)
+        whole = isinstance(ignore_index, int)
+        expect(whole, "cross entropy(ignore_index=)", ignore_index, "a whole number", ParallelError)
         self.size = vocabulary if vocabulary is not None else width * group.size
         if not 0 < self.size <= width * group.size:
             raise ParallelError(
                 f"vocabulary={vocabulary}: {group.size} ranks with logits for {width} tokens each have at "
                 f"most {width * group.size}"
             )
-        if not 0.0 <= label_smoothing < 1.0:
+        check_numbers("cross entropy", 0, label_smoothing=label_smoothing)
+        if not label_smoothing < 1.0:
             raise ParallelError(
                 f"label_smoothing={label_smoothing}: a share of at least 0 and below 1 is needed"
             )
@@ -172,7 +179,8 @@ def parallel_cross_entropy(
     >>> parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([2])).exp()
     tensor([4.])
     """
-    if vocab_parallel_logits.shape[:-1] != target.shape:
+    check_tensors("parallel_cross_entropy", vocab_parallel_logits=vocab_parallel_logits, target=target)
+    if vocab_parallel_logits.shape[:-1] != target.shape or not vocab_parallel_logits.ndim:
         raise ParallelError(
             f"logits of shape {tuple(vocab_parallel_logits.shape)} need targets of shape "
             f"{tuple(vocab_parallel_logits.shape[:-1])}, not {tuple(target.shape)}"
@@ -316,8 +324,18 @@ def parallel_linear_cross_entropy(
             f"reduction={reduction!r}: gradients are made in forward, so the loss is one number: use 'mean' "
             "or 'sum'"
         )
-    if chunks < 1:
-        raise ParallelError(f"chunks={chunks}: at least 1 is needed")
+    name = "parallel_linear_cross_entropy"
+    check_counts(name, 1, chunks=chunks)
+    check_tensors(name, hidden=hidden, weight=weight, target=target)
+    check_dtypes(name, reduce_dtype=reduce_dtype)
+    if bias is not None:
+        check_tensors(name, bias=bias)
+        fits = bias.shape == weight.shape[:1]
+        expect(fits, f"{name}(bias of shape)", tuple(bias.shape), f"{tuple(weight.shape[:1])}", ParallelError)
+    wide = weight.ndim == 2 and hidden.ndim > 0 and hidden.shape[-1] == weight.shape[1]
+    shapes = tuple(hidden.shape), tuple(weight.shape)
+    allowed = "(..., width) and (vocabulary / t, width)"
+    expect(wide, f"{name}(hidden and weight of shapes)", shapes, allowed, ParallelError)
     if sequence_dimension is not None:
         check_sequence_dimension(sequence_dimension)
     expected = list(hidden.shape[:-1])

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lowtide.errors import is_count
 from lowtide.parallel.collectives import all_reduce, gather, gather_features, piece_of, reduce_scatter
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_dtypes, check_tensors
 from lowtide.parallel.groups import TensorGroup, tensor_group
 
 
@@ -139,6 +141,8 @@ def copy_to_tensor_model_parallel_region(
         process_group: see `lowtide.parallel.tensor_group`.
         reduce_dtype: make the sum in this dtype where it is wider than the gradient's.
     """
+    check_tensors("copy_to_tensor_model_parallel_region", input_=input_)
+    check_dtypes("copy_to_tensor_model_parallel_region", reduce_dtype=reduce_dtype)
     group = tensor_group(process_group)
     return input_ if group.size == 1 else _Copy.apply(input_, group, reduce_dtype)  # type: ignore
 
@@ -149,6 +153,8 @@ def reduce_from_tensor_model_parallel_region(
     """Leave a tensor-parallel region: the sum of the ranks' tensors in forward, the same gradient in backward
     (f-bar).
     """
+    check_tensors("reduce_from_tensor_model_parallel_region", input_=input_)
+    check_dtypes("reduce_from_tensor_model_parallel_region", reduce_dtype=reduce_dtype)
     group = tensor_group(process_group)
     return input_ if group.size == 1 else _Reduce.apply(input_, group, reduce_dtype)  # type: ignore
 
@@ -159,6 +165,7 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, process_group: Any =
     Raises:
         ParallelError: the last dimension does not divide.
     """
+    check_tensors("scatter_to_tensor_model_parallel_region", input_=input_)
     group = tensor_group(process_group)
     return input_ if group.size == 1 else _ScatterFeatures.apply(input_, group)  # type: ignore[return-value]
 
@@ -167,6 +174,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, process_group: Any 
     """The ranks' tensors side by side along the last dimension; this rank's piece of the gradient in
     backward.
     """
+    check_tensors("gather_from_tensor_model_parallel_region", input_=input_)
     group = tensor_group(process_group)
     return input_ if group.size == 1 else _GatherFeatures.apply(input_, group)  # type: ignore[return-value]
 
@@ -182,6 +190,7 @@ def scatter_to_sequence_parallel_region(
     >>> scatter_to_sequence_parallel_region(torch.ones(4, 2)).shape
     torch.Size([4, 2])
     """
+    check_tensors("scatter_to_sequence_parallel_region", input_=input_)
     group, dimension = tensor_group(process_group), check_sequence_dimension(sequence_dimension)
     return input_ if group.size == 1 else _ScatterSequence.apply(input_, group, dimension)  # type: ignore
 
@@ -205,6 +214,8 @@ def gather_from_sequence_parallel_region(
         process_group: see `lowtide.parallel.tensor_group`.
         reduce_dtype: make the sum in this dtype where it is wider than the gradient's.
     """
+    check_tensors("gather_from_sequence_parallel_region", input_=input_)
+    check_dtypes("gather_from_sequence_parallel_region", reduce_dtype=reduce_dtype)
     group, dimension = tensor_group(process_group), check_sequence_dimension(sequence_dimension)
     if group.size == 1:
         return input_
@@ -223,6 +234,8 @@ def reduce_scatter_to_sequence_parallel_region(
     Raises:
         ParallelError: the sequence does not divide, or the dimension is neither 0 nor 1.
     """
+    check_tensors("reduce_scatter_to_sequence_parallel_region", input_=input_)
+    check_dtypes("reduce_scatter_to_sequence_parallel_region", reduce_dtype=reduce_dtype)
     group, dimension = tensor_group(process_group), check_sequence_dimension(sequence_dimension)
     if group.size == 1:
         return input_
@@ -236,7 +249,7 @@ def check_sequence_dimension(dimension: int) -> int:
         ParallelError: it is neither 0, for (sequence, batch, features), nor 1, for (batch, sequence,
             features).
     """
-    if dimension not in (0, 1):
+    if not is_count(dimension) or dimension > 1:
         raise ParallelError(
             f"sequence_dimension={dimension!r}: use 0 for tensors of shape (sequence, batch, features), 1 "
             "for (batch, sequence, features)"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_counts, check_dtypes, check_made
 from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.mappings import check_sequence_dimension
@@ -87,8 +88,11 @@ class ParallelLinear(ParallelModule):
         dtype: torch.dtype,
         sequence_parallel_enabled: bool,
         sequence_dimension: int | None,
-        reduce_dtype: torch.dtype,
+        reduce_dtype: torch.dtype | None,
     ) -> None:
+        name = type(self).__name__
+        check_counts(name, 0, input_size=input_size, output_size=output_size)
+        check_dtypes(name, dtype=dtype, reduce_dtype=reduce_dtype)
         super().__init__(group)
         self.input_size = input_size
         self.output_size = output_size
@@ -114,6 +118,7 @@ class ParallelLinear(ParallelModule):
         keep_master_weight: bool,
         device: Any,
     ) -> None:
+        check_made(type(self).__name__, self.dtype, device, init_method)
         whole = self._fill("weight", weight, init_method or default_weight, self.dtype, device)
         if keep_master_weight and whole is not None:
             self.master_weight = whole.to(self.dtype)
@@ -153,13 +158,15 @@ def default_weight(weight: Tensor) -> None:
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
-def check_reduce_dtype(reduce_dtype: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def check_reduce_dtype(reduce_dtype: torch.dtype | None, dtype: torch.dtype) -> torch.dtype | None:
     """The dtype itself.
 
     Raises:
         ParallelError: it is narrower than the parameters', so that it would not be used.
     """
-    if reduce_dtype is not torch.float32 and torch.promote_types(reduce_dtype, dtype) is not reduce_dtype:
+    if reduce_dtype is None or reduce_dtype is torch.float32:
+        return reduce_dtype
+    if torch.promote_types(reduce_dtype, dtype) is not reduce_dtype:
         raise ParallelError(
             f"reduce_dtype={reduce_dtype} is narrower than dtype={dtype}: sums over ranks are never made in "
             "fewer bits than the tensors have; choose a wider one or leave it out"

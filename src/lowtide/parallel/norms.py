@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide.errors import expect, is_count
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_input, check_made, check_numbers
 from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import replicated
 
@@ -20,12 +23,19 @@ class _Norm(ParallelModule):
     weight: nn.Parameter | None
 
     def __init__(self, shape: Any, eps: float | None, group: Any, sequence_parallel_enabled: bool) -> None:
+        name = type(self).__name__
+        sizes = tuple(shape) if isinstance(shape, list | tuple) else (shape,)
+        fits = len(sizes) > 0 and all(is_count(size, 1) for size in sizes)
+        expect(fits, f"{name}'s size", shape, "whole numbers, 1 or more", ParallelError)
+        if eps is not None:
+            check_numbers(name, 0, eps=eps)
         super().__init__(group)
-        self.normalized_shape: tuple[int, ...] = (shape,) if isinstance(shape, int) else tuple(shape)
+        self.normalized_shape: tuple[int, ...] = sizes
         self.eps = eps
         self.sequence_parallel_enabled = sequence_parallel_enabled
 
     def _make(self, names: tuple[str, ...], dtype: torch.dtype | None, device: Any) -> None:
+        check_made(type(self).__name__, dtype, device)
         for name in ("weight", "bias"):
             if name in names:
                 fill = nn.init.ones_ if name == "weight" else nn.init.zeros_
@@ -87,6 +97,7 @@ class LayerNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions."""
+        check_input(self, input, self.normalized_shape[-1])
         x = input if self.weight is None or input.dtype is self.weight.dtype else input.to(self.weight.dtype)
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps or 0.0).to(input.dtype)
 
@@ -121,6 +132,7 @@ class RMSNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
+        check_input(self, input, self.normalized_shape[-1])
         assert self.weight is not None
         x = input if input.dtype is self.weight.dtype else input.to(self.weight.dtype)
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps).to(input.dtype)

@@ -23,6 +23,7 @@ from lowtide import private
 from lowtide.errors import expect
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_dtypes
 from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.layers import RowParallelLinear
@@ -79,6 +80,10 @@ def parallelize(
     Source: the plans are those of Hugging Face transformers (``base_model_tp_plan``).
     """
     expect(isinstance(model, nn.Module), "parallelize(model=)", model, "a torch.nn.Module", ParallelError)
+    named = plan is None or isinstance(plan, Mapping)
+    allowed = "styles by module names, as in {'layers.*.up': 'colwise'}, or None"
+    expect(named, "parallelize(plan=)", plan, allowed, ParallelError)
+    check_dtypes("parallelize", reduce_dtype=reduce_dtype)
     group = tensor_group(mesh)
     styles = _styles(model, published_plan(model) if plan is None else plan, strict=plan is not None)
     if any(isinstance(module, ParallelModule) for module in model.modules()):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_counts
 from lowtide.parallel.groups import TensorGroup
 
 
@@ -111,10 +112,7 @@ def partition(
         ParallelError: it does not divide and may not be padded.
     """
     length = shape[dimension]
-    if stride < 1:
-        raise ParallelError(
-            f"stride={stride}: it is the number of blocks that a weight is made of, at least 1"
-        )
+    check_counts("a layer", 1, stride=stride)
     pieces = group.size * stride
     if length % stride or (length % pieces and not pad):
         short = -length % pieces

@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.distributed import broadcast
 
 from lowtide.interception import without_modes
+from lowtide.meter.machine import device_of
 from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.given import check_input, check_numbers
 from lowtide.parallel.groups import TensorGroup, tensor_group
 
 
@@ -39,7 +41,7 @@ class RandomTracker:
 
     def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:
         self.group: TensorGroup = tensor_group(group)
-        self.device = torch.device(device)
+        self.device = device_of(device)
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -98,7 +100,8 @@ class ParallelDropout(nn.Module):
 
     def __init__(self, probability: float, sharded: bool = False, group: Any = None) -> None:
         super().__init__()
-        if not 0.0 <= probability < 1.0:
+        check_numbers("ParallelDropout", 0, probability=probability)
+        if not probability < 1.0:
             raise ParallelError(
                 f"probability={probability}: a probability of at least 0 and below 1 is needed"
             )
@@ -108,6 +111,7 @@ class ParallelDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Drop elements in training mode, scaling the others up."""
+        check_input(self, x)
         if not self.training or self.probability == 0.0:
             return x
         if not self.sharded:

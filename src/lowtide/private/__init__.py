@@ -66,6 +66,7 @@ from lowtide.private.dynamo import (
     out_of_dynamo,
     skipped_by_dynamo,
     uncompiled,
+    uncut_by_ddp,
 )
 from lowtide.private.fake import (
     FakeTensor,

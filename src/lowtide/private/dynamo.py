@@ -10,7 +10,7 @@ import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any, cast
@@ -82,6 +82,15 @@ def out_of_dynamo() -> Iterator[bool]:
         yield before not in (None, False)
     finally:
         set_eval_frame(before)
+
+
+def uncut_by_ddp() -> AbstractContextManager[Any]:
+    """A context: under DDP Dynamo does not cut a graph in one for each bucket of gradients."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return nullcontext()
+    from torch._dynamo import config  # importing Dynamo takes seconds
+
+    return config.patch(optimize_ddp=False)
 
 
 def keep_dynamo_out() -> None:

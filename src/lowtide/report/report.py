@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import Simulator
@@ -132,8 +132,12 @@ def make_report(
         measured_plain, measured_planned, measured_extra: see `Report`.
 
     Raises:
-        PlanError: the plan was made for another graph.
+        PlanError: the plan was made for another graph, or an argument is something else.
     """
+    expect(
+        isinstance(graph, StepGraph), "make_report(graph=)", graph, "a StepGraph, as lowtide.trace returns"
+    )
+    expect(isinstance(plan, Plan), "make_report(plan=)", plan, "what lowtide.plan returns")
     if [step.name for step in plan.program] != [op.name for op in graph.operations if op.phase == "forward"]:
         raise PlanError(
             f"the plan was made for step graph {plan.graph}, and this one runs other operations: give the "

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import pickle
 from pathlib import Path
 
-from lowtide.errors import LowtideError
+from lowtide.errors import LowtideError, expect
 from lowtide.report.page import page
 from lowtide.report.report import Report
 from lowtide.report.stacked import stacked_picture
@@ -26,6 +27,7 @@ def save_report(report: Report, path: str | Path) -> None:
     Raises:
         LowtideError: there is no such ending, matplotlib is missing, or the file cannot be written.
     """
+    expect(isinstance(report, Report), "save_report(report=)", report, "what make_report returns")
     check_path(path)
     file = Path(path)
     try:
@@ -45,6 +47,7 @@ def check_path(path: str | Path) -> None:
     Raises:
         LowtideError: there is no such ending, or what it needs is not installed, or there is no such folder.
     """
+    expect(isinstance(path, str | os.PathLike), "a report's path", path, "a file's path")
     ending, folder = Path(path).suffix, Path(path).parent
     if ending not in ENDINGS:
         raise LowtideError(

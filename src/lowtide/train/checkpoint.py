@@ -66,6 +66,22 @@ class Checkpoint:
                 raise CheckpointError(f"{file} holds something else than tensors and plain values") from error
 
 
+def make_folder(folder: Path, ranks: Ranks) -> None:
+    """Make the folder of a run before its first step. A collective: every rank calls it.
+
+    Raises:
+        CheckpointError: a rank could not, or cannot write to it; on every rank.
+    """
+    problem = ""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            problem = "it may not be written to"
+    except OSError as error:
+        problem = str(error.strerror or error)
+    _raise_any(folder, ranks.gather(problem))
+
+
 def save(folder: Path, step: int, content: Any, run: dict[str, Any], ranks: Ranks | None = None) -> None:
     """Write a checkpoint, and delete all but the newest `KEPT`. A collective: every rank calls it.
 

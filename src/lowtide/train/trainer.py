@@ -17,6 +17,7 @@ from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
 from lowtide.progress import muted
+from lowtide.train import checkpoint
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.curves import Curves
 from lowtide.train.data import Blocks, batches, tokenize
@@ -77,8 +78,10 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
     loader = batches(Blocks(corpus.train, options.seq), options.batch, options.seed)
     validation = Blocks(corpus.validation, options.seq, "validation")
     resumed = find_checkpoint(options, corpus, ranks)
-    if isinstance(tokenizer, HuggingFaceTokenizer) and options.checkpoint_dir is not None and ranks.rank == 0:
-        tokenizer.save(options.checkpoint_dir)
+    if options.checkpoint_dir is not None:
+        checkpoint.make_folder(options.checkpoint_dir, ranks)
+        if isinstance(tokenizer, HuggingFaceTokenizer) and ranks.rank == 0:
+            tokenizer.save(options.checkpoint_dir)
 
     def doing(what: str) -> None:
         if alive is not None:

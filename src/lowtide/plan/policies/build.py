@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from lowtide.errors import PlanError, expect, is_count
+from lowtide.errors import BudgetError, PlanError, expect, is_count
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
@@ -67,10 +67,18 @@ def make_plan(
 
     Raises:
         BudgetError: the plan's peak is above the budget.
-        PlanError: a value cannot be moved.
+        PlanError: a value cannot be moved, or an argument is something else.
     """
     if slab not in (None, True, False):
         raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
+    expect(isinstance(graph, StepGraph), "make_plan(graph=)", graph, "a StepGraph, as lowtide.trace returns")
+    ids, most = isinstance(stored, Collection) and not isinstance(stored, str), len(graph.values)
+    known = ids and all(is_count(value) and value < most for value in stored)
+    expect(known, "make_plan(stored=)", stored, f"the ids of values of the graph, 0 to {most - 1}")
+    placed = moves is None or isinstance(moves, Mapping)
+    expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")
+    limited = budget is None or is_count(budget, 1)
+    expect(limited, "make_plan(budget=)", budget, "bytes, 1 or more, or None", BudgetError)
     sim = simulator or Simulator(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)

@@ -65,7 +65,9 @@ def mixed(
     """
     chosen = tuple(decision_of(way) for way in ways)
     check_moves("mixed", min_bytes, window_bytes, links)
-    expect(isinstance(codecs, Sequence), "mixed(codecs=)", codecs, "a list of codecs of your own")
+    listed = isinstance(codecs, Sequence) and all(hasattr(codec, "decode") for codec in codecs)
+    listed = listed and not isinstance(codecs, bytes)
+    expect(listed, "mixed(codecs=)", codecs, "a list of codecs of your own")
 
     def chosen_together(graph: StepGraph, budget: int | None = None) -> Plan:
         offered = chosen or default_placements(graph.device)
