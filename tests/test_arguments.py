@@ -67,6 +67,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "sqrt(segments=)": lambda: policies.sqrt(GIVEN),
     "scope(modules=)": lambda: policies.scope(GIVEN),
     "compile(options=)": lambda: lowtide.compile(MODEL, "60%", options=GIVEN),
+    "compile(options=), a setting": lambda: lowtide.compile(MODEL, "60%", options={GIVEN: 1}),
     "compile(tiers=)": lambda: lowtide.compile(MODEL, "60%", tiers=3),  # type: ignore[arg-type]
     "compile(codecs=)": lambda: lowtide.compile(MODEL, "60%", codecs=3),  # type: ignore[arg-type]
     "HostOptimizer(params=)": lambda: optim.HostOptimizer(torch.optim.AdamW, GIVEN),

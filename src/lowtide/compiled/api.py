@@ -271,7 +271,12 @@ def compile(
     expect(settings, "compile(options=)", options, "a dictionary of Inductor's settings")
     chosen = dict(options or {})
     if mode is not None and mode != "default":
-        chosen = inductor.mode_options(mode)
+        try:
+            chosen = inductor.mode_options(mode)
+        except RuntimeError as error:
+            raise PlanError(f"compile(mode=) was given {mode!r}: {error}") from None
+    unknown = inductor.unknown_options(chosen)
+    expect(not unknown, "compile(options=)", unknown, "settings that torch._inductor.config has")
     lossy, away = check_codecs(codecs), check_tiers(tiers)
     if regional and (what := _given(codecs=lossy, tiers=away)):
         raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")

@@ -118,8 +118,18 @@ def cache_hits() -> int:
 
 
 def mode_options(mode: str) -> dict[str, Any]:
-    """The settings that a ``mode`` of `torch.compile` stands for."""
+    """The settings that a ``mode`` of `torch.compile` stands for.
+
+    Raises:
+        RuntimeError: there is no such mode; names those that there are.
+    """
     return dict(torch._inductor.list_mode_options(mode))
+
+
+def unknown_options(options: dict[str, Any]) -> list[str]:
+    """Those of the settings that Inductor does not have."""
+    known = inductor_config.get_config_copy()
+    return [name for name in options if name.replace("-", "_") not in known]
 
 
 Strides = dict[str, tuple[int, ...]]

@@ -73,7 +73,7 @@ def make_plan(
         raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
     expect(isinstance(graph, StepGraph), "make_plan(graph=)", graph, "a StepGraph, as lowtide.trace returns")
     ids, most = isinstance(stored, Collection) and not isinstance(stored, str), len(graph.values)
-    known = ids and all(is_count(value) and value < most for value in stored)
+    known = ids and all(is_count(value) and int(value) < most for value in stored)
     expect(known, "make_plan(stored=)", stored, f"the ids of values of the graph, 0 to {most - 1}")
     placed = moves is None or isinstance(moves, Mapping)
     expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")
