@@ -73,3 +73,21 @@ def test_gradients_that_add_up_within_the_forward_are_predicted(budget: str) -> 
         model.zero_grad()
     assert handle.plan is not None and handle.measured_peak_bytes is not None
     assert abs(handle.plan.predicted_peak_bytes - handle.measured_peak_bytes) <= 4096
+
+
+@pytest.mark.skipif(not available(), reason="needs a C++ compiler for the counting allocator")
+def test_a_penalty_on_gradients_alone_is_measured_to_its_end() -> None:
+    """Its backward never comes to the output, which is gone by then."""
+    model = nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 128), nn.SiLU(), nn.Linear(128, 1))
+    handle = lowtide.limit_memory(model, "min")
+
+    def step() -> None:
+        x = torch.randn(128, 32).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (gradient.norm(dim=1) - 1).square().mean().backward()
+
+    for _ in range(3):
+        step()
+        model.zero_grad()
+    assert handle.plan is not None and handle.plan.replayed and handle.measured_peak_bytes is not None
+    assert abs(handle.plan.predicted_peak_bytes - handle.measured_peak_bytes) <= 4096

@@ -74,6 +74,21 @@ class StepWatch:
                 output.grad_fn.register_prehook(self.backward_begins)
                 output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
+    def follow(self, replays: Any, several: bool) -> None:
+        """Read the time of a compiled recorder's replays. Where ``several`` backwards are expected, the first
+        replay begins one, too: that of a gradient penalty passes by the outputs.
+        """
+        self.replays = replays
+        watch = weakref.ref(self)  # which holds the replays
+
+        def asked() -> None:
+            alive = watch()
+            if alive is not None:
+                alive.backward_begins()
+
+        if several:
+            replays.asked = asked
+
     def pending(self) -> bool:
         """Whether backward has not begun and still can."""
         alive = self._awaited is not None and self._awaited() is not None

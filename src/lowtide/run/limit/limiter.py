@@ -358,7 +358,10 @@ class Limiter:
         # ranks that share a model run alike, and a policy that the user chose is followed
         alone = planner.agreement is None and planner.policy == "optimal"
         outcome = Outcome(key, planned, planned.fits_without_plan(key), alone, crowded)
-        watch = self.local.watch = StepWatch(partial(self._learn, kind, outcome), members.device)
+        # another backward may come when the outputs are gone: the next step closes its watch
+        stays = (lambda: None) if kind.backwards > 1 else None
+        watch = StepWatch(partial(self._learn, kind, outcome), members.device, stays)
+        self.local.watch = watch
         plan = planned.plan
         if plan.budget_bytes is not None and watch.peak_bytes is None:
             planner.tell(UNMEASURED)
@@ -367,7 +370,7 @@ class Limiter:
             with self._inside():
                 result = forward()
         else:
-            result = self._recorded(outcome, watch, members, forward, begin)
+            result = self._recorded(kind, outcome, watch, members, forward, begin)
         planned.steps += 1
         watch.forward_ends(tensors_inside(result))
         self._tell_unreached(watch)
@@ -375,6 +378,7 @@ class Limiter:
 
     def _recorded(
         self,
+        kind: Kind,
         outcome: Outcome,
         watch: StepWatch,
         members: Members,
@@ -383,7 +387,7 @@ class Limiter:
     ) -> Any:
         """Run the forward under the plan; all since ``begin`` beside the forward itself is its overhead."""
         planned, plan = outcome.planned, outcome.planned.plan
-        first, timed = planned.steps == 0, planned.times_next()
+        first, timed, several = planned.steps == 0, planned.times_next(), kind.backwards > 1
         if timed:
             planned.timed = watch
         mover = TransferEngine(plan, self.stores, first and self.verify != "never") if plan.moves else None
@@ -392,12 +396,13 @@ class Limiter:
         recorder = Recorder(
             outcome.director,
             check=self.verify == "always",
-            around_unpack=watch.unpacks if timed else None,
+            around_unpack=watch.unpacks if timed or several else None,
             mover=mover,
             program=compiled_program,
         )
         outcome.findings = recorder.findings
-        watch.replays = recorder.core.replays if recorder.core is not None else None
+        if recorder.core is not None:
+            watch.follow(recorder.core.replays, several)
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())

@@ -73,7 +73,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Packer::make_type("lowtide_recorder.Packer");
   py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
-      .def_readonly("seconds", &Replays::seconds);
+      .def_readonly("seconds", &Replays::seconds)
+      .def_readwrite("asked", &Replays::asked);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())

@@ -56,6 +56,7 @@ class Core {
   ~Core() {  // the last owner may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
+    replays_.reset();
     for (py::object* object : {&recorder_, &findings_, static_cast<py::object*>(&given_),
                                static_cast<py::object*>(&held_), static_cast<py::object*>(&blank_)})
       object->release().dec_ref();

@@ -10,6 +10,7 @@ namespace lowtide {
 
 struct Replays {  // of one step
   double seconds = 0;
+  py::object asked;  // called whenever backward asks for an evicted tensor, if it is set
 };
 
 // Python raises autograd's error.
@@ -51,6 +52,7 @@ class Evicted {
   }
 
   py::object back() {
+    if (replays_->asked) replays_->asked();
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = here(value_);
