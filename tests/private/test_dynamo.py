@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import private
 
@@ -168,3 +171,31 @@ def test_compile_in_place_reaches_classes_of_torch_nn() -> None:
         private.compile_in_place(block, backend=backend)
         block(x)
     assert len(graphs) == 1, "blocks of one kind share a graph"
+
+
+def test_uncut_by_ddp_leaves_one_graph_where_dynamo_makes_one_for_each_bucket() -> None:
+    store = pytest.importorskip("torch.testing._internal.distributed.fake_pg").FakeStore()
+
+    class Layers(torch.nn.Sequential):  # Dynamo leaves the forwards of torch.nn to who calls them
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    model = Layers(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    with private.uncut_by_ddp():
+        assert torch._dynamo.config.optimize_ddp, "nothing to leave uncut without ranks"
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    try:
+        parallel = DistributedDataParallel(model, bucket_cap_mb=1)
+        graphs = []
+        for context in (nullcontext(), private.uncut_by_ddp()):
+            torch._dynamo.reset()
+            backend = Backend()
+            with context:
+                torch.compile(parallel, backend=backend)(torch.ones(2, 512))
+            graphs.append(backend.compiled)
+    finally:
+        dist.destroy_process_group()
+    assert graphs[0] > 1
+    assert graphs[1] == 1
