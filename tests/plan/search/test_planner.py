@@ -145,7 +145,7 @@ def test_what_stands_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt
     assert parts.get("what else stands", 0) == gpt.resident_bytes - standing, "inputs are counted once"
 
 
-@pytest.mark.parametrize("policy", ["optimal", "full"])
+@pytest.mark.parametrize("policy", [pytest.param("optimal", marks=pytest.mark.slow), "full"])
 def test_min_is_the_least_that_a_policy_can(gpt: StepGraph, policy: str):
     plan = lowtide.plan.make(gpt, "min", policy)
     assert plan.budget_bytes is not None
