@@ -39,7 +39,7 @@ class Dictionary(Chunked):
             raise CodecError(f"Dictionary(bits={bits}): give 1, 2, 4 or 8")
         self.bits = bits
         self.name = "mask" if bits == 1 else f"dictionary{bits}"
-        self.scratch_bytes = (6 if bits == 1 else 32) * CHUNK  # two numbers are found without a search
+        self.scratch_bytes = (5 if bits == 1 else 32) * CHUNK  # two numbers are found without a search
 
     def encoded_bytes(self, form: Form) -> int:
         """``bits`` an element, and the dictionary."""
@@ -161,7 +161,7 @@ class Positive(Chunked):
     name = "positive"
     lossless = True
     replayable_from = False
-    scratch_bytes = 12 * CHUNK
+    scratch_bytes = 4 * CHUNK + 4096
 
     def encoded_bytes(self, form: Form) -> int:
         """A bit an element."""

@@ -110,9 +110,9 @@ class Chunked(Codec):
     """A codec of ours: its scratch follows the device's chunk."""
 
     def scratch(self, elements: int, device: str = "cpu") -> int:
-        """As many bytes as chunks of the device's size take."""
-        most = self.scratch_bytes * chunk_elements(device) // CHUNK
-        return min(most, self.scratch_bytes * elements // CHUNK + 4096)
+        """As many bytes as chunks of the device's size take, in whole blocks of 256 elements."""
+        within = min(ceil_div(elements, 256) * 256, chunk_elements(device))
+        return self.scratch_bytes * within // CHUNK
 
 
 def chunk_elements(device: str) -> int:
