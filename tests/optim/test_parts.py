@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from lowtide.optim.layout import cuts, spans
 from lowtide.optim.pipeline import Task, batches
 from lowtide.optim.slots import Part, Slot
 from lowtide.optim.tensors import dense, flat, flat_gradient
+from lowtide.store.disk import file_system
 
 
 @given(st.lists(st.integers(0, 500), max_size=8), st.floats(0, 1), st.sampled_from([16, 32]))
@@ -150,6 +152,11 @@ def test_a_throttled_link_takes_its_time() -> None:
         ({"host": "cloud"}, "'memory', 'disk'"),
         ({"host": "memory", "host_folder": "/tmp"}, "host='disk'"),
         ({"host_folder": "/no/such/folder"}, "not a folder"),
+        pytest.param(
+            {"host_folder": "/dev/shm"},
+            "lies in main memory: .* host='memory'",
+            marks=pytest.mark.skipif(file_system(Path("/dev/shm")) != "tmpfs", reason="no tmpfs here"),
+        ),
         ({"device_budget": "1GiB"}, "host_fraction='auto'"),
         ({"overlap_update": True}, "stream_gradients=True"),
         ({"overlap_update": True, "stream_gradients": True, "delayed": True}, "exclude"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowtide.budget import format_bytes
 from lowtide.optim.errors import OptimError
+from lowtide.store.disk import IN_MEMORY, file_system
 from lowtide.store.memory import check_free, host_bytes, reserve
 
 WHAT = "the optimizer's host part"
@@ -105,7 +106,7 @@ class FilePool(Pool):
         folder: on the disk to use; ``None`` is the system's folder for temporary files.
 
     Raises:
-        OptimError: there is no such folder.
+        OptimError: there is no such folder, or it lies in main memory.
     """
 
     name = "disk"
@@ -115,6 +116,11 @@ class FilePool(Pool):
         self.folder = Path(folder if folder is not None else tempfile.gettempdir())
         if not self.folder.is_dir():
             raise OptimError(f"host_folder={str(self.folder)!r} is not a folder: make it, or name another")
+        if (kind := file_system(self.folder)) in IN_MEMORY:
+            raise OptimError(
+                f"host_folder={str(self.folder)!r} is a {kind}, which lies in main memory: name a folder on "
+                "a disk, or take host='memory'"
+            )
         self._maps: list[tuple[int, int, weakref.ReferenceType[mmap.mmap]]] = []
 
     def _zeros(self, specs: Sequence[Spec], need: int) -> list[Tensor]:

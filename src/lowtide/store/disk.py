@@ -22,7 +22,7 @@ BUFFER_BYTES = 4 << 20
 """Size of the buffer that each thread moves bytes through: it does not grow with the model (ZeRO-R's C_B)."""
 
 PAGE = 4096
-_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
+IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 
 
 class Disk(Tier):
@@ -50,7 +50,7 @@ class Disk(Tier):
     ) -> None:
         self.path = Path(path if path is not None else tempfile.gettempdir())
         kind = file_system(self.path)
-        if kind in _IN_MEMORY:
+        if kind in IN_MEMORY:
             raise PlanError(
                 f"{self.path} is a {kind}, which lies in main memory: give path= a folder on a disk"
             )
