@@ -7,13 +7,15 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
 import zipfile
+from email.parser import Parser
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import lowtide
 
@@ -38,6 +40,27 @@ def run(*words: str | Path, folder: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def link_what_it_requires(wheel: Path, site: Path) -> None:
+    """What pip would install with a wheel, extras left out: linked from this environment, and nothing else."""
+    with zipfile.ZipFile(wheel) as packed:
+        (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        asked = Parser().parsestr(packed.read(name).decode()).get_all("Requires-Dist", [])
+    missing, seen = list(map(Requirement, asked)), set[str]()
+    while missing:
+        wanted = missing.pop()
+        if wanted.name in seen or (wanted.marker and not wanted.marker.evaluate({"extra": ""})):
+            continue
+        seen.add(wanted.name)
+        found = metadata.distribution(wanted.name)
+        assert wanted.specifier.contains(found.version, prereleases=True), (
+            f"{wanted}: {found.version} is here"
+        )
+        missing += map(Requirement, found.requires or [])
+        for top in {file.parts[0] for file in found.files or [] if ".." not in file.parts}:
+            if not (site / top).exists():
+                (site / top).symlink_to(str(found.locate_file(top)))
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +104,8 @@ def test_the_wheel_runs_on_its_own(built: Path, tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
     run(*pip, "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
-    # what the wheel depends on is there already: seen through a path file, behind the environment's own
     (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
-    (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    link_what_it_requires(wheel, own)
     assert run(tmp_path / "venv" / "bin" / "lowtide", "--version", folder=tmp_path).split() == [
         "lowtide",
         lowtide.__version__,

@@ -17,7 +17,7 @@ import pytest
 
 import lowtide
 from lowtide import progress
-from lowtide.progress import Work, current, muted, shows, working
+from lowtide.progress import Work, current, muted, place, working
 
 
 class Terminal(io.StringIO):
@@ -79,18 +79,38 @@ def test_ways_to_turn_it_off(terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 
 def test_an_argument_goes_before_the_environment(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_PROGRESS", "0")
-    assert not shows() and shows(True)
+    assert place() == "nowhere" and place(True) == "terminal"
 
 
-def test_without_a_terminal_only_the_log_hears(
+def test_without_a_terminal_short_work_is_told_to_the_log_alone(
     caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not shows() and not shows(True)
     with caplog.at_level(logging.DEBUG, "lowtide"):
         planning(True)
     assert capsys.readouterr() == ("", "")
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO"]
     assert re.fullmatch(r"planned in [0-9.]+ s: 60 % of the memory, \+12 % time", caplog.messages[-1])
+
+
+def test_without_a_terminal_long_work_has_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A compiler that takes a minute, in a notebook or a log, was silent."""
+    for name in ("LOWTIDE_PROGRESS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    clock = iter([0.0, 1.0, 4.0, 5.0, 6.0, 9.0, 10.0, 19.0, 21.0, 21.5])
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
+    with working("compiling", "compiled") as work:
+        work.say("compiling recorder.cpp")
+        for _ in range(7):
+            work.tick()
+        work.done("once for this PyTorch")
+    assert capsys.readouterr().err.splitlines() == [
+        "lowtide: compiling recorder.cpp, 5 s so far",
+        "lowtide: compiling recorder.cpp, 10 s so far",
+        "lowtide: compiling recorder.cpp, 21 s so far",
+        "lowtide: compiled in 21.5 s: once for this PyTorch",
+    ]
 
 
 @pytest.mark.parametrize("way", ["steps", "pieces"])
@@ -173,4 +193,4 @@ def test_a_real_terminal() -> None:
 def test_a_setting_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_PROGRESS", "banana")
     with pytest.raises(lowtide.LowtideError, match="LOWTIDE_PROGRESS is 'banana': 0 turns progress off"):
-        shows()
+        place()

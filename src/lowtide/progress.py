@@ -1,5 +1,5 @@
-"""Progress of what takes seconds: Python's logging underneath, a bar on an interactive terminal, one line at
-the end.
+"""Progress of what takes seconds: Python's logging underneath, a bar on an interactive terminal, lines
+elsewhere (a notebook, a file), one line at the end.
 
 >>> with working("planning", "planned") as work:
 ...     for operation in work.each("timing operations", ["mm", "gelu"]):
@@ -9,9 +9,10 @@ the end.
 Everything goes to the logger ``lowtide``: what is being done at level DEBUG; the line at the end, and one
 when work has taken a second and is not over, at level INFO. The bar is for people: it is there where standard
 error is a terminal, once the work has taken a second. It needs no thread, so that it disturbs nothing that
-is timed.
+is timed. Where standard error is no terminal, work that takes 5 seconds says so in a line, again after 10, 20,
+40, ..., and at its end.
 
-To keep it off a terminal: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
+To keep it quiet: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
 environment, or `muted` around a piece of code. A level above INFO on the logger turns all of it off.
 """
 
@@ -25,16 +26,21 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lowtide.errors import LowtideError
 
 T = TypeVar("T")
 
+Place = Literal["terminal", "lines", "nowhere"]
+
 log = logging.getLogger("lowtide")
 
 AFTER_SECONDS = 1.0
 """Work that is over sooner shows nothing on a terminal, and only its end in the log."""
+
+LINE_SECONDS = 5.0
+"""The same where standard error is no terminal."""
 
 _REFRESH_SECONDS = 0.1
 
@@ -47,14 +53,15 @@ class Work:
     Args:
         what: what it is, as in "planning".
         past: what it is called when it is over, as in "planned".
-        shows: whether a terminal is told.
+        place: who is told.
     """
 
-    def __init__(self, what: str, past: str, shows: bool) -> None:
+    def __init__(self, what: str, past: str, place: Place) -> None:
         self.what, self.past = what, past
         self.depth = 0
-        self._shows = shows
+        self._place = place
         self._begin = self._latest = time.perf_counter()
+        self._next_line = LINE_SECONDS
         self._text, self._count, self._total = what, 0, 0
         self._line = ""
         self._logged = False
@@ -64,6 +71,10 @@ class Work:
     def seconds(self) -> float:
         """Since it began."""
         return time.perf_counter() - self._begin
+
+    def tick(self) -> None:
+        """Called now and then while one piece is being done, so that long ones are not silent."""
+        self._show()
 
     def say(self, text: str, total: int = 0) -> None:
         """What is being done from now on, in how many pieces where that is known."""
@@ -91,9 +102,12 @@ class Work:
         if not self._logged and self.what:
             self._logged = True
             log.info("%s, %.1f s so far: %s", self.what, now - self._begin, self._text)
-        if not self._shows:
-            return
         self._latest = now
+        if self._place == "lines" and now - self._begin >= self._next_line:
+            self._next_line = 2 * (now - self._begin)
+            _print(f"{self._text}, {now - self._begin:.0f} s so far")
+        if self._place != "terminal":
+            return
         if self._bar is None:
             self._bar = _bar()
             self._bar.add_task("")
@@ -108,7 +122,7 @@ class Work:
         if self._bar is not None:
             self._bar.stop()
         if self._line and not failed:
-            took(self.past, self.seconds, self._line, self._shows)
+            _ended(self.past, self.seconds, self._line, self._place)
 
 
 def took(past: str, seconds: float, result: str, progress: bool | None = None) -> None:
@@ -118,11 +132,22 @@ def took(past: str, seconds: float, result: str, progress: bool | None = None) -
         past: what it is called, as in "planned".
         seconds: that it took.
         result: what came of it.
-        progress: whether a terminal is told; ``None`` goes by the environment.
+        progress: whether anybody is told; ``None`` goes by the environment.
     """
+    _ended(past, seconds, result, place(progress))
+
+
+def _ended(past: str, seconds: float, result: str, place: Place) -> None:
     text = f"{past} in {seconds:.1f} s: {result}"
     log.info("%s", text)
-    if seconds >= AFTER_SECONDS and shows(progress) and not log.isEnabledFor(logging.INFO):
+    after = {"terminal": AFTER_SECONDS, "lines": LINE_SECONDS, "nowhere": float("inf")}[place]
+    if seconds >= after:
+        _print(text)
+
+
+def _print(text: str) -> None:
+    """A line on standard error, where the log does not have it already."""
+    if not log.isEnabledFor(logging.INFO):
         print(f"lowtide: {text}", file=sys.stderr, flush=True)
 
 
@@ -133,7 +158,7 @@ def working(what: str, past: str, progress: bool | None = None) -> Iterator[Work
     Args:
         what: "planning", say.
         past: "planned", for the line at the end.
-        progress: whether a terminal is told; ``None`` goes by the environment.
+        progress: whether anybody is told; ``None`` goes by the environment.
     """
     outer = _current.get()
     if outer is not None:
@@ -143,7 +168,7 @@ def working(what: str, past: str, progress: bool | None = None) -> Iterator[Work
         finally:
             outer.depth -= 1
         return
-    work = Work(what, past, shows(progress))
+    work = Work(what, past, place(progress))
     token, failed = _current.set(work), True
     try:
         yield work
@@ -155,8 +180,8 @@ def working(what: str, past: str, progress: bool | None = None) -> Iterator[Work
 
 @contextmanager
 def muted() -> Iterator[None]:
-    """Nothing in the block is shown on a terminal, whatever it asks for."""
-    work = Work("", "", shows=False)
+    """Nothing in the block is shown, whatever it asks for."""
+    work = Work("", "", "nowhere")
     work.depth = 1  # so that nothing in it has a line of its own
     token = _current.set(work)
     try:
@@ -167,12 +192,12 @@ def muted() -> Iterator[None]:
 
 def current() -> Work:
     """The work that is under way in this thread, or one that nobody sees."""
-    return _current.get() or Work("", "", shows=False)
+    return _current.get() or Work("", "", "nowhere")
 
 
-def shows(progress: bool | None = None) -> bool:
-    """Whether a bar belongs here: in the main thread of the first process, with a person at the terminal who
-    did not turn it off.
+def place(progress: bool | None = None) -> Place:
+    """Who is told: a person at a terminal, by a bar; who reads standard error later, by lines; or nobody,
+    where it was turned off, and outside of the main thread of the first process.
 
     Raises:
         LowtideError: ``LOWTIDE_PROGRESS`` is neither 0 nor 1.
@@ -181,12 +206,12 @@ def shows(progress: bool | None = None) -> bool:
     if setting not in ("0", "1"):
         raise LowtideError(f"LOWTIDE_PROGRESS is {setting!r}: 0 turns progress off, 1 is as without it")
     if progress is False or (progress is None and setting == "0"):
-        return False
-    if log.level > logging.INFO or os.environ.get("RANK", "0") != "0":
-        return False
-    if threading.current_thread() is not threading.main_thread() or os.environ.get("TERM") == "dumb":
-        return False
-    return bool(sys.stderr is not None and sys.stderr.isatty())
+        return "nowhere"
+    if log.level > logging.INFO or os.environ.get("RANK", "0") != "0" or sys.stderr is None:
+        return "nowhere"
+    if threading.current_thread() is not threading.main_thread():
+        return "nowhere"
+    return "terminal" if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else "lines"
 
 
 def _bar() -> Any:

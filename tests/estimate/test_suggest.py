@@ -176,6 +176,31 @@ def test_a_number_that_cannot_be_is_named_as_it_was_given(flag: str) -> None:
     assert done.exit_code != 0 and f"{flag}=-1" in told and "above 0" in told
 
 
+def test_a_name_s_case_and_aliases_change_nothing() -> None:
+    """``Llama3-8B`` was looked for among all that has a formula, ``llama3-8b`` among what lowtide runs."""
+    rows = ["suggest", "--devices", "4", "--seq", "8192", "--model"]
+    asked = [CliRunner().invoke(app, [*rows, name]).output for name in ("llama3-8b", "Llama3.1-8B")]
+    assert asked[0] == asked[1]
+    assert "Looked through what lowtide runs (--for any: " in asked[0]
+    titan = suggest("LLAMA3-8B", devices=4, device=A100, runs_with="torchtitan")
+    assert "--model.flavor 8B" in (titan.best[0].command or "")
+
+
+def test_memory_in_powers_of_1000_is_told_apart_from_the_card() -> None:
+    rows = ["--model", "llama3-8b", "--memory"]
+    for command in (["suggest", "--devices", "4"], ["estimate", "--tp", "4"]):
+        told = " ".join(CliRunner().invoke(app, [*command, *rows, "80GB"]).output.split())
+        assert "80GB is 74.5 GiB (GB are powers of 1000, GiB of 1024): --device a100 has 79.1 GiB" in told
+        assert "powers of 1000" not in CliRunner().invoke(app, [*command, *rows, "80GiB"]).output
+
+
+def test_another_model_is_not_taken_for_a_slip() -> None:
+    with pytest.raises(EstimateError, match=r"no model 'mixtral-8x7b': The models.*lowtide plan --model hf:"):
+        suggest("mixtral-8x7b", devices=4, device=A100)
+    with pytest.raises(EstimateError, match="did you mean 'llama3-8b'"):
+        suggest("lama3-8b", devices=4, device=A100)
+
+
 def test_where_nothing_fits_it_says_what_to_do() -> None:
     command = ["suggest", "--model", "llama3-8b", "--devices", "1", "--device", "a100"]
     done = CliRunner().invoke(app, command, env={"COLUMNS": "100"})

@@ -17,6 +17,7 @@ def test_seconds_are_the_card_s() -> None:
     again = make_plan(PlanOptions(device="a100", **SMALL))  # type: ignore[arg-type]
     assert again.plain_seconds == plans["a100"].plain_seconds  # nothing is timed
     assert any("seconds are the a100's" in note for note in plans["a100"].notes)
+    assert any("no optimizer is counted: AdamW's state takes" in note for note in plans["a100"].notes)
     assert plans["a100"].predicted_peak_bytes < plans["a100"].plain_peak_bytes
 
 

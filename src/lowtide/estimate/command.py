@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from lowtide.budget import parse
+from lowtide.budget import format_bytes, parse
 from lowtide.errors import BudgetError
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.settings import RUN_SETTINGS, SHAPE_SETTINGS
@@ -167,7 +168,10 @@ PeakTflops = Annotated[
 DeviceName = Annotated[
     str | None, option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
 ]
-Memory = Annotated[str | None, option("Memory of a device (80GB, 80GiB). [default: the --device's]")]
+Memory = Annotated[
+    str | None,
+    option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]"),
+]
 ConfigFile = Annotated[
     Path | None, option("A JSON file with the flags' names as keys; flags go before it.", "--config")
 ]
@@ -212,6 +216,28 @@ def parse_memory(text: str) -> int:
             f"--memory {text}: give the bytes of a device's memory with their unit, such as 80GB or 40GiB"
         )
     return found
+
+
+def memory_note(text: str | None) -> str:
+    """What to say where a card's name stands for its memory: a card sold with "80 GB" has 79.1 GiB.
+
+    >>> memory_note("80GB")
+    '80GB is 74.5 GiB (GB are powers of 1000, GiB of 1024): --device a100 has 79.1 GiB'
+    >>> memory_note("80GiB")
+    ''
+    """
+    asked = re.fullmatch(r"\s*([0-9]+)\s*gb\s*", text or "", re.IGNORECASE)
+    if text is None or asked is None:
+        return ""
+    from lowtide.estimate.devices import DEVICES
+
+    found = parse_memory(text)
+    meant = [
+        f": --device {card.name} has {format_bytes(card.memory_bytes)}"
+        for card in DEVICES.values()
+        if found < card.memory_bytes <= int(asked[1]) << 30
+    ]
+    return f"{text} is {format_bytes(found)} (GB are powers of 1000, GiB of 1024){''.join(meant[:1])}"
 
 
 def estimate_command(
@@ -294,6 +320,8 @@ def estimate_command(
         from rich.console import Console
 
         render.show(found, Console(), stage, lines=not brief, name=model)
+        if note := memory_note(memory):
+            typer.echo(f"note: {note}")
 
 
 SETTINGS = {*RUN_SETTINGS, *SHAPE_SETTINGS} - {"recompute"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from string import ascii_letters
 
 from lowtide.errors import LowtideError
 
@@ -23,6 +24,11 @@ def divisors(number: int, limit: int = 4096) -> str:
     return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
+def _family(name: str) -> str:
+    """The letters that a name begins with."""
+    return name[: len(name) - len(name.lstrip(ascii_letters))].lower()
+
+
 def unknown(kind: str, name: str, known: Iterable[str]) -> EstimateError:
     """The error about a name that does not exist, with the nearest one that does.
 
@@ -31,5 +37,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> EstimateError:
     """
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
+    if near and _family(near[0]) != _family(name) and any(map(str.isdigit, name)):
+        near = []  # another model, not a slip: mixtral-8x7b is no mistral-7b
     hint = f"did you mean {near[0]!r}? " if near else ""
     return EstimateError(f"there is no {kind} {name!r}: {hint}The {kind}s are {', '.join(names)}")

@@ -156,10 +156,23 @@ def preset(name: str) -> Preset:
         EstimateError: there is none; the message lists those there are.
     """
     expect(isinstance(name, str), "preset(name=)", name, "a name, as in 'llama3-8b'", EstimateError)
-    key = ALIASES.get(name.lower(), name.lower())
+    key = preset_name(name)
     if key not in PRESETS:
-        raise unknown("model", name, PRESETS)
+        raise EstimateError(
+            f"{unknown('model', name, PRESETS)}. Others, as mixtures of experts, have no formula here: trace "
+            "one with lowtide plan --model hf:TYPE (hf:mixtral) or its config.json"
+        )
     return PRESETS[key]
+
+
+def preset_name(name: str) -> str:
+    """What the preset is called that ``name`` means; ``name`` itself where there is none.
+
+    >>> preset_name("Llama3.1-8B"), preset_name("config.json")
+    ('llama3-8b', 'config.json')
+    """
+    key = ALIASES.get(name.lower(), name.lower())
+    return key if key in PRESETS else name
 
 
 def changed(shape: Shape, **changes: Any) -> Shape:

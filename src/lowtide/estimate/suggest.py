@@ -15,6 +15,7 @@ from lowtide.estimate.config import Config, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.frameworks import Framework, framework
+from lowtide.estimate.presets import preset_name
 from lowtide.estimate.settings import SHAPE_SETTINGS, configure
 from lowtide.estimate.shape import check_size
 from lowtide.estimate.speed import StepTime, step_time
@@ -168,6 +169,7 @@ def suggest(
         >>> found.fits, found.best[0].config.devices
         (True, 4)
     """
+    model = preset_name(model) if isinstance(model, str) else model
     check_size("--devices", devices, 1 << 20)
     check_size("--count", count, 1000)
     expect(isinstance(device, Device), "suggest(device=)", device, "device('h100') or another", EstimateError)

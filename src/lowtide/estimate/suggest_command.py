@@ -9,7 +9,7 @@ import typer
 
 from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
-from lowtide.estimate.command import option, parse_memory, parse_recompute, refuse_zero
+from lowtide.estimate.command import memory_note, option, parse_memory, parse_recompute, refuse_zero
 
 
 def suggest_command(
@@ -90,6 +90,7 @@ def suggest_command(
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.errors import EstimateError
     from lowtide.estimate.frameworks import LOWTIDE_MODELS
+    from lowtide.estimate.presets import preset_name
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import VARIED, suggest
 
@@ -111,6 +112,7 @@ def suggest_command(
     kind = find_device(device, **changes)
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
+    model = preset_name(model)
     chosen = runs_with or ("lowtide" if model in LOWTIDE_MODELS else "any")
     found = suggest(
         model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count,
@@ -129,6 +131,8 @@ def suggest_command(
             f"{flag(name)} {value}" for name, value in given.items() if name in VARIED and value is not None
         ]
         _show(model, devices, kind.name, memory_bytes, chosen, found, fixed)
+        if note := memory_note(memory):
+            typer.echo(f"note: {note}")
     if not found.fits:
         raise typer.Exit(1)
 
@@ -157,6 +161,11 @@ def _show(
         told = f"It does not fit: {where}. The least of {found.tried} configurations needs"
         console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}.", style="bold red"))
         console.print(_to_make_it_fit(chosen, fixed), highlight=False)
+    if chosen == "any":
+        looked = "Looked through all that has a formula, whatever runs it"
+    else:
+        looked = f"Looked through what {chosen} runs (--for any: all that has a formula)"
+    console.print(f"{looked}.", highlight=False)
     tokens = best.config.global_batch * best.config.seq
     console.print(
         f"A step is {best.config.global_batch} sequences ({tokens:,} tokens) on all devices together.",

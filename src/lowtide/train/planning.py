@@ -134,7 +134,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
             made = within(error.smallest_bytes)
             made = replace(made, notes=(*made.notes, raised(options.budget, error)))
         how = f"compiled by {backend}: what it would allocate is predicted, no kernel was compiled"
-        made = replace(made, notes=(*made.notes, how))
+        made = replace(made, notes=(*made.notes, how, _no_optimizer(model)))
         work.done(in_one_line(made))
     return made
 
@@ -178,6 +178,7 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
             )
             made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
             made = replace(made, notes=(*made.notes, _priced(card)))
+        made = replace(made, notes=(*made.notes, _no_optimizer(model)))
         work.done(in_one_line(made))
     return graph, made
 
@@ -195,6 +196,16 @@ def _priced(card: Device) -> str:
         f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
         "published runs (docs/estimate.md), and what kernels allocate while they run is not in it"
     )
+
+
+def _no_optimizer(model: nn.Module) -> str:
+    """What a plan of the command line leaves out."""
+    state = sum(
+        2 * parameter.numel() * parameter.element_size()
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    )
+    return f"no optimizer is counted: AdamW's state takes {budgets.format_bytes(state)} more"
 
 
 def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
