@@ -43,7 +43,7 @@ def run(*words: str | Path, folder: Path) -> str:
 
 
 def link_what_it_requires(wheel: Path, site: Path) -> None:
-    """What pip would install with a wheel, extras left out: linked from this environment, and nothing else."""
+    """What pip would install with a wheel, extras left out, linked from this environment; nothing else."""
     with zipfile.ZipFile(wheel) as packed:
         (name,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
         asked = Parser().parsestr(packed.read(name).decode()).get_all("Requires-Dist", [])
@@ -54,9 +54,7 @@ def link_what_it_requires(wheel: Path, site: Path) -> None:
             continue
         seen.add(wanted.name)
         found = metadata.distribution(wanted.name)
-        assert wanted.specifier.contains(found.version, prereleases=True), (
-            f"{wanted}: {found.version} is here"
-        )
+        assert wanted.specifier.contains(found.version, prereleases=True), f"{wanted}: {found.version}"
         missing += map(Requirement, found.requires or [])
         for top in {file.parts[0] for file in found.files or [] if ".." not in file.parts}:
             if not (site / top).exists():

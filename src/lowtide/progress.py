@@ -9,8 +9,8 @@ elsewhere (a notebook, a file), one line at the end.
 Everything goes to the logger ``lowtide``: what is being done at level DEBUG; the line at the end, and one
 when work has taken a second and is not over, at level INFO. The bar is for people: it is there where standard
 error is a terminal, once the work has taken a second. It needs no thread, so that it disturbs nothing that
-is timed. Where standard error is no terminal, work that takes 5 seconds says so in a line, again after 10, 20,
-40, ..., and at its end.
+is timed. Where standard error is no terminal, work that takes 5 seconds says so in a line, again after 10,
+20, 40, ..., and at its end.
 
 To keep it quiet: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
 environment, or `muted` around a piece of code. A level above INFO on the logger turns all of it off.
@@ -59,7 +59,7 @@ class Work:
     def __init__(self, what: str, past: str, place: Place) -> None:
         self.what, self.past = what, past
         self.depth = 0
-        self._place = place
+        self._place: Place = place
         self._begin = self._latest = time.perf_counter()
         self._next_line = LINE_SECONDS
         self._text, self._count, self._total = what, 0, 0

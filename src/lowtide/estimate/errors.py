@@ -24,9 +24,10 @@ def divisors(number: int, limit: int = 4096) -> str:
     return ", ".join(str(d) for d in range(1, min(number, limit) + 1) if number % d == 0)
 
 
-def _family(name: str) -> str:
-    """The letters that a name begins with."""
-    return name[: len(name) - len(name.lstrip(ascii_letters))].lower()
+def _parts(name: str) -> tuple[str, str]:
+    """The letters that a name begins with, and the rest: ``("llama", "3-8b")``."""
+    rest = name.lower().lstrip(ascii_letters)
+    return name.lower().removesuffix(rest), rest
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> EstimateError:
@@ -37,7 +38,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> EstimateError:
     """
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
-    if near and _family(near[0]) != _family(name) and any(map(str.isdigit, name)):
-        near = []  # another model, not a slip: mixtral-8x7b is no mistral-7b
+    if near and any(map(str.isdigit, name)):
+        (family, size), (meant, its) = _parts(name), _parts(near[0])
+        if family != meant and size != its:
+            near = []  # another model, not a slip: mixtral-8x7b is no mistral-7b
     hint = f"did you mean {near[0]!r}? " if near else ""
     return EstimateError(f"there is no {kind} {name!r}: {hint}The {kind}s are {', '.join(names)}")
