@@ -16,6 +16,7 @@ class Played:
     def __init__(self) -> None:
         self.live = self.most = 0
         self.reserved = self.most_reserved = 1 << 20
+        self.initialized = False
 
     def alloc(self, size: int) -> None:
         self.live += size
@@ -25,7 +26,12 @@ class Played:
         self.reserved += size
         self.most_reserved = max(self.most_reserved, self.reserved)
 
+    def initialize(self) -> None:
+        self.initialized = True
+
     def reset(self, device: int) -> None:
+        if not self.initialized:
+            raise RuntimeError("Invalid device argument 0: did you call init?")
         self.most, self.most_reserved = self.live, self.reserved
 
 
@@ -38,6 +44,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Played:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: card.most_reserved)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", card.initialize)
     return card
 
 
@@ -70,6 +77,19 @@ def test_what_the_allocator_reserved_stands_beside_what_was_allocated(card: Play
     with peak("cpu") as here:
         pass
     assert here.reserved_bytes is None
+
+
+def test_cuda_is_initialized_before_anything_is_asked_of_its_allocator(
+    card: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_recorded() -> bool:
+        assert card.initialized, "PyTorch crashes here"
+        return True
+
+    monkeypatch.setattr("lowtide.private.is_cuda_history_recorded", is_recorded)
+    with peak("cuda:0", timeline=True) as seen:
+        card.alloc(5)
+    assert seen.peak_bytes == 5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

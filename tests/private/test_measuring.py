@@ -32,6 +32,15 @@ def test_the_cuda_allocators_history() -> None:
     assert not private.is_cuda_history_recorded()
 
 
+def test_where_cuda_is_not_initialized_its_allocator_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def crash() -> bool:
+        raise AssertionError("PyTorch crashes here")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", crash, raising=False)
+    assert not private.is_cuda_history_recorded()
+
+
 def test_the_names_of_the_cuda_allocators_history_are_there() -> None:
     """Without a GPU they cannot be called."""
     assert callable(torch._C.__dict__.get("_cuda_isHistoryEnabled", private.is_cuda_history_recorded))

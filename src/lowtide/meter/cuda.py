@@ -32,6 +32,7 @@ class CudaPeak(Peak):
     _recorded = False
 
     def _open(self) -> None:
+        torch.cuda.init()  # before, its allocator has no statistics, and asking for its history crashes
         self._at = self.device.index if self.device.index is not None else torch.cuda.current_device()
         if self.with_timeline and not private.is_cuda_history_recorded():  # else the program records its own
             self._recorded = True

@@ -19,7 +19,8 @@ cpu_device_type = DeviceType.CPU
 
 def is_cuda_history_recorded() -> bool:
     """Whether the program records the CUDA allocator's history."""
-    return torch._C._cuda_isHistoryEnabled()
+    # where CUDA is not initialized there is no allocator, and PyTorch crashes for asking it
+    return torch.cuda.is_initialized() and torch._C._cuda_isHistoryEnabled()
 
 
 def record_cuda_history(max_entries: int) -> None:
