@@ -11,7 +11,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.outcome import After, Outcome, after, learn
+from lowtide.run.limit.outcome import After, Outcome, Overruns, after, learn
 from lowtide.run.limit.planned import Planned
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.verify import Findings
@@ -66,7 +66,7 @@ def ran(
         (FITS, {}, LIMIT, {"recorded": False}, After.NOTHING),
         (replace(PLAN, budget_bytes=None), {}, OVER, {}, After.NOTHING),
         # above it
-        (PLAN, {"accepted_bytes": OVER}, OVER, {}, After.NOTHING),
+        (PLAN, {"accepted_bytes": OVER}, OVER, {}, After.STAY),
         (PLAN, {"accepted_bytes": OVER - 1}, OVER, {}, After.PLAN_WITH_LESS),
         (PLAN, {}, OVER, {"without_plan": True}, After.RUN_UNDER_PLAN),
         (PLAN, {}, OVER, {"without_plan": True, "followed": False}, After.RUN_UNDER_PLAN),
@@ -100,22 +100,22 @@ def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None
     kind = kind_of(planned := planned_of(PLAN))
     step = ran(planned, OVER)
     step.measured_bytes = None
-    assert learn(kind, step) == "" and not kind.varies and not kind.wants_look
+    assert learn(kind, step) is After.NOTHING and not kind.varies and not kind.wants_look
     assert step.director is not None
     step.director.extra = 1
-    assert learn(kind, step) == "" and kind.varies and kind.wants_look
+    assert learn(kind, step) is After.NOTHING and kind.varies and kind.wants_look
 
 
 def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
     kind = kind_of(planned := planned_of(PLAN))
     step = ran(planned, OVER)
-    assert learn(kind, step).endswith("lowtide plans again with that much less")
+    assert learn(kind, step) is After.PLAN_WITH_LESS
     assert 0 < kind.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
     step.measured_bytes = OVER + 5
     learn(kind, step)
     assert kind.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
     step.backwards = 2
-    assert "retain_graph" in learn(kind, step)
+    assert learn(kind, step) is After.ONLY_TELL
     assert (kind.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
 
 
@@ -127,9 +127,9 @@ def test_a_step_with_other_operations_is_looked_at_again() -> None:
 
 def test_sizes_are_noted() -> None:
     kind = kind_of(planned := planned_of(PLAN))
-    assert learn(kind, ran(planned, LIMIT // 2, rows=50)) == ""
+    assert learn(kind, ran(planned, LIMIT // 2, rows=50)) is After.NOTE_FITS
     assert planned.fits_without_plan(key(50)) and not planned.fits_without_plan(key(60))
-    assert learn(kind, ran(planned, OVER, rows=40, without_plan=True))
+    assert learn(kind, ran(planned, OVER, rows=40, without_plan=True)) is After.RUN_UNDER_PLAN
     assert not planned.fits_without_plan(key(50)), "what does not fit at 40 rows does not at 50"
 
 
@@ -137,4 +137,31 @@ def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
     kind = kind_of(planned := planned_of(PLAN))
     learn(kind, ran(planned, OVER))
     planned.accept(kind.margin_bytes, (0, 0))
-    assert after(kind, ran(planned, OVER)) is After.NOTHING
+    assert after(kind, ran(planned, OVER)) is After.STAY
+
+
+def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
+    kind = kind_of(planned_of(PLAN))
+    assert learn(kind, ran(planned_of(PLAN), OVER)) is After.NEW_PLAN
+    assert kind.margin_bytes == 0
+
+
+def test_each_step_above_its_budget_is_told_the_first_ones_at_length() -> None:
+    overruns, planned = Overruns(), planned_of(PLAN)
+    said = [overruns.text(ran(planned, OVER), action) for action in (After.PLAN_WITH_LESS, After.STAY) * 5]
+    assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in said)
+    assert [" so far)" in text for text in said] == [False] * 6 + [True] * 4
+    assert "10 of this limit's steps" in said[-1]
+    assert overruns.text(ran(planned, LIMIT), After.NOTE_FITS) == ""
+    step = ran(planned, OVER)
+    step.measured_bytes = None
+    assert overruns.text(step, After.NOTHING) == "", "what is not measured"
+
+
+def test_the_backwards_of_one_step_count_once_and_are_told_as_they_take_more() -> None:
+    overruns, step = Overruns(), ran(planned_of(PLAN), OVER)
+    assert overruns.text(step, After.PLAN_WITH_LESS)
+    assert not overruns.text(step, After.PLAN_WITH_LESS), "the second backward took no more"
+    step.measured_bytes = OVER + 1
+    assert overruns.text(step, After.ONLY_TELL)
+    assert overruns.steps.total() == 1

@@ -13,6 +13,12 @@ from lowtide.plan.data import Plan
 OWN_OFF = "turn the model's own gradient checkpointing off"
 """The first remedy where a model checkpoints on its own."""
 
+OF_GRAPH = (
+    "backward was run with create_graph=True (for a Hessian, or a penalty on gradients), so what it computed "
+    "stands until a second backward has run through it, and no plan evicts that"
+)
+"""Why steps with second derivatives take so much."""
+
 ABANDONED = (
     "a step of this limited model ran without the limit: when its forward began, something still held what "
     "an earlier forward had returned, from which lowtide was to plan, and whose backward had not come (a "
@@ -35,16 +41,25 @@ class LowtideWarning(UserWarning):
     """
 
 
-def warn(text: str) -> None:
-    """Warn. The warning points at the innermost caller outside lowtide, PyTorch and `contextlib`."""
-    frame, level = sys._getframe(1), 2
+def warn(text: str, each_time: bool = False) -> None:
+    """Warn. The warning points at the innermost caller outside lowtide, PyTorch and `contextlib`.
+
+    Args:
+        text: what is said.
+        each_time: say it again where the same was said before. Python's filters show a text once for each
+            line of code unless they are told otherwise.
+    """
+    frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "lowtide",
         "torch",
         "contextlib",
     ):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, LowtideWarning, stacklevel=level)
+        frame = frame.f_back
+    # what was shown before is noted with the caller's module, or in a registry that nobody reads again
+    noted = {} if each_time else frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__", "<string>")
+    warnings.warn_explicit(text, LowtideWarning, frame.f_code.co_filename, frame.f_lineno, name, noted)
 
 
 class Once:

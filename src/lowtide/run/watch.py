@@ -29,6 +29,7 @@ class StepWatch:
     Attributes:
         began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
+        makes_graph: whether one of them was run with ``create_graph=True``.
         recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
             ahead.
         replays: the compiled recorder's counts, with the time of its replays, or ``None``.
@@ -43,6 +44,7 @@ class StepWatch:
         self.device = device
         self.began = False
         self.backwards = 0
+        self.makes_graph = False
         self.recording_seconds = 0.0
         self.replays: Any = None
         self._replay_seconds = 0.0
@@ -105,6 +107,7 @@ class StepWatch:
         if self.began or not private.in_backward():  # a debugger may unpack a saved tensor, too
             return
         self.began = True
+        self.makes_graph |= torch.is_grad_enabled()  # autograd's engine sets it so
         if len(self._marks) == 2:
             self._marks.append(_now(self.device))
         private.at_backward_end(self._backward_ends)

@@ -20,7 +20,7 @@ from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
-from lowtide.run.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.messages import OF_GRAPH, OWN_OFF, own_checkpointing, warn
 from lowtide.run.ranks import LEARNING_STEPS
 from lowtide.run.record.verify import Verify
 
@@ -38,8 +38,10 @@ class Kind:
         wants_look: the next step is to be looked at.
         looks: how often a step of it was looked at.
         backwards: the most that ran through a step that was looked at.
+        makes_graph: in that step a backward was run with ``create_graph=True``.
         varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
         margin_bytes: by how much a step was seen to exceed its prediction.
+        untold_bytes: the most that steps of it took which were looked at and not yet held against a budget.
         unseen_backward: backward runs on a thread whose operations are not intercepted: the next look runs
             its own backward.
     """
@@ -50,8 +52,10 @@ class Kind:
     wants_look: bool = True
     looks: int = 0
     backwards: int = 1
+    makes_graph: bool = False
     varies: bool = False
     margin_bytes: int = 0
+    untold_bytes: int = 0
     unseen_backward: bool = False
 
     @property
@@ -113,6 +117,7 @@ class Kinds:
         if key.gradients and (other := next(others, None)):
             assert other.graph is not None
             kind.margin_bytes, kind.backwards = other.margin_bytes, other.backwards
+            kind.makes_graph = other.makes_graph
             graph = with_earlier_gradients(other.graph)
             self._plan_again(kind, graph, "planned for steps that add to gradients")
         self.known[key] = kind
@@ -184,12 +189,9 @@ class Kinds:
             return self.verify != "never"
         return not any(other.looks and other.key.differs_in_size(kind.key) for other in self.known.values())
 
-    def take_in(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
-        """Take in a look at a step of a kind: plan for the longest step seen.
-
-        Returns:
-            Whether the look is of use. One that trusted another size's verification and found another program
-            is to be repeated.
+    def take_in(self, kind: Kind, look: Look, graph: StepGraph) -> None:
+        """Take in a look at a step of a kind: plan for the longest step seen. A look that trusted another
+        size's verification and found another program is of no use: it is to be repeated.
 
         Raises:
             BudgetError: no plan fits.
@@ -200,14 +202,14 @@ class Kinds:
         if look.verified:
             self._verified.add(program)
         elif self.verify != "never" and program not in self._verified:
-            return False
+            return
         kind.backwards = max(kind.backwards, look.watch.backwards)
         kind.varies |= look.tracer.asks
         if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
+            kind.makes_graph = look.watch.makes_graph
             self._plan_looked(kind, graph, look.tracer.checkpoints)
         kind.wants_look = False
         self.latest = kind.planned
-        return True
 
     def _plan_looked(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
         """Plan for a kind from a step of it that was looked at, with so many calls of
@@ -232,6 +234,8 @@ class Kinds:
                     "Where gradients add up over several steps, those after the first take up to "
                     f"{sum(own_share(p).nbytes for p in made):,} bytes more."
                 )
+            if kind.makes_graph:
+                error.add(f"Its {OF_GRAPH}.")
             if checkpoints:
                 error.remedies = (OWN_OFF, *error.remedies)
         if neighbours is not None:  # if one refused alone, the others would wait in a collective

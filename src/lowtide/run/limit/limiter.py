@@ -28,7 +28,7 @@ from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, Kinds
-from lowtide.run.limit.outcome import Outcome, learn
+from lowtide.run.limit.outcome import Outcome, Overruns, learn
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
 from lowtide.run.limit.unlimited import (
@@ -106,6 +106,7 @@ class Limiter:
         self.planner = Planner(self.model, lambda: self.stores.groups, **asked)
         self.kinds = Kinds(self.planner, self.verify)
         self.measured_bytes: int | None = None  # of the latest step that ended
+        self.overruns = Overruns()
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
@@ -291,23 +292,31 @@ class Limiter:
         took("looked at a first step", time.perf_counter() - look.began, twice, self.planner.progress)
         with self.kinds.lock:
             graph = look.graph()
-            if self.kinds.take_in(kind, look, graph):
-                self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
+            self.kinds.take_in(kind, look, graph)
+            self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
 
     def _tell_above(self, kind: Kind, resident_bytes: int, peak: int | None) -> None:
-        """Take down what a look took, and warn if that was more than the budget."""
-        planned = kind.planned
-        if planned is None or peak is None:
+        """Take down what a look took, and warn if that was more than the budget, or if one of no use was,
+        before which nothing was planned.
+        """
+        planned, planner = kind.planned, self.planner
+        if peak is None:
             return
+        state = planner.optimizer_bytes if planner.optimizer is not None and planner.optimizer.state else 0
+        kind.untold_bytes = taken = max(kind.untold_bytes, resident_bytes + state + peak)
+        if planned is None:
+            return
+        kind.untold_bytes = 0
         self.measured_bytes = planned.graph.resident_bytes + peak
-        limit, taken = planned.plan.budget_bytes, resident_bytes + peak
-        if limit is not None and taken > limit and not planned.plan.changes_nothing:
+        limit = planned.plan.budget_bytes
+        if limit is not None and taken > limit:
             which = "the first step" if len(self.kinds.known) == kind.looks == 1 else "this step"
             smallest = budgets.asks_for(self.planner.budget) == "min"
             others = ", other kinds to their own smallest" if smallest else ""
             warn(
                 f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)}, and the budget is "
-                f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}"
+                f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}",
+                each_time=True,
             )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
@@ -421,11 +430,9 @@ class Limiter:
     def _learn(self, kind: Kind, outcome: Outcome, watch: StepWatch) -> None:
         """A backward of a step has ended: compare what it took with the budget."""
         planned, peak = outcome.planned, watch.peak_bytes
-        if kind.planned is not planned:
-            return
-        outcome.backwards = watch.backwards
+        outcome.backwards, outcome.makes_graph = watch.backwards, watch.makes_graph
         if peak is not None and not outcome.crowded:  # else it is that of all models together
             outcome.measured_bytes = planned.graph.resident_bytes + planned.plan.slab_bytes + peak
             self.measured_bytes = outcome.measured_bytes
-        if said := learn(kind, outcome):
-            warn(said)
+        if said := self.overruns.text(outcome, learn(kind, outcome)):
+            warn(said, each_time=True)

@@ -1,10 +1,12 @@
 """What a step under a plan showed, and what follows from it before the next step.
 
-`after` decides, and changes nothing; `learn` carries the decision out.
+`after` decides, and changes nothing; `learn` carries the decision out. `Overruns` says of each step that took
+more than its budget that it did.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -12,10 +14,12 @@ from lowtide import budget as budgets
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.planned import Planned
+from lowtide.run.messages import OF_GRAPH
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.verify import Findings
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is looked at
+_AT_LENGTH = 3  # steps of which the same follows are explained; later ones are told in short
 
 
 class After(Enum):
@@ -34,8 +38,14 @@ class After(Enum):
     """It ran other operations than its plan has; look at the next one."""
     ONLY_TELL = auto()
     """It had more backwards than a plan is for; no plan would help."""
+    TELL_OF_GRAPH = auto()
+    """Its backward made a graph of its own; no plan would help."""
     PLAN_WITH_LESS = auto()
     """It took more than predicted; plan again with that much less."""
+    STAY = auto()
+    """It took more than predicted, and no plan leaves that much free."""
+    NEW_PLAN = auto()
+    """It took more, and its plan is in force no more."""
 
 
 _TOLD = {
@@ -53,7 +63,13 @@ _TOLD = {
         "backward runs more than once through what one forward saved (retain_graph=True), where a plan is "
         "for one backward. Of several losses, add them up and run one backward; else give a smaller budget"
     ),
+    After.TELL_OF_GRAPH: (
+        f"{OF_GRAPH}. Run such steps on a part of the batch, or give a budget of what they take; steps "
+        "without it keep to their plan"
+    ),
     After.PLAN_WITH_LESS: "lowtide plans again with that much less",
+    After.STAY: "no plan leaves that much of it free, so the plan stays; only a larger budget would hold",
+    After.NEW_PLAN: "later steps run under a newer plan than this one did",
 }
 
 
@@ -72,6 +88,8 @@ class Outcome:
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         backwards: how many ran so far.
         margin_bytes: what it added to its kind's margin.
+        makes_graph: a backward through it was run with ``create_graph=True``.
+        told: what followed it and what it took when it was last said to be above the budget.
     """
 
     key: StepKey
@@ -84,6 +102,8 @@ class Outcome:
     measured_bytes: int | None = None
     backwards: int = 1
     margin_bytes: int = 0
+    makes_graph: bool = False
+    told: tuple[After, int] | None = None
 
 
 def after(kind: Kind, outcome: Outcome) -> After:
@@ -99,8 +119,10 @@ def after(kind: Kind, outcome: Outcome) -> After:
         known = outcome.may_drop_plan and outcome.backwards == 1 and followed and not plan.moves
         fits = known and took + outcome.findings.evicted_bytes <= limit
         return After.NOTE_FITS if fits else After.NOTE_NEEDS_PLAN
+    if outcome.makes_graph and not kind.makes_graph:
+        return After.TELL_OF_GRAPH
     if took <= outcome.planned.accepted_bytes:
-        return After.NOTHING
+        return After.STAY
     if outcome.without_plan:
         return After.RUN_UNDER_PLAN
     if kind.may_look_again and plan.changes_nothing and director is None:
@@ -110,12 +132,10 @@ def after(kind: Kind, outcome: Outcome) -> After:
     return After.ONLY_TELL if outcome.backwards > kind.backwards else After.PLAN_WITH_LESS
 
 
-def learn(kind: Kind, outcome: Outcome) -> str:
-    """Decide what follows a step, and note it with its kind.
-
-    Returns:
-        A warning, or an empty text.
-    """
+def learn(kind: Kind, outcome: Outcome) -> After:
+    """Decide what follows a step, and note it with its kind."""
+    if kind.planned is not outcome.planned:
+        return After.NEW_PLAN
     extra = outcome.director.extra if outcome.director is not None else 0
     kind.varies |= extra > 0
     kind.wants_look |= extra > _LONGER * len(outcome.planned.plan.program) and kind.may_look_again
@@ -134,10 +154,41 @@ def learn(kind: Kind, outcome: Outcome) -> str:
         more = max(0, took - max(predicted, limit - budgets.slack_bytes(limit)))
         kind.margin_bytes += more - outcome.margin_bytes  # each backward of a step counts anew
         outcome.margin_bytes = more
-    if action not in _TOLD or limit is None or took is None:
-        return ""
-    return (
-        f"a planned step took {budgets.format_bytes(took)} where {budgets.format_bytes(predicted)} was "
-        f"predicted, {took - limit:,} bytes above the budget of {budgets.format_bytes(limit)}: "
-        f"{_TOLD[action]}"
-    )
+    return action
+
+
+class Overruns:
+    """Says of each planned step that took more than its budget that it did: the first ones at length, with
+    what follows, later ones in short.
+
+    Attributes:
+        steps: how many took more, by what followed.
+    """
+
+    def __init__(self) -> None:
+        self.steps: Counter[After] = Counter()
+
+    def text(self, outcome: Outcome, action: After) -> str:
+        """The warning after a backward of a step; empty where the step kept its budget, or where the same was
+        said after an earlier backward of it.
+        """
+        plan, took = outcome.planned.plan, outcome.measured_bytes
+        limit = plan.budget_bytes
+        if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
+            return ""
+        before, outcome.told = outcome.told, (action, took)
+        if before == outcome.told:
+            return ""
+        self.steps[action] += before is None
+        above = f"{took - limit:,} bytes above the budget of {budgets.format_bytes(limit)}"
+        if before is not None and before[0] is action:
+            return f"after another backward the same step took {budgets.format_bytes(took)}, {above}"
+        if self.steps[action] > _AT_LENGTH:
+            return (
+                f"a planned step took {budgets.format_bytes(took)}, {above} ({self.steps.total()} of this "
+                "limit's steps took more than theirs so far)"
+            )
+        return (
+            f"a planned step took {budgets.format_bytes(took)} where "
+            f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {above}: {_TOLD[action]}"
+        )

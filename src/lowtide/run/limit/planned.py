@@ -31,7 +31,7 @@ class Planned:
         graph: that step, with all that exists beside it.
         plan: its plan.
         wanted: what it was made for, as `Planner.wanted` says.
-        accepted_bytes: what steps may take without another warning, since no plan leaves the margin; or 0.
+        accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
         sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
         steps: how many have run.
         timed: watches the step that is being timed, or ``None``.
