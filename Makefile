@@ -9,6 +9,8 @@
 #   make versions  what rests on PyTorch's private interfaces, and a core of the tests, on each version that is supported
 #                (PIP_ARGS="--index-url ..." for builds without CUDA)
 #   make bench   the benchmarks; results go to benchmarks/results
+#   make gpu     what one card answers in ten minutes; run again to go on, after a change anew    (OUT=folder, ARGS="--retry")
+#                sets up nothing: with the Python of .venv, else the one that is there, which has to have PyTorch
 #   make install only the set-up;  make clean  removes it
 
 VENV    := .venv
@@ -19,6 +21,7 @@ PYTHON  ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11;
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 RUN     := runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS    ?=
+OUT     ?= runs/gpu
 # What `make versions` installs in turn, each in a folder of its own, and the tests that it runs there.
 TORCHES ?= 2.11.0 2.12.0 2.13.0
 CORE    := tests/private tests/run/test_interception.py tests/run/test_scope.py tests/run/test_looked_at.py \
@@ -32,7 +35,7 @@ test ! -L "$(1)" || { \
 	exit 1; }
 endef
 
-.PHONY: install train test lint format docs dist versions bench clean
+.PHONY: install train test lint format docs dist versions bench gpu clean
 
 install: $(STAMP)
 
@@ -99,6 +102,9 @@ versions:
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
+
+gpu:
+	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu --out "$(OUT)" $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(VENV)-torch-* build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis

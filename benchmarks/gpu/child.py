@@ -1,0 +1,67 @@
+"""One part, in a process of its own: ``python -m benchmarks.gpu.child PART small|full ROW ...``
+
+Writes a JSON line to standard output when it is ready and after each row; all else that is printed goes to
+standard error. It ends after a row that failed, as the process may not be what it was. What its rows share
+and cannot be made is a failure of each of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from typing import Any
+
+from benchmarks.gpu.parts import Measure, Row, Unmeasured, Where, part
+
+
+def outcome(measure: Measure, name: str) -> Row:
+    """A row, or why there is none: ``refused`` in lowtide's own words, ``skipped``, ``failed``."""
+    from lowtide.errors import LowtideError
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            row: Row = {"state": "done", **measure(name)}
+        except Unmeasured as error:
+            row = {"state": "skipped", "error": str(error)}
+        except LowtideError as error:
+            row = {"state": "refused", "error": f"{type(error).__name__}: {error}"}
+        except Exception as error:
+            traceback.print_exc()
+            row = {"state": "failed", "error": f"{type(error).__name__}: {error}"[:2000]}
+    ours = dict.fromkeys(str(one.message)[:500] for one in said if one.category.__name__ == "LowtideWarning")
+    return {**row, "warnings": list(ours)} if ours else row
+
+
+def main(name: str, size: str, rows: list[str]) -> None:
+    """Measure these rows of a part."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(**what: Any) -> None:
+        print(json.dumps(what), file=lines, flush=True)
+
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = Where(device, size == "small")
+    opened: list[Measure] = []
+
+    def opening(_: str) -> Row:
+        opened.append(part(name).open(where))
+        return {}
+
+    shared = outcome(opening, "")
+    tell(ready=True)
+    for row in rows:
+        found = outcome(opened[0], row) if opened else shared
+        tell(row=row, found=found)
+        if opened and found["state"] == "failed":
+            return
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3:])

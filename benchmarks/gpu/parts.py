@@ -1,0 +1,178 @@
+"""The rows, most important first: parts, each a few rows that share a process.
+
+A part's ``open`` prepares what its rows share, and returns the function that measures a row by its name.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parents[2]
+
+Row = dict[str, Any]
+Measure = Callable[[str], Row]
+
+
+class Unmeasured(Exception):
+    """A row cannot be had here, and says why."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a part runs on.
+
+    Attributes:
+        device: ``cuda`` or ``cpu``.
+        small: whether models are as small as a CPU needs them.
+        seconds: of paired timing for one row.
+    """
+
+    device: str
+    small: bool
+
+    @property
+    def seconds(self) -> float:
+        return 0.5 if self.small else 5.0
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows that share a process.
+
+    Attributes:
+        name: what the table calls it.
+        rows: names of its rows, most important first.
+        open: prepares, and returns what measures a row.
+        limit_seconds: what preparing, and then each row, may take.
+    """
+
+    name: str
+    rows: tuple[str, ...]
+    open: Callable[[Where], Measure]
+    limit_seconds: float = 90.0
+
+
+def doctor(where: Where) -> Measure:
+    """`lowtide doctor` as it stands, and how long the C++ files take to compile."""
+
+    def measure(name: str) -> Row:
+        if name == "C++ recorder":
+            from lowtide.run.record.native import native_recorder
+
+            begin = time.perf_counter()
+            compiled = native_recorder() is not None
+            return {"compiled": compiled, "build_seconds": time.perf_counter() - begin}
+        done = _run("-m", "lowtide", "doctor")
+        found = done.stdout.splitlines()
+        marked = [line for line in found if line.startswith(("note", "PROBLEM"))]
+        return {"exit_code": done.returncode, "marked": marked, "text": found, "errors": done.stderr[-2000:]}
+
+    return measure
+
+
+def card_tests(where: Where) -> Measure:
+    """The tests that need a card."""
+
+    def measure(name: str) -> Row:
+        if where.device == "cpu":
+            raise Unmeasured("needs a CUDA device")
+        from tempfile import TemporaryDirectory
+
+        with TemporaryDirectory() as folder:
+            report = Path(folder) / "tests.xml"
+            done = _run("-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", f"--junitxml={report}")
+            if not report.exists():
+                raise RuntimeError(
+                    f"pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-1500:]}"
+                )
+            return _counted(report)
+
+    return measure
+
+
+def _counted(report: Path) -> Row:
+    """What a JUnit report says: how many passed, and which did not, with the first line of why."""
+    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
+    failed = {}
+    for case in cases:
+        for trouble in (*case.iter("failure"), *case.iter("error")):
+            failed[case.get("name", "")] = (trouble.get("message") or "").strip().partition("\n")[0][:500]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    return {"passed": len(cases) - len(failed) - skipped, "skipped": skipped, "failures": failed}
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def training(family: str, compiled: bool) -> Callable[[Where], Measure]:
+    """Steps of a model: plain, checkpointed per block, within budgets."""
+
+    def prepare(where: Where) -> Measure:
+        from benchmarks.gpu.training import Contest
+
+        return Contest(family, compiled, where).row
+
+    return prepare
+
+
+def deterministic(where: Where) -> Measure:
+    """Gradients where PyTorch is told to repeat its own: flash attention's backward does not otherwise."""
+    from benchmarks.gpu.training import deterministic_row
+
+    return lambda name: deterministic_row(name, where)
+
+
+def optimizer(where: Where) -> Measure:
+    """What AdamW takes, and a limit that counts it."""
+    from benchmarks.gpu.training import optimizer_row
+
+    return lambda name: optimizer_row(name, where)
+
+
+def offload(where: Where) -> Measure:
+    """Long sequences whose saved values wait in main memory."""
+    from benchmarks import long_sequence
+    from benchmarks.gpu.training import flash_alone
+    from lowtide import measure_links
+
+    flash_alone()
+    tokens, width = (128, 64) if where.small else (16384, 2048)
+    tier = "host" if where.device == "cuda" else "disk"
+
+    def measure(name: str) -> Row:
+        links = measure_links(tier, device=where.device)
+        rows = long_sequence.rows_of(
+            tokens, width, where.device, links, 2 if where.small else long_sequence.LAYERS, where.seconds
+        )
+        return {"tokens": tokens, "tier": tier, "contenders": rows}
+
+    return measure
+
+
+BUDGETS = ("60 %", "min", "80 %")
+CONTENDERS = ("plain", "per block", *BUDGETS)
+
+PARTS = (
+    Part("doctor", ("doctor", "C++ recorder"), doctor, 150),
+    Part("tests", ("tests/gpu",), card_tests, 150),
+    Part("GPT, eager", CONTENDERS, training("gpt", False)),
+    Part("Llama, eager", CONTENDERS, training("llama", False)),
+    Part("deterministic, eager", ("GPT 60 %", "Llama 60 %", "GPT min", "Llama min"), deterministic),
+    Part("AdamW", ("default", "fused", "one by one", "GPT 60 %, AdamW counted"), optimizer),
+    Part("GPT, compiled", CONTENDERS, training("gpt", True), 150),
+    Part("offload", ("long sequence",), offload, 120),
+    Part("Llama, compiled", CONTENDERS, training("llama", True), 150),
+)
+
+
+def part(name: str) -> Part:
+    """The part of that name."""
+    return next(one for one in PARTS if one.name == name)
