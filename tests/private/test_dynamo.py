@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import private
+from lowtide.private import dynamo
 
 
 class Backend:
@@ -167,8 +168,8 @@ def test_compile_in_place_reaches_classes_of_torch_nn() -> None:
     blocks[0].compile(backend=backend)
     blocks[0](x)
     assert not graphs, "PyTorch compiles them by itself now: compile_in_place may go"
+    private.compile_in_place(blocks, backend=backend, **private.counted_apart())
     for block in blocks:
-        private.compile_in_place(block, backend=backend)
         block(x)
     assert len(graphs) == 1, "blocks of one kind share a graph"
 
@@ -199,3 +200,37 @@ def test_uncut_by_ddp_leaves_one_graph_where_dynamo_makes_one_for_each_bucket() 
         dist.destroy_process_group()
     assert graphs[0] > 1
     assert graphs[1] == 1
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_backends_have_room_beside_each_other(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    if apart and not private.counted_apart():
+        pytest.skip("this PyTorch counts recompiles of all backends together")
+    if not apart:
+        monkeypatch.setattr(dynamo, "counted_apart", dict)
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    backends = [Backend() for _ in range(3)]
+    with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2):
+        compiled = [torch.compile(function, backend=one, **dynamo.counted_apart()) for one in backends]
+        for _ in range(2):
+            for call in compiled:
+                with private.room_for_backends():
+                    call(torch.ones(3))
+        assert [one.compiled for one in backends] == [1, 1, 1]
+        torch.compile(function, backend=(alone := Backend()))(torch.ones(3))
+        assert alone.compiled == 0, "without room there is none: room_for_backends may go"
+
+
+def test_recompile_limit_hits() -> None:
+    torch._dynamo.reset()
+    before, backend = private.recompile_limit_hits(), Backend()
+    function = torch.compile(lambda x: x.sin(), backend=backend, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        function(torch.ones(3))
+        assert private.recompile_limit_hits() == before
+        function(torch.ones(4))
+    assert backend.compiled == 1 and private.recompile_limit_hits() == before + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,11 @@ from lowtide.private import (
     captured,
     compile_in_place,
     compile_settings,
+    counted_apart,
     inductor,
     is_compiled,
+    recompile_limit_hits,
+    room_for_backends,
     uncompiled,
     uncut_by_ddp,
 )
@@ -132,9 +136,8 @@ class CompiledHandle:
         how: dict[str, Any] = {**self._how, "backend": self._backend}
         if self._backend == "inductor" and self._options:
             how["options"] = self._options
-        for block in self._blocks:
-            compile_in_place(block, **how)
         if self._blocks:
+            compile_in_place(self._blocks, **how)
             del self.model.__dict__["forward"]
         else:
             self.compiled.__dict__["forward"] = torch.compile(self.model, **how).forward
@@ -146,11 +149,16 @@ class CompiledHandle:
             return standing
         return max(standing, resident_bytes(self.model) + optimizer_need(self._optimizer).state_bytes)
 
-    def _backend_for(self) -> Callable[..., Any]:
-        """A backend of its own for each budget: compiled code is shared by what has the same backend."""
-        whole, report = self._whole, self._report
+    def _backend_for(self, standing: Callable[[], int]) -> Callable[..., Any]:
+        """A backend of its own for each budget: compiled code is shared by what has the same backend.
+
+        Dynamo holds backends as long as the process lives, and they hold neither model nor handle.
+        """
+        whole, report, me = self._whole, self._report, weakref.ref(self)
 
         def backend(module: Any, inputs: Any) -> Any:
+            self = me()
+            assert self is not None, "who calls the compiled model holds its handle"
             whole.compiled = True
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
             if recorded or not captured.is_whole_step(module):
@@ -162,7 +170,7 @@ class CompiledHandle:
                 whole.mixed |= bool(report.planned)
                 return whole.backend(module, inputs)
             ways = self._codecs, self._tiers, wishes_of(module)
-            partitioner = Partitioner(self.budget, self._standing, self._settings, report, *ways)
+            partitioner = Partitioner(self.budget, standing, self._settings, report, *ways)
             with whole.unseen():
                 return compile_step(module, inputs, partitioner, report)
 
@@ -172,15 +180,20 @@ class CompiledHandle:
         """From the next step on the model compiles anew, and is planned for."""
         self._report = Report()
         device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
-        self._whole = WholeStep(self.budget, self._standing, self._settings, device)
-        backend = self._backend_for()
+        me = weakref.ref(self)
+
+        def standing() -> int:
+            handle = me()
+            return 0 if handle is None else handle._standing()
+
+        self._whole = WholeStep(self.budget, standing, self._settings, device)
+        how: dict[str, Any] = {"backend": self._backend_for(standing), **counted_apart(), **self._how}
         if self._blocks:
             self.model.__dict__.pop("forward", None)
-            for block in self._blocks:
-                compile_in_place(block, backend=backend, **self._how)
+            compile_in_place(self._blocks, **how)
             run = self.model.forward
         else:
-            run = torch.compile(self.model, backend=backend, **self._how).forward  # type: ignore[union-attr]
+            run = torch.compile(self.model, **how).forward  # type: ignore[union-attr]
         whole = self._whole
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -189,8 +202,9 @@ class CompiledHandle:
                 self._install()
                 return self.compiled.__dict__["forward"](*args, **kwargs)
             whole.begin((args, kwargs))
+            hits = recompile_limit_hits()
             try:
-                with uncut_by_ddp():
+                with uncut_by_ddp(), room_for_backends():
                     result = run(*args, **kwargs)
             except BaseException as error:
                 whole.stop()
@@ -198,7 +212,7 @@ class CompiledHandle:
                 if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
                     raise inner from None
                 raise
-            whole.end(result)
+            whole.end(result, recompile_limit_hits() > hits)
             return result
 
         self.compiled.__dict__["forward"] = forward

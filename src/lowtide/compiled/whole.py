@@ -29,6 +29,18 @@ from lowtide.run.messages import Once
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""
 
+_UNCOMPILED = (
+    "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
+    "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
+    "lowtide.limit_memory(model, budget)"
+)
+_LIMIT_HIT = (
+    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
+    "to compile anew runs eagerly from now on, and no budget is held for that. Sizes or arguments that "
+    "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
+    "out, pad to fewer sizes, or raise that limit before the first step"
+)
+
 
 @dataclass
 class _Turn:
@@ -150,8 +162,8 @@ class WholeStep:
         here = (one.nbytes() for one in storages(given) if one.device.type == self.device.type)
         return tuple(tuple(one.shape) for one in given), sum(here)
 
-    def end(self, result: Any) -> None:
-        """A forward of the model has ended."""
+    def end(self, result: Any, limit_hit: bool = False) -> None:
+        """A forward of the model has ended; ``limit_hit``: Dynamo's recompile limit was reached in it."""
         if self._recording is not None:
             if self._recording.timeline.calls:
                 gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
@@ -159,13 +171,10 @@ class WholeStep:
                 self.stop()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
-                if not self.compiled:
-                    self._tell(
-                        "uncompiled",
-                        "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held "
-                        "(it compiles none of the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; "
-                        "TORCH_LOGS=graph_breaks says why): use lowtide.limit_memory(model, budget)",
-                    )
+                if limit_hit:
+                    self._tell(_LIMIT_HIT)
+                elif not self.compiled:
+                    self._tell(_UNCOMPILED)
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
                 self._last = weakref.ref(begun)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import MethodType
@@ -50,15 +50,49 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def compile_in_place(module: torch.nn.Module, **how: Any) -> None:
-    """``module.compile(**how)``, which by itself compiles nothing where the module is of a class of
-    `torch.nn`: Dynamo passes over those files.
+def compile_in_place(modules: Iterable[torch.nn.Module], **how: Any) -> None:
+    """``module.compile(**how)`` of several modules, which share what is compiled. By itself that compiles
+    nothing where the module is of a class of `torch.nn`: Dynamo passes over those files.
     """
     from torch._dynamo import external_utils, trace_rules  # importing Dynamo takes seconds
 
-    module.compile(**how)
-    if isinstance(module.forward, MethodType) and trace_rules.check(module.forward):
-        module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **how)
+    context: Any = torch.compile(torch.nn.Module(), **how).dynamo_ctx
+    for module in modules:
+        call = module._call_impl
+        if isinstance(module.forward, MethodType) and trace_rules.check(module.forward):
+            call = external_utils.wrap_inline(call)
+        module._compiled_call_impl = context(call)
+
+
+def counted_apart() -> dict[str, Any]:
+    """Arguments of `torch.compile` by which what is compiled for one backend does not count against Dynamo's
+    recompile limit of another; none where PyTorch has no such argument (before 2.13).
+    """
+    known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+    return {"isolate_recompiles": True} if known else {}
+
+
+def room_for_backends() -> AbstractContextManager[Any]:
+    """A context: within it each backend has Dynamo's recompile limit to itself. By itself the limit counts
+    what was compiled of one function for all backends together.
+    """
+    from torch._dynamo import config, eval_frame  # importing Dynamo takes seconds
+
+    each, backends = config.recompile_limit, len(eval_frame.cached_backends)
+    room: dict[str, Any] = {}
+    if backends > 1 and not counted_apart():
+        room["recompile_limit"] = each * backends
+    if each * backends > config.accumulated_recompile_limit:
+        room["accumulated_recompile_limit"] = each * backends
+    return config.patch(**room) if room else nullcontext()
+
+
+def recompile_limit_hits() -> int:
+    """How often Dynamo has compiled nothing since its recompile limit was reached, in this process so far."""
+    from torch._dynamo.utils import counters  # importing Dynamo takes seconds
+
+    reasons = counters["unimplemented"]
+    return sum(count for why, count in reasons.items() if why.startswith("Dynamo recompile limit exceeded"))
 
 
 def compiled_call(module: torch.nn.Module) -> str:
