@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -53,6 +53,14 @@ _LOOSE = {  # a workspace or table, parts of which are never written and never r
     "aten._ctc_loss.default": (1,),
     "aten._ctc_loss.Tensor": (1,),
 }
+_NEVER_WRITTEN = ("unused",)
+"""Names of attention's results that no kernel writes."""
+_OF_DROPOUT = ("rng_state", "philox_seed", "philox_offset")
+"""Names of attention's results that kernels write where it drops out, for backward to draw the same."""
+_UNNAMED_OF_DROPOUT = {  # the flash-attn package's own, whose schemas name no result
+    "flash_attn._flash_attn_forward.default": (3,),
+    "flash_attn._flash_attn_varlen_forward.default": (3,),
+}
 _COLLECTIVE_NAMESPACES = {
     "c10d",
     "_c10d_functional",
@@ -91,7 +99,8 @@ class OpInfo:
         written: positions of arguments that it writes (keyword-only ones by name).
         fills: a written argument's old content is not looked at.
         uninitialized: its outputs hold whatever was in memory.
-        random: it draws random numbers: PyTorch's tag says so, or it takes a generator.
+        random: it draws random numbers: PyTorch's tag says so, or it takes a generator or a probability of
+            dropout.
         running_statistics: positions of batch-norm statistics that it updates in training mode, whatever its
             schema says.
         training_position: which argument tells training mode; ``None`` when it always trains.
@@ -100,6 +109,7 @@ class OpInfo:
             memory.
         real_only: fake tensors do not show how much it allocates.
         dropout_position: which argument is the probability of a dropout inside it.
+        loose_undropped: positions of further results that nobody writes while that probability is 0.
         returns_written: all that it returns are arguments that it wrote (some fake kernels return copies of
             them).
         collective: it is a function of its arguments on all the ranks of a group, and can run again where all
@@ -119,6 +129,7 @@ class OpInfo:
     loose: tuple[int, ...] = ()
     real_only: bool = False
     dropout_position: int | None = None
+    loose_undropped: tuple[int, ...] = ()
     returns_written: bool = False
     collective: bool = False
     waits: bool = False
@@ -132,6 +143,13 @@ class OpInfo:
         """
         special = self.written or self.running_statistics or self.collective or self.loose or self.reason
         return not special and not self.random
+
+    def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call with these arguments draws random numbers: attention without dropout does not."""
+        position = self.dropout_position
+        if position is None or not self.random:
+            return self.random
+        return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 @cache
@@ -148,6 +166,11 @@ def op_info(func: private.OpOverload) -> OpInfo:
     base = name.split(".")[1] if name.startswith("aten.") else ""
     out_variant = any(isinstance(w, str) for w in written)
     reason = _UNREPLAYABLE.get(name, "")
+    dropout = next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None)
+
+    def called(names: tuple[str, ...]) -> tuple[int, ...]:
+        return tuple(p for p, r in enumerate(schema.returns) if dropout is not None and r.name in names)
+
     if func.namespace in _COLLECTIVE_NAMESPACES:
         reason = IS_COLLECTIVE
     return OpInfo(
@@ -157,15 +180,15 @@ def op_info(func: private.OpOverload) -> OpInfo:
         fills=base in _FILLS or out_variant,
         uninitialized=name in _UNINITIALIZED,
         random=torch.Tag.nondeterministic_seeded in func.tags
+        or dropout is not None
         or any("Generator" in str(argument.type) for argument in schema.arguments),
         running_statistics=(3, 4) if name in _RUNNING_STATISTICS else (),
         training_position=_RUNNING_STATISTICS.get(name),
         reason=reason,
-        loose=_LOOSE.get(name, ()),
+        loose=_LOOSE.get(name) or called(_NEVER_WRITTEN),
         real_only=name in _REAL_ONLY,
-        dropout_position=next(
-            (p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None
-        ),
+        dropout_position=dropout,
+        loose_undropped=_UNNAMED_OF_DROPOUT.get(name) or called(_OF_DROPOUT),
         returns_written=bool(returns)
         and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
         collective=name in FUNCTIONAL_COLLECTIVES,
@@ -258,11 +281,14 @@ class Call:
         return list({id(tensor): tensor for tensor in (*self.written, *self.statistics.values())}.values())
 
     def draws(self) -> bool:
-        """Whether it draws random numbers: attention without dropout does not."""
-        position = self.info.dropout_position
-        if position is None or not self.info.random:
-            return self.info.random
-        return bool(self.args[position] if position < len(self.args) else self.kwargs.get("dropout_p", 0.0))
+        """Whether it draws random numbers."""
+        return self.info.draws(self.args, self.kwargs)
+
+    @property
+    def loose(self) -> tuple[int, ...]:
+        """Positions of the results that are compared with nothing: what lies there, nobody has written."""
+        undropped = self.info.loose_undropped
+        return self.info.loose if not undropped or self.draws() else self.info.loose + undropped
 
     def fresh(self, results: Sequence[Any]) -> list[int]:
         """Positions of the results on storages that no input has, one for each storage."""

@@ -103,6 +103,17 @@ class MarkedTwice(Program):
         return x.square().mean()
 
 
+class Attends(Program):
+    """Attention without dropout, whose operation PyTorch counts as random."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.view(4, 128, 32)
+        for layer in self.layers:
+            h = layer(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            x = functional.scaled_dot_product_attention(h, h, h, is_causal=True).transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
 def step(model: nn.Module, callee: Any, x: torch.Tensor) -> int:
     """Forward and backward; the peak, what stood before included."""
     model.zero_grad(set_to_none=True)
@@ -137,6 +148,11 @@ def run(kind: type[Program], budget: str) -> tuple[Any, int]:
 def test_bit_by_bit_and_within_the_smallest_budget(kind: type[Program]) -> None:
     handle, _ = run(kind, "min")
     assert handle.plan.replayed
+
+
+def test_attention_without_dropout_is_recomputed() -> None:
+    handle, _ = run(Attends, "min")
+    assert any("attention" in step.name and step.replayed for step in handle.plan.program)
 
 
 def test_marked_regions_are_what_the_user_wishes() -> None:

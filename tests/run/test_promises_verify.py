@@ -15,6 +15,7 @@ from torch import nn
 
 import lowtide
 from lowtide import LowtideWarning, ReplayError
+from lowtide.ops import Call, op_info
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
 
@@ -212,6 +213,81 @@ def test_custom_operations(twins: Any) -> None:
     handle = twins(Behind(function)).check(lambda m: m(batch()))
     names = {handle.graph.operations[i].name for i in handle.plan.replayed}
     assert "lowtide_tests.honest.default" in names
+
+
+torch.library.define(
+    "lowtide_tests::attention",
+    "(Tensor x, float dropout_p) -> (Tensor output, Tensor rng_state, Tensor unused)",
+)
+
+
+@torch.library.impl("lowtide_tests::attention", "CPU")
+def attention(x: torch.Tensor, dropout_p: float) -> tuple[torch.Tensor, ...]:
+    """Results as on a GPU: what holds the generator's state has content where attention drops out."""
+    garbage = [torch.full((2,), next(CALLS)) for _ in range(2)]
+    if not dropout_p:
+        return x.exp(), *garbage
+    state = torch.randint(1 << 40, (2,))
+    kept = torch.rand(x.shape, generator=torch.Generator().manual_seed(int(state[0]))) >= dropout_p
+    return x.exp() * kept, state, garbage[1]
+
+
+class Attention(torch.autograd.Function):
+    """Saves all results, as PyTorch's attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        results = torch.ops.lowtide_tests.attention(x, dropout_p)
+        ctx.save_for_backward(*results)
+        return results[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_what_attention_returns_and_nobody_writes_is_compared_with_nothing(
+    twins: Any, dropout: float, verify: str, everything: Any
+) -> None:
+    global CALLS
+    CALLS = itertools.count()
+    model = Behind(lambda h: Attention.apply(h.sin(), dropout))
+    handle = twins(model, policy=everything, verify=verify).check(lambda m: m(batch()))
+    assert handle.kept == {}
+    names = {handle.graph.operations[i].name for i in handle.plan.replayed}
+    assert "lowtide_tests.attention.default" in names
+
+
+def test_the_state_that_a_dropout_began_at_is_compared() -> None:
+    called = Call(torch.ops.lowtide_tests.attention.default, (batch(), 0.5), {})
+    assert called.loose == (2,) and called.draws()
+    called = Call(torch.ops.lowtide_tests.attention.default, (batch(), 0.0), {})
+    assert called.loose == (2, 1) and not called.draws()
+
+
+ATTENTION = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("operation", "dropping", "undropped"),
+    [
+        (ATTENTION._scaled_dot_product_flash_attention, {7}, {6, 7}),
+        (ATTENTION._flash_attention_forward, {3}, {2, 3}),
+        (ATTENTION._scaled_dot_product_efficient_attention, set(), {2, 3}),
+        (ATTENTION._efficient_attention_forward, set(), {2, 3}),
+        (ATTENTION._scaled_dot_product_cudnn_attention, set(), {6, 7}),
+        (ATTENTION._scaled_dot_product_flash_attention_for_cpu, set(), set()),
+    ],
+)
+def test_results_of_pytorchs_attention_that_carry_nothing(
+    operation: Any, dropping: set[int], undropped: set[int]
+) -> None:
+    position = op_info(operation.default).dropout_position
+    for dropout, loose in ((0.1, dropping), (0.0, undropped)):
+        call = Call(operation.default, (None,) * position + (dropout,), {})
+        assert set(call.loose) == loose and call.draws() is bool(dropout)
 
 
 def test_always_finds_what_turns_nondeterministic_later(everything: Any) -> None:

@@ -250,7 +250,7 @@ class Joint:
             return "it draws random numbers"
         if isinstance(target, OpOverload):
             info = op_info(target)
-            return "it draws random numbers" if info.random else info.reason
+            return "it draws random numbers" if info.draws(node.args, node.kwargs) else info.reason
         return ""
 
     def _find_masks(self) -> list[fx.Node]:

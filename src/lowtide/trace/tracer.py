@@ -247,7 +247,7 @@ class Tracer:
         if not fresh and not call.written:
             return result
         reason = call.info.reason or unfollowed or self._unsafe(call.info, bool(outputs))
-        index = self._add_operation(call.info.name, reads, reason, call.info.random, wanted)
+        index = self._add_operation(call.info.name, reads, reason, call.draws(), wanted)
         self.noted(call, index, fresh)
         new = [tensor for tensor in fresh if self.known(tensor) is None]
         writes = [self._current[self._storage_of(tensor, producer=index)] for tensor in new]

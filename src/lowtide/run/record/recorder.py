@@ -217,7 +217,7 @@ class Recorder(Interceptor):
         """Register what the call wrote and does not stay as recomputable by its node."""
         for position, stay in zip(fresh, stays, strict=False):
             if not stay:
-                extent = 0 if position in call.info.loose else reach(flat[position])
+                extent = 0 if position in call.loose else reach(flat[position])
                 value = self._register(node, flat[position], extent)
                 node.outputs.append((position, weakref.ref(value)))
         for old, tensor, stay in zip(node.written, call.written, stays[len(fresh) :], strict=False):
@@ -238,7 +238,7 @@ class Recorder(Interceptor):
             if number < 0:
                 continue
             fetch = Fetch(mover.out(number, tensor), mover, self._order - 0.5)
-            is_loose = place < len(fresh) and fresh[place] in call.info.loose
+            is_loose = place < len(fresh) and fresh[place] in call.loose
             value = self._register(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
                 value.digest = None

@@ -81,7 +81,7 @@ def why_not_reproduced(
             again = flat_results(around(lambda: run_again(node, args, kwargs)))
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
-    results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in call.info.loose]
+    results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in call.loose]
     pairs = [(a, b) for a, b in results if isinstance(a, torch.Tensor)] + before
     for first, second in pairs:
         if has_plain_storage(first) and not same_bytes(first, second):
