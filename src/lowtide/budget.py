@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from .errors import BudgetError
-
-PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
-STATE, STANDING, ACTIVATIONS, LOSS = (
-    "optimizer state",
-    "what else stands",
-    "least activations",
-    "logits and loss",
+from .remedies import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    LOSS,
+    OUTPUTS,
+    PARAMETERS,
+    STANDING,
+    STATE,
+    Holder,
+    in_lines,
+    largest,
 )
-OUTPUTS = "zeros for outputs beside the loss"
-"""Names of what stands at a peak, see `BudgetError.parts`."""
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
@@ -202,6 +206,7 @@ def too_small(
     policy: str = "",
     plain_peak_bytes: int | None = None,
     detail: str = "",
+    made: Sequence[Holder] = (),
 ) -> BudgetError:
     """The refusal of a budget: what it takes, what to do, what stands at the peak.
 
@@ -213,6 +218,7 @@ def too_small(
         policy: the policy that cannot meet it, where another may.
         plain_peak_bytes: the smallest budget is also told as a share of this.
         detail: what comes last.
+        made: who holds what the step made, where that is known.
 
     Example:
         >>> error = too_small(12 << 30, 13 << 30,
@@ -252,6 +258,8 @@ def too_small(
         parts=parts,
         policy=policy,
         remedies=[smallest, *_remedies(smallest_bytes - budget_bytes, parts, policy)],
+        made=made,
+        holders=in_lines(largest(made, parts)) if made else (),
     )
 
 

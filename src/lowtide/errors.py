@@ -7,6 +7,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from typing import Any
 
 
 class LowtideError(Exception):
@@ -26,6 +27,8 @@ class BudgetError(LowtideError):
             empty where that is not known.
         policy: the policy that cannot meet it; empty where it was left to the planner how to.
         remedies: what to do, any one of them.
+        holders: the three that hold most at the peak, by module and line, each with what would free how much.
+        made: who holds what the step made there, as `lowtide.remedies.Holder`.
         detail: what stands at the peak, and what else is worth knowing.
 
     Example:
@@ -48,6 +51,8 @@ class BudgetError(LowtideError):
         parts: Mapping[str, int] | None = None,
         policy: str = "",
         remedies: Sequence[str] = (),
+        holders: Sequence[str] = (),
+        made: Sequence[Any] = (),
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
@@ -55,6 +60,7 @@ class BudgetError(LowtideError):
         self.parts = dict(parts or {})
         self.policy = policy
         self.remedies = tuple(remedies)
+        self.holders, self.made = tuple(holders), tuple(made)
         self.detail = detail
 
     def __str__(self) -> str:
@@ -65,6 +71,8 @@ class BudgetError(LowtideError):
             message,
             "What to do, any one of these:",
             *(f"  - {remedy}" for remedy in self.remedies),
+            *(["What holds most at its peak, and what frees how much:"] if self.holders else []),
+            *(f"  - {holder}" for holder in self.holders),
             self.detail,
         ]
         return "\n".join(line for line in lines if line)

@@ -107,6 +107,7 @@ class Operation:
         reason: why it is not replayable, else empty.
         seconds: time of one run, measured or estimated.
         scratch_bytes: the most it allocates beyond its outputs while it runs.
+        source: file and line of the program that called it, as in ``train.py:31``, where that is known.
     """
 
     index: int
@@ -120,6 +121,7 @@ class Operation:
     reason: str = ""
     seconds: float = 0.0
     scratch_bytes: int = 0
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)

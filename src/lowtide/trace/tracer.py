@@ -30,6 +30,7 @@ from lowtide.ops import (
     tensors_of,
 )
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
+from lowtide.trace.source import calling_line
 from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
@@ -258,10 +259,11 @@ class Tracer:
     def _add_operation(
         self, name: str, reads: tuple[int, ...], reason: str, random: bool = False, evicts: bool | None = None
     ) -> int:
-        index = len(self.operations)
+        index, phase = len(self.operations), self._phase
         self._evicts.append(evicts)
+        source = calling_line() if phase == "forward" else ""
         self.operations.append(
-            Operation(index, name, reads, (), self._phase, self.module, random, not reason, reason)
+            Operation(index, name, reads, (), phase, self.module, random, not reason, reason, source=source)
         )
         return index
 

@@ -54,7 +54,7 @@ def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:
     folded: list[ModuleRow] = []
     for (pattern, *_), members in groups.items():
         name = (
-            pattern if members[0][0] < 0 else pattern.replace("#", _ranges(sorted(n for n, _ in members)), 1)
+            pattern if members[0][0] < 0 else pattern.replace("#", ranges(sorted(n for n, _ in members)), 1)
         )
         folded.append(_total(name, [row for _, row in members]))
     return folded
@@ -70,7 +70,12 @@ def _total(name: str, rows: Sequence[ModuleRow]) -> ModuleRow:
     )
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
+    """Rising numbers as people write them.
+
+    >>> ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
     parts: list[list[int]] = []
     for n in numbers:
         if parts and n == parts[-1][1] + 1:

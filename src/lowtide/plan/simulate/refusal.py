@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from lowtide.budget import (
     ACTIVATIONS,
     BUFFERS,
@@ -16,9 +14,9 @@ from lowtide.budget import (
 )
 from lowtide.errors import BudgetError
 from lowtide.plan.data import module_in_words
+from lowtide.plan.simulate.holders import holders_at_peak, loss_storages
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
-_OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
 _KINDS = {"parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
 
 
@@ -32,7 +30,9 @@ def refusal(sim: Simulator, least: Simulation, budget_bytes: int, policy: str = 
         policy: the policy that makes the plan, where another may need less.
     """
     detail = f"At its peak stands {at_peak(least)}."
-    return too_small(budget_bytes, least.peak_bytes, parts_of(sim, least), policy=policy, detail=detail)
+    made = holders_at_peak(sim, least)
+    parts = parts_of(sim, least)
+    return too_small(budget_bytes, least.peak_bytes, parts, policy=policy, detail=detail, made=made)
 
 
 def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
@@ -62,13 +62,9 @@ def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
 def _loss_storages(sim: Simulator, simulation: Simulation) -> set[int]:
     """What the operations of a token loss read and write, of what their own step has at the peak."""
     graph, peak = sim.graph, simulation.peak_event
-    found: set[int] = set()
-    for op in graph.operations:
-        if _OF_THE_LOSS.search(op.name):
-            found.update(sim.storage_of[value] for value in (*op.reads, *op.writes))
     return {
         storage
-        for storage in found
+        for storage in loss_storages(sim)
         if (producer := graph.storages[storage].producer) is not None
         and sim.op_event[producer] <= peak
         and max(sim.natural_end[storage], simulation.held_until.get(storage, -1)) >= peak

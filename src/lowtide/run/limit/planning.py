@@ -18,6 +18,7 @@ from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
+from lowtide.remedies import UPDATE
 from lowtide.run.hidden_costs import overlapped_bytes, with_overhead
 from lowtide.run.limit.optimizer_need import (
     OptimizerNeed,
@@ -199,6 +200,7 @@ class Planner:
                     policy=error.policy,
                     plain_peak_bytes=plain_peak if str(self.budget).rstrip().endswith("%") else None,
                     detail=error.detail,
+                    made=error.made,
                 ) from None
             return make(graph, budget=least, policy=self.policy)
 
@@ -255,7 +257,7 @@ class Planner:
             budgets.PARAMETERS: parameters,
             budgets.GRADIENTS: own - parameters,
             budgets.STATE: need.state_bytes,
-            "its update": need.step_bytes,
+            UPDATE: need.step_bytes,
         }
 
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
@@ -264,7 +266,7 @@ class Planner:
         least = sum(parts.values())
         if limit is None or least <= limit:
             return None
-        detail = "An optimizer with fused=True takes less for its update." if parts["its update"] else ""
+        detail = "An optimizer with fused=True takes less for its update." if parts[UPDATE] else ""
         return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
 
     def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:

@@ -1,0 +1,122 @@
+"""Who holds the memory at a simulated peak: what the step made, by what it is, its module and its line."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from lowtide.graph import Operation
+from lowtide.plan.data.table import ranges
+from lowtide.plan.simulate.replay import Held
+from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.remedies import INPUTS, LOSS, OF_PARAMETERS, Holder
+
+OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
+"""Operations of a token loss: what they read and write are logits."""
+
+ACTIVATIONS, RECOMPUTED, PASSING = "activations", "recomputed activations", "gradients of activations"
+SCRATCH = "scratch of an operation"
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+class _Piece(NamedTuple):
+    """One block of memory: what it is, its bytes, who made it, its shape and dtype."""
+
+    name: str
+    bytes: int
+    module: str
+    source: str
+    form: str
+
+
+def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
+    """What the step made and its inputs, as they stand at a simulated peak, the largest first. What stood
+    before the step is not in it, nor are the gradients that it leaves.
+
+    Args:
+        sim: of the step, with the moves of its plan.
+        simulation: the step under that plan.
+    """
+    groups: dict[tuple[str, str, str], list[_Piece]] = {}
+    loss = next((op for op in sim.graph.operations if _is_loss(op)), None)
+    for piece in _pieces(sim, simulation):
+        if piece.name == LOSS and loss is not None:
+            piece = piece._replace(module=loss.module, source=loss.source)
+        pattern = _NUMBER.sub("#", piece.module, count=1)
+        key = (LOSS, "", "") if piece.name == LOSS else (piece.name, pattern, piece.source)
+        groups.setdefault(key, []).append(piece)
+    found = [_together(name, pieces) for (name, *_), pieces in groups.items()]
+    return sorted(found, key=lambda holder: -holder.bytes)
+
+
+def _together(name: str, pieces: list[_Piece]) -> Holder:
+    most = max(pieces, key=lambda piece: piece.bytes)
+    module = most.module
+    numbers = sorted({int(found.group()) for piece in pieces if (found := _NUMBER.search(piece.module))})
+    if len(numbers) > 1:
+        module = _NUMBER.sub(ranges(numbers), module, count=1)
+    return Holder(name, sum(piece.bytes for piece in pieces), module, most.source, most.form)
+
+
+def _is_loss(op: Operation) -> bool:
+    return OF_THE_LOSS.search(op.name) is not None
+
+
+def loss_storages(sim: Simulator) -> set[int]:
+    """Storages that the operations of a token loss read or write."""
+    operations = filter(_is_loss, sim.graph.operations)
+    return {sim.storage_of[value] for op in operations for value in (*op.reads, *op.writes)}
+
+
+def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
+    graph, peak = sim.graph, simulation.peak_event
+    loss = loss_storages(sim)
+    parameters = {storage.bytes for storage in graph.storages if storage.kind == "parameter"}
+    for storage in graph.storages:
+        until = max(sim.natural_end[storage.id], simulation.held_until.get(storage.id, -1))
+        if storage.kind == "input" and until > peak:
+            yield _Piece(INPUTS, storage.bytes, "", "", "")
+        if storage.producer is None or not sim.op_event[storage.producer] <= peak < until:
+            continue
+        op = graph.operations[storage.producer]
+        if op.phase == "backward" and until >= sim.end:
+            continue  # a gradient that the step leaves
+        passing = OF_PARAMETERS if storage.bytes in parameters else PASSING
+        name = LOSS if storage.id in loss else passing if op.phase == "backward" else ACTIVATIONS
+        yield _piece(sim, name, op, storage.id)
+    held = _copies(sim, simulation)
+    for value in held.values if held is not None else ():
+        op = graph.operations[sim.producer[value]]
+        storage = sim.storage_of[value]
+        yield _piece(sim, LOSS if storage in loss else RECOMPUTED, op, storage)
+    scratch = int(simulation.top_bytes[peak] - simulation.live_bytes[peak]) if peak >= 0 else 0
+    op = simulation.peak_operation
+    if op is not None and scratch > 0 and not simulation.peak_in_replay:
+        yield _Piece(SCRATCH, scratch, op.module, op.source, op.name)
+
+
+def _copies(sim: Simulator, simulation: Simulation) -> Held | None:
+    """What replays hold at the peak."""
+    seen: list[Held] = []
+    sim.simulate(simulation.stored, seen=seen)
+    peak = simulation.peak_event
+    within = [held for held in seen if held.event == peak and held.operation >= 0]
+    if simulation.peak_in_replay and within:
+        return max(within, key=lambda held: held.bytes + held.scratch_bytes)
+    before = [held for held in seen if held.event <= peak and held.operation < 0]
+    return before[-1] if before else None
+
+
+def _piece(sim: Simulator, name: str, op: Operation, storage: int) -> _Piece:
+    size = sim.graph.storages[storage].bytes
+    value = next((v for v in op.writes if sim.storage_of[v] == storage), None)
+    form = ""
+    if value is not None:
+        made = sim.graph.values[value]
+        bits = re.search(r"\d+", made.dtype)
+        whole = math.prod(made.shape) * (int(bits.group()) if bits else 8) >= 8 * size
+        form = f"{'x'.join(map(str, made.shape))} {made.dtype}" if made.shape and whole else ""
+    return _Piece(name, size, op.module, op.source, form)
