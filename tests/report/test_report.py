@@ -66,6 +66,17 @@ def test_other_budgets_cost_more_the_smaller_they_are() -> None:
     assert len(tradeoff(graph, points=4, seconds=-1.0)) == 1  # no time: the plain step alone
 
 
+def test_what_would_help_comes_first(report: Report) -> None:
+    """The largest holders at the planned peak, by module, with what frees how much of each."""
+    found = page(report)
+    assert found.index("What would help") < found.index("At a glance")
+    sizes = [holder.bytes for holder in report.holders]
+    assert len(sizes) == 3 and sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) <= report.summary["predicted_peak_bytes"]
+    helps = report.to_json()["helps"]
+    assert any("frees about" in line for line in helps)
+
+
 def test_a_graph_that_the_plan_was_not_made_for_is_refused() -> None:
     with pytest.raises(PlanError, match="give the graph"):
         make_report(transformer(1), make(transformer(2), "70%"), points=())

@@ -198,3 +198,23 @@ def test_gradients_that_functorch_takes_in_the_forward_are_refused_in_words() ->
     lowtide.limit_memory(model, "60%")
     with pytest.raises(lowtide.TraceError, match=r"torch\.autograd\.grad"):
         model(torch.randn(4, 8))
+
+
+def test_a_refusal_names_what_holds_the_memory_and_its_line() -> None:
+    """A loss of its own stands at the peak, as with a chunked one: what holds memory is the logits."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 4096)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = self.head(self.body(x))
+            tile = torch.empty(64)
+            return logits.exp().sum() + tile.zero_().sum()
+
+    lowtide.limit_memory(model := Model(), "64KiB")
+    with pytest.raises(BudgetError) as refused:
+        model(torch.randn(256, 8)).backward()
+    lines = [line for line in refused.value.holders if "256x4096 float32" in line]
+    assert lines and "test_refusals.py:" in lines[0] and "a batch half as large frees about" in lines[0]

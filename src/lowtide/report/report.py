@@ -14,7 +14,10 @@ from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate.holders import holders_at_peak
+from lowtide.plan.simulate.refusal import parts_of
 from lowtide.plan.split.blocks import block_of
+from lowtide.remedies import STANDING, STATE, Holder, in_lines, largest
 from lowtide.report.picture import Curve
 from lowtide.report.timeline import KINDS, Span, Timeline, in_words, timeline
 from lowtide.report.tradeoff import Point, tradeoff
@@ -72,6 +75,7 @@ class Report:
         summary: the plan's numbers and words by the names of `lowtide.Plan`.
         plain, planned: what stands in memory when, forecast.
         decided: what the plan does, a row a module, in the order of the forward.
+        holders: what holds most at the planned step's peak, the largest first.
         points: what other budgets would cost.
         measured_plain, measured_planned: what was measured; ``None`` for nothing.
         measured_extra: measured extra time as a share of the plain step, where both ran in pairs.
@@ -87,6 +91,7 @@ class Report:
     planned: Timeline = field(repr=False)
     decided: tuple[Decided, ...] = field(repr=False)
     points: tuple[Point, ...] = ()
+    holders: tuple[Holder, ...] = ()
     measured_plain: Measured | None = None
     measured_planned: Measured | None = None
     measured_extra: float | None = None
@@ -102,6 +107,7 @@ class Report:
             "planned": _packed(self.planned, texts, labels),
             "decided": [asdict(row) for row in self.decided],
             "points": [asdict(point) for point in self.points],
+            "helps": in_lines(self.holders),
             "measured_plain": _plain_data(self.measured_plain),
             "measured_planned": _plain_data(self.measured_planned),
             "measured_extra": self.measured_extra,
@@ -154,10 +160,21 @@ def make_report(
         planned,
         decided(graph, plan),
         tuple(tradeoff(graph) if points is None else points),
+        planned_holders(graph, plan, optimizer_bytes),
         measured_plain,
         measured_planned,
         measured_extra,
     )
+
+
+def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> tuple[Holder, ...]:
+    """What holds most at the peak of the step under a plan; see `make_report` for the arguments."""
+    sim = Simulator(graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+    simulation = sim.simulate(plan.stored)
+    parts = parts_of(sim, simulation)
+    state = min(optimizer_bytes, parts.get(STANDING, 0))
+    parts = parts | {STATE: state, STANDING: parts.get(STANDING, 0) - state}
+    return largest(holders_at_peak(sim, simulation), parts)
 
 
 def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:

@@ -17,6 +17,7 @@
   at("about").textContent =
     `Plan by policy ${summary.policy} for ${summary.device}` +
     `${budget ? `, budget ${bytesText(budget)}` : ""}.`;
+  at("helps").append(...data.helps.map((line) => element("li", {}, line)));
   at("tiles").append(...tiles(data));
   at("peaks").append(
     peakBar("Plain step", plain, scale, budget),
