@@ -20,6 +20,7 @@ from faults import before_each
 from lowtide import meter
 from lowtide.errors import PlanError
 from lowtide.plan.data.decisions import TIERS
+from lowtide.store import stores
 from lowtide.store.arena import Arena, Region
 from lowtide.store.disk import BUFFER_BYTES, Disk
 from lowtide.store.host import Host
@@ -262,3 +263,21 @@ def test_every_tier_that_a_plan_may_name_can_be_opened(tmp_path: Path) -> None:
     with Stores() as stores:
         opened = {name: stores.tier(name, str(tmp_path), torch.device("cpu")) for name in TIERS}
     assert {name: tier.name for name, tier in opened.items()} == {name: name for name in TIERS}
+
+
+def test_a_device_with_and_without_its_number_has_one_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan for ``cuda`` reserves is where the values of ``cuda:1`` go, if that is the current one."""
+    opened: list[torch.device] = []
+
+    def opening(path: str, device: torch.device) -> Tier:
+        opened.append(device)
+        return Host()
+
+    monkeypatch.setitem(stores._OPEN, "host", opening)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    with Stores() as ours:
+        assert ours.tier("host", "", torch.device("cuda")) is ours.tier("host", "", torch.device("cuda:1"))
+        assert ours.tier("host", "", torch.device("cuda:0")) is not ours.tier(
+            "host", "", torch.device("cuda")
+        )
+    assert opened == [torch.device("cuda:1"), torch.device("cuda:0")]

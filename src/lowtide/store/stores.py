@@ -85,11 +85,13 @@ class Stores:
         return Stores(groups=self.groups, codecs=self.codecs)
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
-        """The tier of that name.
+        """The tier of that name: one for a device, whether a plan says ``cuda`` or a tensor ``cuda:0``.
 
         Raises:
             PlanError: it cannot be opened.
         """
+        if device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         key = (name, os.path.abspath(path) if path else "", str(device))
         if key not in self.tiers:
             self.tiers[key] = _OPEN[name](path, device)
