@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide import budget as budgets
 from lowtide.compiled.joint import Call, Joint, described
 from lowtide.compiled.liveness import Traffic
 from lowtide.private import OpOverload, partitioning, tree_leaves
@@ -44,9 +45,33 @@ class Cost:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def costs_of(joint: Joint, time_budget: float = 0.7) -> dict[str, Cost]:
+def room_for_timing(joint: Joint, budget: str | int | None = None, standing_bytes: int = 0) -> int:
+    """Bytes that a graph's calls may be timed in, before any of its activations are there: those of a budget
+    that is given in bytes; else what every budget has room for, the largest call and all that is returned.
+
+    Args:
+        joint: the graph.
+        budget: of the step that the graph is; ``None`` where it is a part of one.
+        standing_bytes: what stands beside what the graph allocates.
+    """
+    returned = {joint.key_of.get(node) for node in joint.outputs[1] if isinstance(node, fx.Node)}
+    least = sum(joint.bytes[key] for key in returned if key is not None)
+    least = max([least, *(joint.bytes_at(call, joint.size) for call in joint.calls)])
+    in_bytes = not budgets.asks_for(budget) and not (isinstance(budget, str) and "%" in budget)
+    given = budgets.parse(budget) - standing_bytes if budget is not None and in_bytes else 0
+    return max(given, least)
+
+
+def costs_of(
+    joint: Joint, time_budget: float = 0.7, memory_limit_bytes: int | None = None
+) -> dict[str, Cost]:
     """A `Cost` for every call of a graph, by the name of its node. Equal calls are timed once, on made-up
     inputs.
+
+    Args:
+        joint: the graph.
+        time_budget: seconds.
+        memory_limit_bytes: the most that the timing may take, scratch of single calls aside.
     """
     specs: dict[Any, OpSpec] = {}
     keys: dict[fx.Node, Any] = {}
@@ -55,7 +80,7 @@ def costs_of(joint: Joint, time_budget: float = 0.7) -> dict[str, Cost]:
         if spec is not None:
             keys[node] = repr(spec)
             specs.setdefault(keys[node], spec)
-    measured = measure_costs(specs, time_budget=time_budget)
+    measured = measure_costs(specs, time_budget=time_budget, memory_limit_bytes=memory_limit_bytes)
     found: dict[str, Cost] = {}
     for call in joint.calls:
         own = measured.get(keys.get(call.node))
@@ -65,7 +90,9 @@ def costs_of(joint: Joint, time_budget: float = 0.7) -> dict[str, Cost]:
             cost = Cost(0.0, 0, parts=parts)
         elif fused:
             parts[call.node.name] = own.seconds * _FUSED_SHARE
-            cost = Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, parts=parts)
+            cost = Cost(
+                _moving_seconds(joint, call, memory_limit_bytes) + sum(parts.values()), 0, parts=parts
+            )
         else:
             parts[call.node.name] = own.seconds
             surplus = own.surplus_bytes if len(call.writes) == 1 else 0
@@ -74,12 +101,12 @@ def costs_of(joint: Joint, time_budget: float = 0.7) -> dict[str, Cost]:
     return found
 
 
-def _moving_seconds(joint: Joint, call: Call) -> float:
+def _moving_seconds(joint: Joint, call: Call, memory_limit_bytes: int | None) -> float:
     """Time of a generated kernel's traffic."""
     moved = sum(joint.bytes[key] for key in (*call.reads, *call.writes))
     value = call.node.meta.get("val")
     device = value.device if isinstance(value, torch.Tensor) else "cpu"
-    return moved / calibrate(device).bytes_per_second
+    return moved / calibrate(device, memory_limit_bytes=memory_limit_bytes).bytes_per_second
 
 
 def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
@@ -109,7 +136,13 @@ one by one, and take so long for it on an AMD EPYC with AVX-512, where a float t
 """
 
 
-def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, float], device: str) -> float:
+def half_seconds(
+    half: fx.GraphModule,
+    traffic: Traffic,
+    parts: Mapping[str, float],
+    device: str,
+    memory_limit_bytes: int | None = None,
+) -> float:
     """Time of a half: what its calls compute, and what its generated kernels move.
 
     Args:
@@ -117,10 +150,13 @@ def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, flo
         traffic: of its generated kernels.
         parts: names of nodes -> what they take, of a fused one without its traffic.
         device: where it runs.
+        memory_limit_bytes: the most that measuring the device may take, where nobody has.
     """
     calls = [node.name for node in half.graph.nodes if node.op == "call_function"]  # an input has its maker's
     seconds = sum(parts.get(name, 0.0) for name in calls)
-    seconds += traffic.bytes / calibrate(device).bytes_per_second if traffic.bytes else 0.0
+    if traffic.bytes:
+        machine = calibrate(device, memory_limit_bytes=memory_limit_bytes)
+        seconds += traffic.bytes / machine.bytes_per_second
     if torch.device(device).type == "cpu":
         write, read = MASK_SECONDS
         seconds += traffic.masks_written * write + traffic.masks_read * read

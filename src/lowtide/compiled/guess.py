@@ -64,7 +64,7 @@ class Trial:
             options: Inductor's settings.
         """
         self._standing, self._lent = standing_bytes, lent_to(joint)
-        self._menu = menu = Menu(joint, options, standing_bytes)
+        self._menu = menu = Menu(joint, options, standing_bytes, self.budget)
         self._guess = make(menu.step.graph, policy="keep_all", progress=False)
         self._limit: int | None = None  # a share of what these very halves take, or more
         self._plain_peak: int | None = None  # these are the halves of `torch.compile`

@@ -88,7 +88,7 @@ def plan_graph(
     Raises:
         BudgetError: no plan is found that fits.
     """
-    menu = Menu(joint, options, standing_bytes)
+    menu = Menu(joint, options, standing_bytes, budget)
     policy: Any = "optimal"
     if ways := tuple(map(decision_of, (*codecs, *tiers))):
         with outside_modes():  # AOTAutograd calls us among fake tensors

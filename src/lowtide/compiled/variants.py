@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.coding import coded
-from lowtide.compiled.costs import Size, costs_of, half_seconds, parts_of
+from lowtide.compiled.costs import Size, costs_of, half_seconds, parts_of, room_for_timing
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Profile, Traffic
@@ -73,6 +73,7 @@ class Menu:
         options: Inductor's settings; ``None`` where graphs run call by call.
         standing_bytes: what stands beside what the graph allocates, where the graph is a whole step;
             ``None`` where it is a part of one, and its inputs and outputs are counted outside.
+        budget: that of a whole step.
 
     Attributes:
         device: of its first tensor.
@@ -81,10 +82,15 @@ class Menu:
     """
 
     def __init__(
-        self, joint: Joint, options: dict[str, object] | None, standing_bytes: int | None = None
+        self,
+        joint: Joint,
+        options: dict[str, object] | None,
+        standing_bytes: int | None = None,
+        budget: str | int | None = None,
     ) -> None:
         self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
-        self.costs = costs_of(joint)
+        self._room = room_for_timing(joint, budget, standing_bytes or 0)
+        self.costs = costs_of(joint, memory_limit_bytes=self._room)
         self._parts = parts_of(self.costs)
         values = (node.meta["val"] for node in joint.primals)
         self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
@@ -164,7 +170,9 @@ class Menu:
     def seconds(self, halves: Halves, profiles: tuple[Profile, Profile]) -> float:
         """Time of two halves, by what their kernels are given."""
         both = zip(halves, profiles, strict=True)
-        return sum(half_seconds(half, seen.traffic, self._parts, self.device) for half, seen in both)
+        return sum(
+            half_seconds(half, seen.traffic, self._parts, self.device, self._room) for half, seen in both
+        )
 
     def likely_seconds(self, halves: Halves) -> float:
         """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
@@ -177,7 +185,7 @@ class Menu:
             if self.joint.root[key].meta["val"].dtype == torch.bool
         )
         both = zip(halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
-        return sum(half_seconds(half, traffic, alone, self.device) for half, traffic in both)
+        return sum(half_seconds(half, traffic, alone, self.device, self._room) for half, traffic in both)
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:

@@ -51,16 +51,16 @@ def measure_costs(
         specs: a signature for each distinct operation.
         time_budget: seconds for all of them together, calibration apart; a few heavy ones may take nine
             times that.
-        memory_limit_bytes: the most that an operation's inputs and outputs may take; its scratch is not
-            known before and comes on top.
+        memory_limit_bytes: the most that an operation's inputs and outputs may take, with what is held beside
+            them (see `Bench`); its scratch is not known before and comes on top.
         roofline: what estimates use; ``None`` calibrates the device.
     """
     if not specs:
         return {}
     costs: dict[K, OpCost] = {}
-    bench = Bench()
+    bench = Bench(memory_limit_bytes)
     with _undisturbed(any(_device_of(spec).type == "cuda" for spec in specs.values())):
-        guess = {key: estimate(spec, roofline) for key, spec in specs.items()}
+        guess = {key: estimate(spec, roofline, memory_limit_bytes) for key, spec in specs.items()}
         order = _heavy_first(specs, guess)
         begin, long = time.perf_counter(), _ALONE * time_budget / len(order)
         took: dict[Any, float] = {}  # of an operation's estimate, by the overload
@@ -91,18 +91,19 @@ def measure_scratch(spec: OpSpec) -> int:
     return 0 if found is None else found.scratch_bytes
 
 
-def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
+def estimate(spec: OpSpec, roofline: Roofline | None = None, memory_limit_bytes: int | None = None) -> OpCost:
     """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a
     collective moves through.
 
     Args:
         spec: the operation.
         roofline: the device; ``None`` calibrates the one that the operation is on.
+        memory_limit_bytes: the most that this may take.
     """
     leaves = spec.tensors()
     if roofline is None:
         dtype = next((leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point), torch.float32)
-        roofline = calibrate(_device_of(spec), dtype)
+        roofline = calibrate(_device_of(spec), dtype, memory_limit_bytes)
     written = spec.output_bytes or max((leaf.bytes for leaf in leaves), default=0)
     moved = sum(leaf.bytes for leaf in leaves) + written
     return OpCost(roofline.seconds(likely_flops(spec), moved), staging_bytes(spec), "estimated")
@@ -126,9 +127,13 @@ class Bench:
     here, a little more than the processor's cache, and what they free is what the next run writes to. Timed
     so, the operations of a GPT-2's forward add up to 0.76-1.02 of what they take within the step; into the
     same hot memory every time they add up to 0.74-0.89, into fresh pages to 1.5.
+
+    Args:
+        memory_limit_bytes: the most that an operation's inputs and outputs may take with what is held.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory_limit_bytes: int | None = None) -> None:
+        self._limit, self._may_hold = memory_limit_bytes, _HELD_BYTES
         self._held: deque[torch.UntypedStorage] = deque()
         self._held_bytes = 0
         self._patterns: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
@@ -145,6 +150,10 @@ class Bench:
         ``share`` seconds together. One that takes ``long`` seconds runs only once.
         """
         device = _device_of(spec)
+        if self._limit is not None:
+            room = self._limit - spec.input_bytes() - spec.output_bytes
+            self._may_hold = max(0, min(_HELD_BYTES, room))
+            self._let_go()
         clock = Clock(device)
         leaves = spec.tensors()
         inputs = {
@@ -201,7 +210,10 @@ class Bench:
             return
         self._held.extend(fresh)
         self._held_bytes += sum(s.nbytes() for s in fresh)
-        while self._held_bytes > _HELD_BYTES:
+        self._let_go()
+
+    def _let_go(self) -> None:
+        while self._held_bytes > self._may_hold:
             self._held_bytes -= self._held.popleft().nbytes()
 
     def _storage(self, leaves: list[TensorSpec]) -> torch.Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lowtide.trace.clock import Clock
 
 # of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
 _SIDE, _MOVED_BYTES = {"cpu": 512, "cuda": 4096}, {"cpu": 1 << 26, "cuda": 1 << 28}
+_LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,11 @@ def present(device: torch.device) -> bool:
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
 
-def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Roofline:
+def calibrate(
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    memory_limit_bytes: int | None = None,
+) -> Roofline:
     """The roofline of a device, measured once per process, device, dtype and number of threads (0.1 s).
 
     A device that is only simulated has the CPU's: ratios between operations are then right, seconds are not.
@@ -59,14 +64,19 @@ def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.flo
     Args:
         device: the device.
         dtype: of the matrix product.
+        memory_limit_bytes: the most that the measurement may take, down to `_LEAST_BYTES`.
     """
     where = torch.device(device)
     known = dtype if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
-    return _calibrated(where.type if present(where) else "cpu", known, torch.get_num_threads())
+    kind = where.type if present(where) else "cpu"
+    moved = _MOVED_BYTES[kind]
+    while memory_limit_bytes is not None and 2 * moved > max(memory_limit_bytes, _LEAST_BYTES):
+        moved //= 2  # what fits into so little lies in the cache in the step, too
+    return _calibrated(kind, known, torch.get_num_threads(), moved)
 
 
 @lru_cache(maxsize=32)
-def _calibrated(kind: str, dtype: torch.dtype, threads: int) -> Roofline:
+def _calibrated(kind: str, dtype: torch.dtype, threads: int, moved: int) -> Roofline:
     """A matrix product and a copy, the best of a few runs."""
     del threads  # part of the key: another count of threads is another machine
     clock = Clock(torch.device(kind))
@@ -74,12 +84,16 @@ def _calibrated(kind: str, dtype: torch.dtype, threads: int) -> Roofline:
     def best(call: Callable[[], Any], runs: int) -> float:
         return min([clock.time(call)[1]() for _ in range(runs)])
 
-    side, moved = _SIDE[kind], _MOVED_BYTES[kind]
+    aten, side = torch.ops.aten, _SIDE[kind]
+
+    def square() -> list[torch.Tensor]:
+        return [torch.full((side, side), 0.5, dtype=dtype, device=kind)] * 2
+
     with outside_modes(), torch.no_grad():
-        left = torch.full((side, side), 0.5, dtype=dtype, device=kind)
-        source, target = (torch.ones(moved, dtype=torch.uint8, device=kind) for _ in range(2))
+        # one after the other: each goes before the next is made
+        product = best(partial(aten.mm.default, *square()), 5)
+        both = [torch.ones(moved, dtype=torch.uint8, device=kind) for _ in range(2)]
+        copy = best(partial(aten.copy_.default, *both), 5)
         tiny = torch.ones(4, device=kind)
-        product = best(lambda: torch.ops.aten.mm.default(left, left), 5)
-        copy = best(lambda: torch.ops.aten.copy_.default(target, source), 5)
-        call = best(lambda: torch.ops.aten.neg.default(tiny), 50)
+        call = best(partial(aten.neg.default, tiny), 50)
     return Roofline(2 * side**3 / product, 2 * moved / copy, call)
