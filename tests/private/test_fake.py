@@ -68,3 +68,17 @@ def test_a_fake_mode_makes_fakes() -> None:
     mode = private.fake_mode()
     assert isinstance(mode, private.FakeTensorMode)
     assert isinstance(mode.from_tensor(torch.ones(2)), private.FakeTensor)
+
+
+def test_optimizers_choose_for_fakes_as_for_parameters() -> None:
+    class Mine(torch.nn.Parameter):
+        pass
+
+    assert private.has_foreach(torch.nn.Parameter(torch.ones(1)))
+    assert not private.has_foreach(Mine(torch.ones(1)))
+    with private.fake_mode():
+        fake = torch.ones(1)
+    assert not private.has_foreach(fake)
+    with private.foreach_takes_fakes():
+        assert private.has_foreach(fake)
+    assert not private.has_foreach(fake)

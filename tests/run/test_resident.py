@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from typing import Any
 from unittest.mock import patch
@@ -86,6 +87,34 @@ def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str
     else:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     assert need_of(optimizer) == optimizer_need(optimizer) != first
+
+
+@pytest.fixture
+def foreach_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers choose on a CPU as they do on CUDA: parameters are updated together."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])
+
+
+class Marked(torch.nn.Parameter):
+    """A type that optimizers update one by one."""
+
+
+@pytest.mark.usefixtures("foreach_on_cpus")
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Marked])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_what_an_update_takes_is_that_of_the_real_parameters(name: str, kind: type) -> None:
+    parameters = [kind(torch.randn(64, 64)) for _ in range(4)]
+    options = {"weight_decay": 0.1} if name == "SGD" else {}
+    optimizer = getattr(torch.optim, name)(parameters, **options)
+    before = optimizer_need(optimizer)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        measured = measure(optimizer.step)
+    assert optimizer_need(optimizer).step_bytes == before.step_bytes
+    assert abs(measured.peak_bytes - before.step_bytes) < 512
+    assert (before.step_bytes > 3 * 64 * 64 * 4) is (kind is torch.nn.Parameter)
 
 
 def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:

@@ -75,6 +75,8 @@ from lowtide.private.fake import (
     FakeTensor,
     FakeTensorMode,
     fake_mode,
+    foreach_takes_fakes,
+    has_foreach,
     is_fake,
     is_fake_mode_active,
     without_fake_mode,

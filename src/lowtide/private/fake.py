@@ -5,10 +5,14 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim.optimizer import _foreach_supported_types
 
 from lowtide.private.dispatch import mode_stack
 
@@ -35,3 +39,20 @@ def is_fake_mode_active() -> bool:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no content to look at."""
     return isinstance(tensor, FakeTensor)
+
+
+def has_foreach(parameter: torch.Tensor) -> bool:
+    """Whether PyTorch's optimizers may update a parameter of this type together with others (``foreach``);
+    that its device allows it, too, they ask for themselves.
+    """
+    return type(parameter) in _foreach_supported_types
+
+
+@contextmanager
+def foreach_takes_fakes() -> Iterator[None]:
+    """In the block PyTorch's optimizers choose ``foreach`` for fake tensors as they do for parameters."""
+    _foreach_supported_types.append(FakeTensor)
+    try:
+        yield
+    finally:
+        _foreach_supported_types.remove(FakeTensor)

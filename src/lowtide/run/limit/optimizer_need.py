@@ -51,7 +51,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
                 if parameter.requires_grad:
                     fake.requires_grad_().grad = torch.empty_like(fake)
             groups = [
-                {**faker.tree({**group, "params": ()}), "params": [fakes[p] for p in group["params"]]}
+                {**faker.tree(_as_chosen(group)), "params": [fakes[p] for p in group["params"]]}
                 for group in optimizer.param_groups
             ]
             twin = type(optimizer).__new__(type(optimizer))
@@ -61,7 +61,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
                 if parameter in fakes:
                     own = {key: own_share(item) for key, item in state.items()}
                     twin.state[fakes[parameter]] = faker.tree(own)
-            with _AnyNumber():
+            with _AnyNumber(), private.foreach_takes_fakes():
                 peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
     except Exception as error:  # user code on fake tensors may raise anything
@@ -73,6 +73,16 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             "its state from the budget"
         ) from error
     return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]))
+
+
+def _as_chosen(group: dict[str, Any]) -> dict[str, Any]:
+    """A group's options, without its parameters; where their type rules out ``foreach``, which a fake's does
+    not, it is off.
+    """
+    options = {**group, "params": ()}
+    if options.get("foreach", True) is None and not all(map(private.has_foreach, group["params"])):
+        options["foreach"] = False
+    return options
 
 
 def depends_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
