@@ -27,6 +27,7 @@ from .remedies import (
     in_lines,
     largest,
 )
+from .sizes import SIZES, format_bytes
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
@@ -45,8 +46,7 @@ RESERVE_BYTES = 256 << 20
 _MOST_SMALLER = 0.9
 """Share by which a batch can be made smaller and is worth training on."""
 
-_SIZES = {f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)}
-_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, **{unit.lower(): size for unit, size in _SIZES.items()}}
+_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, **{unit.lower(): size for unit, size in SIZES.items()}}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _FORMS = (
     "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of 1024; "
@@ -233,7 +233,7 @@ def too_small(
     while digits < 3 and _in(unit, budget_bytes, digits) == _in(unit, needed_bytes, digits):
         digits += 1  # for the two to differ
     budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
-    budget = f"{budget} {unit}" if budget_bytes >= _SIZES[unit] / 10 else format_bytes(budget_bytes)
+    budget = f"{budget} {unit}" if budget_bytes >= SIZES[unit] / 10 else format_bytes(budget_bytes)
     words = [
         f"{name} {text}"
         for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
@@ -302,7 +302,7 @@ def _unit(count: int) -> str:
 
 
 def _in(unit: str, count: int, digits: int) -> str:
-    return f"{count / _SIZES[unit]:,.{digits}f}"
+    return f"{count / SIZES[unit]:,.{digits}f}"
 
 
 def rounded_up(count: int) -> str:
@@ -312,17 +312,4 @@ def rounded_up(count: int) -> str:
     ('4.84MiB', True)
     """
     unit = _unit(count)
-    return f"{math.ceil(100 * count / _SIZES[unit]) / 100:g}{unit}"
-
-
-def format_bytes(count: int | float) -> str:
-    """Bytes as people read them, in powers of 1024: ``"512 B"``, ``"1.5 KiB"``, ``"600 MiB"``, ``"5.37
-    GiB"``.
-    """
-    if abs(count) < 1024:
-        return f"{count:.0f} B"
-    unit = next((unit for unit, size in _SIZES.items() if abs(count) < 999.5 * size), "PiB")
-    value = count / _SIZES[unit]
-    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
-    shown = f"{value:.{digits}f}"
-    return f"{shown.rstrip('0').rstrip('.') if digits else shown} {unit}"
+    return f"{math.ceil(100 * count / SIZES[unit]) / 100:g}{unit}"

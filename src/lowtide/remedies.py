@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lowtide.sizes import format_bytes
+
 PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
 STATE, STANDING, ACTIVATIONS, LOSS = (
     "optimizer state",
@@ -90,8 +92,6 @@ def in_lines(holders: Sequence[Holder]) -> list[str]:
     64 MiB of logits and loss, 4096x4096 float32, train.py:31: computing the loss in 8 chunks of tokens frees
     about 56 MiB
     """
-    from lowtide.budget import format_bytes  # it needs the names above
-
     lines = []
     for holder in holders:
         form = f", {holder.form}" if holder.form else ""

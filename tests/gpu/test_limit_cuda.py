@@ -65,3 +65,15 @@ def test_a_scope_replays_dropout_from_the_device_generator() -> None:
 
     for a, b in zip(step(False), step(True), strict=True):
         assert torch.equal(a, b)
+
+
+def test_out_of_memory_says_what_holds_most() -> None:
+    model, batch = model_and_batch()
+    lowtide.limit_memory(model, budget="80%")
+    for _ in range(2):
+        gradients(model, batch)
+    with (
+        pytest.warns(lowtide.LowtideWarning, match="What holds most at the plan's peak"),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        torch.empty(1 << 46, dtype=torch.uint8, device="cuda")

@@ -49,6 +49,16 @@ def test_the_names_of_the_cuda_allocators_history_are_there() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_who_observes_that_cuda_is_out_of_memory_is_called() -> None:
+    torch.cuda.init()
+    asked: list[tuple[int, int]] = []
+    private.on_cuda_out_of_memory(lambda device, bytes_: asked.append((device, bytes_)))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+    assert asked == [(0, 1 << 46)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_is_occupied_while_the_host_goes_on() -> None:
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()

@@ -88,6 +88,7 @@ from lowtide.private.measuring import (
     is_cuda_history_recorded,
     is_profiler_enabled,
     occupy_gpu,
+    on_cuda_out_of_memory,
     record_cuda_history,
     stop_cuda_history,
 )

@@ -5,6 +5,7 @@ Seen in PyTorch 2.11 to 2.13; the CUDA allocator's history on no GPU yet.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,6 +38,17 @@ def cuda_history_events() -> list[list[dict[str, Any]]]:
 def stop_cuda_history() -> None:
     """Record no longer."""
     torch.cuda.memory._record_memory_history(None)
+
+
+def on_cuda_out_of_memory(observer: Callable[[int, int], None]) -> None:
+    """Call ``observer(device index, bytes asked for)`` whenever CUDA's allocator gives up, for good; what it
+    raises is lost. CUDA has to be initialized.
+    """
+
+    def observe(device: int, asked_bytes: int, *_: int) -> None:
+        observer(device, asked_bytes)
+
+    torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore
 
 
 occupy_gpu: Any = torch.cuda._sleep  # pyright: ignore

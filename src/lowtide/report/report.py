@@ -14,10 +14,9 @@ from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.holders import holders_at_peak
-from lowtide.plan.simulate.refusal import parts_of
+from lowtide.plan.simulate.holders import planned_holders
 from lowtide.plan.split.blocks import block_of
-from lowtide.remedies import STANDING, STATE, Holder, in_lines, largest
+from lowtide.remedies import Holder, in_lines
 from lowtide.report.picture import Curve
 from lowtide.report.timeline import KINDS, Span, Timeline, in_words, timeline
 from lowtide.report.tradeoff import Point, tradeoff
@@ -165,16 +164,6 @@ def make_report(
         measured_planned,
         measured_extra,
     )
-
-
-def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> tuple[Holder, ...]:
-    """What holds most at the peak of the step under a plan; see `make_report` for the arguments."""
-    sim = Simulator(graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
-    simulation = sim.simulate(plan.stored)
-    parts = parts_of(sim, simulation)
-    state = min(optimizer_bytes, parts.get(STANDING, 0))
-    parts = parts | {STATE: state, STANDING: parts.get(STANDING, 0) - state}
-    return largest(holders_at_peak(sim, simulation), parts)
 
 
 def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:

@@ -8,12 +8,30 @@ import pytest
 from random_graphs import random_graph, with_unasked
 from synthetic import residual_network, transformer
 
+from lowtide import policies
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.holders import ACTIVATIONS, RECOMPUTED, holders_at_peak
-from lowtide.plan.simulate.refusal import parts_of, refusal
-from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, STANDING, STATE, Holder, in_lines, largest
+from lowtide.plan.simulate.holders import (
+    FETCHED,
+    MADE,
+    RECOMPUTED,
+    holders_at_peak,
+    parts_of,
+    planned_holders,
+)
+from lowtide.plan.simulate.refusal import refusal
+from lowtide.remedies import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    PARAMETERS,
+    STANDING,
+    STATE,
+    Holder,
+    in_lines,
+    largest,
+)
 
 
 def unnamed(sim: Simulator, stored: frozenset[int]) -> int:
@@ -50,7 +68,7 @@ def test_no_byte_has_two_holders(seed: int) -> None:
 def test_alike_layers_are_one_holder_and_copies_are_called_so() -> None:
     sim = Simulator(transformer(4))
     kept = holders_at_peak(sim, sim.simulate(frozenset(sim.droppable)))
-    most = max((holder for holder in kept if holder.name == ACTIVATIONS), key=lambda holder: holder.bytes)
+    most = max((holder for holder in kept if holder.name == MADE), key=lambda holder: holder.bytes)
     assert "0-3" in most.module
     freed = holders_at_peak(sim, sim.simulate(sim.close(frozenset())))
     assert any(holder.name == RECOMPUTED for holder in freed)
@@ -71,3 +89,15 @@ def test_the_optimizer_s_state_is_a_holder_like_any_other() -> None:
     assert in_lines(held)[0] == (
         "12 MiB of optimizer state: lowtide.optim.HostOptimizer(..., host_fraction=1) frees about 12 MiB"
     )
+
+
+@pytest.mark.parametrize("slab", [True, False])
+def test_what_comes_back_is_a_holder_where_it_has_memory_of_its_own(slab: bool) -> None:
+    graph = transformer(4)
+    plan = policies.offload("disk", min_bytes=1, slab=slab)(graph)
+    assert plan.moves and bool(plan.slab_bytes) == slab
+    sim = Simulator(graph).moving(plan.moves, plan.window_bytes, slab=slab)
+    found = holders_at_peak(sim, sim.simulate(plan.stored))
+    assert not (slab and any(holder.name == FETCHED for holder in found))
+    assert sum(holder.bytes for holder in found) <= plan.predicted_peak_bytes - plan.slab_bytes
+    assert planned_holders(graph, plan)

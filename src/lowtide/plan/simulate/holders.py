@@ -7,17 +7,32 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowtide.graph import Operation
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan.data import Plan
 from lowtide.plan.data.table import ranges
 from lowtide.plan.simulate.replay import Held
 from lowtide.plan.simulate.simulator import Simulation, Simulator
-from lowtide.remedies import INPUTS, LOSS, OF_PARAMETERS, Holder
+from lowtide.remedies import (
+    ACTIVATIONS,
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    LOSS,
+    OF_PARAMETERS,
+    PARAMETERS,
+    STANDING,
+    STATE,
+    Holder,
+    largest,
+)
 
 OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
 """Operations of a token loss: what they read and write are logits."""
 
-ACTIVATIONS, RECOMPUTED, PASSING = "activations", "recomputed activations", "gradients of activations"
-SCRATCH = "scratch of an operation"
+_KINDS = {"parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
+
+MADE, RECOMPUTED, PASSING = "activations", "recomputed activations", "gradients of activations"
+FETCHED, SCRATCH = "activations that came back", "scratch of an operation"
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -85,13 +100,15 @@ def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
         if op.phase == "backward" and until >= sim.end:
             continue  # a gradient that the step leaves
         passing = OF_PARAMETERS if storage.bytes in parameters else PASSING
-        name = LOSS if storage.id in loss else passing if op.phase == "backward" else ACTIVATIONS
+        name = LOSS if storage.id in loss else passing if op.phase == "backward" else MADE
         yield _piece(sim, name, op, storage.id)
     held = _copies(sim, simulation)
     for value in held.values if held is not None else ():
-        op = graph.operations[sim.producer[value]]
-        storage = sim.storage_of[value]
-        yield _piece(sim, LOSS if storage in loss else RECOMPUTED, op, storage)
+        if sim.slab and value in sim.moved:
+            continue  # it lies in the slab
+        op, storage = graph.operations[graph.values[value].producer or 0], sim.storage_of[value]
+        name = LOSS if storage in loss else FETCHED if value in sim.moved else RECOMPUTED
+        yield _piece(sim, name, op, storage)
     scratch = int(simulation.top_bytes[peak] - simulation.live_bytes[peak]) if peak >= 0 else 0
     op = simulation.peak_operation
     if op is not None and scratch > 0 and not simulation.peak_in_replay:
@@ -120,3 +137,55 @@ def _piece(sim: Simulator, name: str, op: Operation, storage: int) -> _Piece:
         whole = math.prod(made.shape) * (int(bits.group()) if bits else 8) >= 8 * size
         form = f"{'x'.join(map(str, made.shape))} {made.dtype}" if made.shape and whole else ""
     return _Piece(name, size, op.module, op.source, form)
+
+
+def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
+    """What stands at a simulated peak, in bytes by name; they add up to the peak."""
+    graph, peak = sim.graph, simulation.peak_event
+    found: dict[str, int] = dict.fromkeys((PARAMETERS, BUFFERS, GRADIENTS, STANDING, INPUTS), 0)
+    for storage in graph.storages:
+        if storage.kind in _KINDS:
+            found[_KINDS[storage.kind]] += storage.bytes
+        elif storage.kind == "input":
+            found[INPUTS] += storage.bytes if sim.natural_end[storage.id] >= peak else 0
+        elif (
+            storage.kind == "backward"
+            and sim.op_event[storage.producer or 0] <= peak
+            and sim.free_event[storage.id] == sim.end
+        ):
+            found[GRADIENTS] += storage.bytes  # backward lets go of all but these
+    stood = sum(storage.bytes for storage in graph.storages if storage.kind in (*_KINDS, "input"))
+    found[STANDING] = max(0, graph.resident_bytes - stood)
+    loss = sum(graph.storages[storage].bytes for storage in _loss_storages(sim, simulation))
+    rest = max(0, simulation.peak_bytes - sum(found.values()))
+    found[LOSS] = min(loss, rest)
+    found[ACTIVATIONS] = rest - found[LOSS]
+    return {name: count for name, count in found.items() if count}
+
+
+def _loss_storages(sim: Simulator, simulation: Simulation) -> set[int]:
+    """What the operations of a token loss read and write, of what their own step has at the peak."""
+    graph, peak = sim.graph, simulation.peak_event
+    return {
+        storage
+        for storage in loss_storages(sim)
+        if (producer := graph.storages[storage].producer) is not None
+        and sim.op_event[producer] <= peak
+        and max(sim.natural_end[storage], simulation.held_until.get(storage, -1)) >= peak
+    }
+
+
+def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> tuple[Holder, ...]:
+    """What holds most at the peak of a step under a plan.
+
+    Args:
+        graph: the step.
+        plan: made for it.
+        optimizer_bytes: what of the graph's resident bytes is the optimizer's state.
+    """
+    sim = Simulator(graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+    simulation = sim.simulate(plan.stored)
+    parts = parts_of(sim, simulation)
+    state = min(optimizer_bytes, parts.get(STANDING, 0))
+    parts = parts | {STATE: state, STANDING: parts.get(STANDING, 0) - state}
+    return largest(holders_at_peak(sim, simulation), parts)

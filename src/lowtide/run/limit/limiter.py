@@ -28,6 +28,7 @@ from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, Kinds
+from lowtide.run.limit.out_of_memory import out_of_memory
 from lowtide.run.limit.outcome import Outcome, Overruns, learn
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
@@ -363,6 +364,8 @@ class Limiter:
     ) -> Any:
         planned, planner = kind.planned, self.planner
         assert planned is not None
+        if members.device.type == "cuda":
+            out_of_memory().follow(self)
         planned.note_time()
         # ranks that share a model run alike, and a policy that the user chose is followed
         alone = planner.agreement is None and planner.policy == "optimal"
