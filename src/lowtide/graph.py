@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 6
+GRAPH_FORMAT = 7
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -108,6 +108,8 @@ class Operation:
         seconds: time of one run, measured or estimated.
         scratch_bytes: the most it allocates beyond its outputs while it runs.
         source: file and line of the program that called it, as in ``train.py:31``, where that is known.
+        region: number of the region of a checkpointing scope that evicts what it writes; ``None`` outside
+            of scopes, and where a scope's policy keeps what it writes.
     """
 
     index: int
@@ -122,6 +124,7 @@ class Operation:
     seconds: float = 0.0
     scratch_bytes: int = 0
     source: str = ""
+    region: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ class Saved:
         module: qualified name of the module that saved it.
         shape: the tensor's shape.
         dtype: its dtype, for example ``float32``.
-        forced: whether a checkpointing scope around it asks for it to be evicted.
+        forced: whether a checkpointing scope evicts it: it was made in the region that saves it.
     """
 
     id: int
@@ -191,7 +194,7 @@ class StepGraph:
         it, whatever their sizes.
         """
         parts = [
-            [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable] for o in self.operations],
+            [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable, o.region] for o in self.operations],
             [[s.bytes if sizes else 0, s.kind, s.producer] for s in self.storages],
             [[v.storage, v.version, v.producer, v.storable] for v in self.values],
             [[s.value, s.droppable, s.forced] for s in self.saved],
@@ -204,6 +207,13 @@ class StepGraph:
     def with_operations(self, change: Callable[[Operation], Operation], **parts: Any) -> StepGraph:
         """The same step with each operation as ``change`` returns it, and other ``parts`` as given."""
         return replace(self, operations=tuple(map(change, self.operations)), **parts)
+
+    def without_scopes(self) -> StepGraph:
+        """The same step with no checkpointing scope that evicts anything; itself where there is none."""
+        if not any(saved.forced for saved in self.saved):
+            return self
+        saved = tuple(replace(one, forced=False) for one in self.saved)
+        return self.with_operations(lambda op: replace(op, region=None), saved=saved)
 
     def to_json(self) -> dict[str, Any]:
         """This graph as a dictionary of plain values; `from_json` reads it back."""

@@ -61,10 +61,13 @@ def clean_joint(module: fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
     if functorch_config.cse:
         module.graph = fx_graph_cse(module.graph)
+    numbers: dict[int, int] = {}  # what enters a region from one with a smaller number is kept
     for node in module.graph.nodes:
         if region_of(node) and not node.meta.get("autograd_backward"):
             node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
             node.meta.setdefault("ac_graph_id", region_of(node))
+        if "ac_graph_id" in node.meta:  # PyTorch's own numbers and ours, in one order
+            node.meta["ac_graph_id"] = numbers.setdefault(node.meta["ac_graph_id"], len(numbers))
     if partitioners.has_recomputable_ops(module):
         partitioners.cleanup_recompute_tags(module, is_default_partition=False)
     partitioners.force_save_collectives(module)

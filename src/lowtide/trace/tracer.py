@@ -78,8 +78,8 @@ class Tracer:
         self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
-        # for each operation, whether the scope around it evicts what it writes; None outside of all
-        self._evicts: list[bool | None] = []
+        self._regions = 0  # how many regions have begun: a scope begins one, in another scope, too
+        self._kept_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
         if model is not None:
             self._name_model(model)
 
@@ -248,7 +248,11 @@ class Tracer:
         if not fresh and not call.written:
             return result
         reason = call.info.reason or unfollowed or self._unsafe(call.info, bool(outputs))
-        index = self._add_operation(call.info.name, reads, reason, call.draws(), wanted)
+        index = self._add_operation(call.info.name, reads, reason, call.draws())
+        if wanted:
+            self.operations[index] = replace(self.operations[index], region=self._regions)
+        elif wanted is not None:
+            self._kept_by_scopes.add(index)
         self.noted(call, index, fresh)
         new = [tensor for tensor in fresh if self.known(tensor) is None]
         writes = [self._current[self._storage_of(tensor, producer=index)] for tensor in new]
@@ -256,11 +260,8 @@ class Tracer:
         self._writes(index, *writes)
         return result
 
-    def _add_operation(
-        self, name: str, reads: tuple[int, ...], reason: str, random: bool = False, evicts: bool | None = None
-    ) -> int:
+    def _add_operation(self, name: str, reads: tuple[int, ...], reason: str, random: bool = False) -> int:
         index, phase = len(self.operations), self._phase
-        self._evicts.append(evicts)
         source = calling_line() if phase == "forward" else ""
         self.operations.append(
             Operation(index, name, reads, (), phase, self.module, random, not reason, reason, source=source)
@@ -293,12 +294,13 @@ class Tracer:
         value = self.value_of(tensor)
         storage = self.storages[self.values[value].storage]
         producer = self.values[value].producer
-        # as the scope says in which it was written: nothing where that was none, or it is saved outside it
-        wanted = self._evicts[producer] if producer is not None and self._scopes else None
         made_here = storage.producer is not None and storage.id not in self._elsewhere
-        droppable = self.in_region and made_here and wanted is not False
+        droppable, forced = self.in_region and made_here, False
+        if producer is not None and self._scopes:
+            droppable &= producer not in self._kept_by_scopes
+            forced = self.operations[producer].region == self._regions  # what enters a region stays
         number, shape, dtype = len(self.saved), tuple(tensor.shape), _name_of(tensor.dtype)
-        self.saved.append(Saved(number, value, droppable, self.module, shape, dtype, wanted is True))
+        self.saved.append(Saved(number, value, droppable, self.module, shape, dtype, forced))
         self.unreleased += 1
         self.event("pack", number)
         return number, droppable
@@ -333,8 +335,13 @@ class Tracer:
 
     @contextmanager
     def region(self, director: Any) -> Iterator[None]:
-        """A checkpointing scope: what its director evicts is forced, what it keeps is not droppable."""
+        """A checkpointing scope: what its director evicts is forced, what it keeps is not droppable.
+
+        As the recorder has it, a region goes on behind a scope that lies in it, and what was made before that
+        one has entered it.
+        """
         self._scopes.append(director)
+        self._regions += 1
         try:
             yield
         finally:

@@ -93,8 +93,8 @@ class Columns:
     def base_program(self) -> Program:
         """Columns and rows without memory and transfers."""
         program = Program()
-        for _ in self.values:
-            program.column()
+        for v in self.values:
+            program.column(upper=0.0 if v in self.sim.forced else 1.0)
         for i in self.operations:
             program.column(self.seconds_of(i))
         for m in self.moves:

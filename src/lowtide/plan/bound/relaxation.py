@@ -5,6 +5,7 @@ operations in their recorded order, in which each value either stays from forwar
 depends on it is done (stored) or is freed with the program's last reference, operations run again only in
 backward, each at most once, and every tensor that backward unpacks is there from its ``unpack`` to its
 ``done``. That includes every plan of docs/design.md. The costs are the traced ones.
+What checkpointing scopes evict is not stored.
 
 The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("operation i runs again"):
 
@@ -108,7 +109,7 @@ class Relaxation(Columns):
 
     def bound(self, budget: int, windows: bool = True) -> Bound:
         """No schedule within ``budget`` bytes adds less; the sharpest that is known, else by `solve`."""
-        if budget >= self.sim.plain_peak:
+        if budget >= self.sim.plain_peak and not self.sim.forced:
             return Bound(0.0, self.least_peak)
         if budget not in self.floors:
             self.solve(budget, windows)
@@ -130,7 +131,7 @@ class Relaxation(Columns):
         """(row, event) of the program's rows of memory"""
         self.chosen: set[int] = set()
         self.windows: dict[int, Window] = {}
-        seconds, point = self._answer(budget, windows, changed=False)
+        seconds, point = self._answer(budget, windows, changed=bool(self.sim.forced))
         self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
         return seconds, point
 

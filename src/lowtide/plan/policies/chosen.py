@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from lowtide.errors import expect
+from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
@@ -13,12 +16,47 @@ from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search.mix import MixedPlanner
 from lowtide.plan.search.planner import planner_of
 
+_FREED = (
+    "checkpointing scopes alone take more than this budget, so some of what they evict stays where that "
+    "takes less memory"
+)
+
 
 def optimal() -> Policy:
     """The least extra time within the budget, see `lowtide.plan.search`."""
     return least_time
 
 
+def obeying_scopes(choose: Policy) -> Policy:
+    """A policy that evicts what checkpointing scopes evict, wherever the budget can be met so. Where it
+    cannot, as below what long scopes take by themselves, ``choose`` decides about that, too.
+    """
+
+    @functools.wraps(choose)
+    def chosen(graph: StepGraph, budget: int | None = None) -> Plan:
+        free = graph.without_scopes()
+        if free is graph:
+            return choose(graph, budget)
+        plans, refusals = list[Plan](), list[BudgetError]()
+        for step in (graph, free):
+            try:
+                plan = choose(step, budget)
+            except BudgetError as error:
+                refusals.append(error)
+                continue
+            if step is free:
+                plan = replace(plan, graph=graph.fingerprint(), notes=(*plan.notes, _FREED))
+            if budget is not None:
+                return plan
+            plans.append(plan)
+        if plans:
+            return min(plans, key=lambda plan: plan.predicted_peak_bytes)
+        raise min(refusals, key=lambda error: error.smallest_bytes or math.inf)
+
+    return chosen
+
+
+@obeying_scopes
 def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
     """The plan with the least extra seconds whose peak is within ``budget`` bytes (``None``: the smallest
     peak that can be met).
@@ -69,6 +107,7 @@ def mixed(
     listed = listed and not isinstance(codecs, bytes)
     expect(listed, "mixed(codecs=)", codecs, "a list of codecs of your own")
 
+    @obeying_scopes
     def chosen_together(graph: StepGraph, budget: int | None = None) -> Plan:
         offered = chosen or default_placements(graph.device)
         planner = planner_of(graph)

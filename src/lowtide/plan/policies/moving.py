@@ -46,7 +46,7 @@ def offload(
         sim = Simulator(graph)
         order = movable(sim, min_bytes)
         window = window_bytes or default_window(sim, order)
-        everything = sim.close(sim.droppable)
+        everything = sim.close(sim.all_kept)
         if budget is None:
             sizes = [sim.value_bytes[v] for v in order]
             count, tail = len(order), 0
@@ -100,7 +100,7 @@ def compress(
         moves = {
             value: rows[0].decision for value, rows in placements_of(sim, offered, {}, min_bytes, own).items()
         }
-        stored = sim.close(sim.droppable)
+        stored = sim.close(sim.all_kept)
         return make_plan(
             graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own
         )
@@ -138,7 +138,7 @@ def partition(
 
     def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)
-        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.droppable)
+        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.all_kept)
         may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
         chosen = [
             v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable

@@ -24,8 +24,8 @@ _FUSED = re.compile(r"scaled_dot_product|flash_attention|efficient_attention")
 
 
 def keep_all() -> Policy:
-    """Keep everything, as PyTorch does without lowtide."""
-    return _policy("keep_all", lambda sim: frozenset(sim.droppable))
+    """Keep everything, as PyTorch does without lowtide, but for what checkpointing scopes evict."""
+    return _policy("keep_all", lambda sim: sim.all_kept)
 
 
 def full(blocks: Sequence[str] | None = None) -> Policy:

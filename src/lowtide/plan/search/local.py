@@ -94,7 +94,7 @@ class LocalSearch:
         sim = self.sim
         again = replay_set(sim.droppable, sim.producer, sim.reads, bytes(len(sim.producer))) - {-1}
         read = {u for index in again for u in sim.reads[index] if sim.producer[u] >= 0 and sim.storable[u]}
-        choices = sorted(read | set(sim.droppable))
+        choices = sorted((read | set(sim.droppable)) - sim.forced)
         found: list[Candidate] = []
         for bits in range(1 << len(choices) if len(choices) <= _MOST_CHOICES else 0):
             stored = frozenset(v for k, v in enumerate(choices) if bits >> k & 1)
@@ -186,7 +186,7 @@ class LocalSearch:
         sim, graph = self.sim, self.sim.graph
         for index in best.simulation.replayed:
             written = graph.operations[index].writes
-            outputs = [w for w in written if sim.storable[w] and w not in best.stored]
+            outputs = [w for w in written if sim.storable[w] and w not in best.stored and w not in sim.forced]
             if outputs:
                 earlier = [v for w in outputs for v in sim.companions.get(w, ())]
                 yield index, sum(sim.value_bytes[w] for w in outputs), outputs + earlier

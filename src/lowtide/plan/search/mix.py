@@ -146,7 +146,7 @@ class MixedPlanner:
         """Mixes that move values which recomputing alone stores, for budgets from the real one up to the
         plain step's peak: as few as will do, the earliest of the forward first.
         """
-        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.droppable)]
+        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_kept)]
         for k in range(_POINTS):
             with suppress(BudgetError):
                 wishes.append(self.planner.solve(budget + (top - budget) * k // _POINTS).stored)
@@ -227,7 +227,9 @@ class MixedPlanner:
         for index in mix.simulation.replayed:
             op = graph.operations[index]
             outputs = tuple(
-                w for w in op.writes if sim.storable[w] and w not in mix.stored and w not in mix.moves
+                w
+                for w in op.writes
+                if sim.storable[w] and not (w in mix.stored or w in mix.moves or w in sim.forced)
             )
             if not outputs:
                 continue

@@ -76,11 +76,11 @@ class Planner:
         return Candidate(stored, self.sim.simulate(stored))
 
     def baselines(self, search: LocalSearch | None = None) -> list[Candidate]:
-        """Plans that need no search: keep everything, evict everything, per block, and by segments of several
-        lengths.
+        """Plans that need no search: keep all (what scopes evict aside), evict all, per block, and by
+        segments of several lengths.
         """
         search = search or self.search
-        wishes = [frozenset(self.sim.droppable), frozenset[int]()]
+        wishes = [self.sim.all_kept, frozenset[int]()]
         lengths = [max(1, round(len(self.stages) / stages)) for stages in _STAGES_A_SEGMENT]
         for segments in (None, *lengths):
             wishes.append(sqrt_stored(self.sim, segments, self.stages))

@@ -77,8 +77,6 @@ class StepIndex:
                 self.saved_of.setdefault(saved.value, []).append(saved.id)
         self.droppable = [v for v in self.saved_of if self.producer[v] >= 0]
         """the values that a plan decides about."""
-        self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
-        """values that a checkpointing scope asked to be evicted"""
         last = {v.storage: v.id for v in graph.values if v.storable}
         self.companions: dict[int, list[int]] = {}
         """value -> saved earlier versions of its storage, which cost nothing to keep while it is stored."""
@@ -175,6 +173,44 @@ class StepIndex:
         for op in graph.operations:
             if self.op_event[op.index] < end:
                 self.scratch[self.op_event[op.index]] = op.scratch_bytes
+
+    @cached_property
+    def kept_by_scopes(self) -> frozenset[int]:
+        """Values that checkpointing scopes hold by themselves: what enters a region and is saved there, or
+        read by what runs again there.
+        """
+        operations, values = self.graph.operations, self.graph.values
+        kept = {tensor.value for tensor in self.graph.saved if not tensor.forced}
+        stack = [values[tensor.value].producer for tensor in self.graph.saved if tensor.forced]
+        found = set[int | None]()
+        while stack:
+            index = stack.pop()
+            if index is None or index in found:
+                continue
+            found.add(index)
+            for value in operations[index].reads:
+                made = values[value].producer
+                if made is not None and operations[made].region == operations[index].region:
+                    stack.append(made)
+                else:
+                    kept.add(value)
+        return frozenset(kept)
+
+    @cached_property
+    def forced(self) -> frozenset[int]:
+        """Values that checkpointing scopes evict by themselves, where they can come back: what a region makes
+        and no other one holds. No plan keeps one.
+        """
+        made = {w for op in self.graph.operations if op.region is not None for w in op.writes}
+        made |= {tensor.value for tensor in self.graph.saved if tensor.forced}
+        return frozenset(v for v in made if v not in self.kept_by_scopes and not self.must[v])
+
+    @cached_property
+    def all_kept(self) -> frozenset[int]:
+        """What is stored where memory is no matter: what a plan decides about, and what enters scopes.
+        `Simulator.close` takes away what these evict, and what nobody reads.
+        """
+        return self.kept_by_scopes.union(self.droppable)
 
     @cached_property
     def dtypes(self) -> dict[int, str]:

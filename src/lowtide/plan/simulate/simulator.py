@@ -209,8 +209,7 @@ class Simulator(StepIndex):
         """The smallest feasible set of stored values that includes what ``stored`` keeps.
 
         Values that replays would need but that cannot be brought back are added; values that neither backward
-        nor a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it
-        can come back.
+        nor a replay reads are left out. What a checkpointing scope evicts is not kept where it can come back.
         """
         storable, must = self.storable, self.must
         kept = set(stored).difference(self.forced)
