@@ -12,7 +12,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
-from lowtide.run.limit.arguments import check_arguments, refuse_sharded
+from lowtide.run.limit.arguments import check_arguments, no_replicas, refuse_replicas, refuse_sharded
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
@@ -80,6 +80,7 @@ def limit_memory(
     check_verify(verify)
     check_given(budget, policy)
     check_arguments(model, policy, loss_fn, optimizer, stores)
+    refuse_replicas(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model):
@@ -99,6 +100,7 @@ def limit_memory(
     asked = {"budget": budget, "policy": policy or "optimal", "optimizer": optimizer, "progress": progress}
     limiter = Limiter(model, loss_fn, verify, stores, **asked)
     model.__dict__["forward"] = limiter
+    private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
     return Handle(limiter)
 

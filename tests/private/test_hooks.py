@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+
 import torch
 
 from lowtide import private
@@ -23,3 +26,13 @@ def test_hooks_around_loading_an_optimizer() -> None:
     optimizer.register_load_state_dict_pre_hook(before)
     optimizer.register_load_state_dict_post_hook(after)
     assert private.load_pre_hooks(optimizer) == [before] and private.load_post_hooks(optimizer) == [after]
+
+
+def test_replicas_are_made_by_what_is_told() -> None:
+    module, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    source = inspect.getsource(importlib.import_module("torch.nn.parallel.replicate"))
+    assert "module._replicate_for_data_parallel()" in source
+    private.replicate_by(module, lambda: other)
+    assert module._replicate_for_data_parallel() is other
+    private.replicate_by(module, None)
+    assert module._replicate_for_data_parallel().__dict__.keys() >= module.__dict__.keys()

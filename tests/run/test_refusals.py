@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -218,3 +219,49 @@ def test_a_refusal_names_what_holds_the_memory_and_its_line() -> None:
         model(torch.randn(256, 8)).backward()
     lines = [line for line in refused.value.holders if "256x4096 float32" in line]
     assert lines and "test_refusals.py:" in lines[0] and "a batch half as large frees about" in lines[0]
+
+
+def on_two_devices(model: nn.Module) -> nn.DataParallel:
+    """As `nn.DataParallel` is made where there are two GPUs."""
+    parallel = nn.DataParallel(model)
+    parallel.device_ids = [0, 1]
+    return parallel
+
+
+REPLICAS = "DataParallel copies the model .* DistributedDataParallel"
+
+
+def test_data_parallel_is_refused_given_and_inside() -> None:
+    for model in (on_two_devices(small()), nn.Sequential(on_two_devices(small()))):
+        for limit in (lowtide.limit_memory, lambda m, b: lowtide.compile(m, b, backend="aot_eager")):
+            with pytest.raises(PlanError, match=REPLICAS):
+                limit(model, "80%")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    lowtide.limit_memory(model, "100%")
+    model[0] = on_two_devices(model[0])
+    with pytest.raises(PlanError, match=REPLICAS):
+        model(torch.ones(2, 4))
+
+
+def test_data_parallel_on_one_device_passes_through() -> None:
+    model = nn.DataParallel(nn.Linear(4, 4))
+    model.device_ids = [0]
+    lowtide.limit_memory(model, "100%").remove()
+
+
+@pytest.mark.parametrize("limited", ["eager", "compiled"])
+def test_data_parallel_around_a_limited_model_is_refused(limited: str) -> None:
+    inner = nn.Linear(4, 4)
+    if limited == "compiled":
+        inner = lowtide.compile(inner, "100%", backend="aot_eager")
+    else:
+        lowtide.limit_memory(inner, "100%")
+    copied = copy.deepcopy(nn.Sequential(inner)) if limited == "eager" else nn.Sequential(inner)
+    for module in copied.modules():  # as nn.DataParallel copies it
+        if module is copied[0]:
+            with pytest.raises(PlanError, match=REPLICAS):
+                module._replicate_for_data_parallel()
+        else:
+            module._replicate_for_data_parallel()
+    lowtide.handle_of(copied[0]).remove()
+    assert isinstance(copied[0]._replicate_for_data_parallel(), nn.Module)

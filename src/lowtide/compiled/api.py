@@ -25,11 +25,17 @@ from lowtide.private import (
     inductor,
     is_compiled,
     recompile_limit_hits,
+    replicate_by,
     room_for_backends,
     uncompiled,
     uncut_by_ddp,
 )
-from lowtide.run.limit.arguments import check_optimizer, sharded_units
+from lowtide.run.limit.arguments import (
+    check_optimizer,
+    no_replicas,
+    refuse_replicas,
+    sharded_units,
+)
 from lowtide.run.limit.handle import check_budget, handle_of
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.run.messages import limit_line
@@ -62,6 +68,7 @@ class CompiledHandle:
         tiers: tuple[Offload, ...] = (),
     ) -> None:
         refuse_old_torch()
+        refuse_replicas(model)
         _refuse_cuda_graphs(options)
         check_budget(budget)
         honour_regions()
@@ -142,6 +149,7 @@ class CompiledHandle:
         else:
             self.compiled.__dict__["forward"] = torch.compile(self.model, **how).forward
         self.compiled.__dict__.pop(_HANDLE, None)
+        replicate_by(self.compiled, None)
 
     def _standing(self) -> int:
         standing = resident_bytes(self.model, self._optimizer)
@@ -217,6 +225,7 @@ class CompiledHandle:
 
         self.compiled.__dict__["forward"] = forward
         self.compiled.__dict__[_HANDLE] = self
+        replicate_by(self.compiled, no_replicas)
 
 
 def compile(

@@ -81,7 +81,7 @@ from lowtide.private.fake import (
     is_fake_mode_active,
     without_fake_mode,
 )
-from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks
+from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks, replicate_by
 from lowtide.private.measuring import (
     cpu_device_type,
     cuda_history_events,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -86,3 +86,27 @@ def refuse_sharded(model: torch.nn.Module) -> None:
             f"({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the limit on these one by one, "
             "for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
         )
+
+
+def refuse_replicas(model: torch.nn.Module) -> None:
+    """Refuse a model that `torch.nn.DataParallel` runs on several devices, or a part of it.
+
+    Raises:
+        PlanError: it is one, or holds one.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
+            no_replicas()
+
+
+def no_replicas() -> NoReturn:
+    """In the place of what copies a limited model for `torch.nn.DataParallel`.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        "torch.nn.DataParallel copies the model to each of its devices in every step, and no limit reaches "
+        "the copies: start one process for each device (torchrun) with DistributedDataParallel and limit the "
+        "model there, or run on one device without DataParallel (model.module is what it wraps)"
+    )

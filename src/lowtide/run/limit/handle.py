@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import budget as budgets
+from lowtide import private
 from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.interception import settle
@@ -194,6 +195,7 @@ class Handle:
         if limiter.removed:
             return
         limiter.removed = True
+        private.replicate_by(self.model, None)
         if self.model.__dict__.get("forward") is limiter:
             if limiter.original is None:
                 del self.model.__dict__["forward"]

@@ -14,7 +14,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
 from lowtide.run.hidden_costs import checkpoint_bytes, overlapped_bytes, with_earlier_gradients
-from lowtide.run.limit.arguments import refuse_sharded
+from lowtide.run.limit.arguments import refuse_replicas, refuse_sharded
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planned import Planned
@@ -112,6 +112,7 @@ class Kinds:
             BudgetError: no plan fits.
         """
         refuse_sharded(self.planner.model)
+        refuse_replicas(self.planner.model)
         kind, alike = Kind(key), key.without_gradients()
         others = (k for k in self.known.values() if k.graph and k.key.without_gradients() == alike)
         if key.gradients and (other := next(others, None)):
