@@ -98,6 +98,7 @@ def shared() -> dict[str, Any]:
 
 GIVEN = {
     "README.md": readme,
+    "docs/guides/lora.md": trainers,
     "docs/integrations.md": trainers,
     "docs/parallel.md": hugging_face,
     "docs/pipeline.md": stages,

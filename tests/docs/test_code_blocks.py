@@ -22,6 +22,7 @@ from lowtide.train.options import TrainOptions
 
 NEEDS = {
     "README.md": ("transformers", "accelerate"),
+    "docs/guides/lora.md": ("transformers", "peft"),
     "docs/integrations.md": ("transformers", "accelerate", "lightning", "peft"),
 }
 """Packages without which a page cannot run."""
@@ -87,7 +88,7 @@ def test_a_command_is_understood(line: str) -> None:
         assert set(words[3:]) <= {*NAMES, "--quick"}
     else:
         assert words[:2] == ["pip", "install"], "say in this test how such a command is checked"
-        asked = re.fullmatch(r"lowtide(?:\[(\w+)\])?", words[2])
+        asked = re.fullmatch(r"(?:lowtide|\.)(?:\[(\w+)\])?", words[2])
         assert asked is not None
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert asked[1] is None or asked[1] in extras
