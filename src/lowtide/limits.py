@@ -16,6 +16,7 @@ from lowtide.run.limit.arguments import check_arguments, no_replicas, refuse_rep
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
+from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 
@@ -102,6 +103,8 @@ def limit_memory(
     model.__dict__["forward"] = limiter
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
+    if says_it_checkpoints(model):  # others show it in their first step
+        limiter.planner.tell(own_checkpointing(model))
     return Handle(limiter)
 
 

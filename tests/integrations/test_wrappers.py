@@ -167,13 +167,13 @@ def test_adapters_go_on_from_what_was_saved(checkpoints: bool, tmp_path: Path) -
         if state is not None:
             optimizer.load_state_dict(state)
         budget = "110%" if checkpoints else "98%"
-        handle = lowtide.limit_memory(model, budget, optimizer=optimizer) if limited else None
         told = pytest.warns(lowtide.LowtideWarning, match="checkpoints by itself")
         with told if limited and checkpoints else contextlib.nullcontext():
-            for step in steps:
-                model(input_ids=tokens[step], labels=tokens[step]).loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            handle = lowtide.limit_memory(model, budget, optimizer=optimizer) if limited else None
+        for step in steps:
+            model(input_ids=tokens[step], labels=tokens[step]).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
         if handle is not None:
             assert handle.plan is not None and handle.plan.budget_bytes is not None
             assert handle.plan.changes_nothing == checkpoints, "what it recomputes itself is as it was"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from compare import SLACK_BYTES, peak_of, snapshot
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -104,6 +105,53 @@ def test_gradient_checkpointing_of_hugging_face(reentrant: bool) -> None:
     getattr(model, f"{name}_checkpointing_disable")()
     said, handle = check(model, inputs)
     assert not said and handle.plan.replayed
+
+
+class Flagged(Net):
+    """As transformers, diffusers and timm have it: a module that checkpoints has a flag."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(reentrant=False)
+        setattr(self.blocks, flag, True)
+
+
+class NoFlag(Net):
+    def __init__(self) -> None:
+        super().__init__(reentrant=False)
+        self.blocks = nn.ModuleList(map(checkpoint_wrapper, self.blocks))
+        self.checkpoints = False
+
+
+@pytest.mark.parametrize(
+    ("make", "method", "remedy"),
+    [
+        (lambda: Flagged("gradient_checkpointing"), "gradient_checkpointing_disable", "disable()"),
+        (lambda: Flagged("grad_checkpointing"), "set_grad_checkpointing", "set_grad_checkpointing(False)"),
+        (NoFlag, "train", "leave apply_activation_checkpointing out"),
+    ],
+    ids=["transformers", "timm", "wrapped by PyTorch"],
+)
+def test_what_a_model_says_of_itself_is_told_when_the_limit_is_set(
+    make: Any, method: str, remedy: str
+) -> None:
+    """Before the first step, and not once more in it."""
+    model = make()
+    setattr(model, method, getattr(model, method, lambda *_: None))
+    with pytest.warns(lowtide.LowtideWarning, match="checkpoints by itself") as told:
+        lowtide.limit_memory(model, "150%")
+    assert len(told) == 1 and remedy in str(told[0].message)
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        model(torch.randn(64, 32).requires_grad_()).backward()
+
+
+def test_a_flag_that_is_off_is_not_told_of() -> None:
+    model = Flagged("gradient_checkpointing")
+    model.blocks.gradient_checkpointing = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        lowtide.limit_memory(model, "100%")
 
 
 @pytest.mark.parametrize("names", [["gradient"], ["gradient", "activation"]], ids=["old", "new"])

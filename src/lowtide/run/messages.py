@@ -78,16 +78,35 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     """The warning for a model that runs parts of itself under ``torch.utils.checkpoint``."""
     # of Hugging Face models: from 5.23 on, before
     names = ("activation_checkpointing", "gradient_checkpointing")
-    has = [name for name in names if any(hasattr(module, f"{name}_disable") for module in model.modules())]
-    way = (
-        f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
-        if has
-        else "call the blocks without torch.utils.checkpoint.checkpoint"
-    )
+    modules = list(model.modules())
+    has = [name for name in names if any(hasattr(module, f"{name}_disable") for module in modules)]
+    if has:
+        way = f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
+    elif any(hasattr(module, "set_grad_checkpointing") for module in modules):
+        way = "call model.set_grad_checkpointing(False)"
+    elif any(map(_is_wrapped, modules)):
+        way = "leave apply_activation_checkpointing out"
+    else:
+        way = "call the blocks without torch.utils.checkpoint.checkpoint"
     return (
         "this limited model checkpoints by itself (torch.utils.checkpoint): what it recomputes so, it "
         f"recomputes within any budget. Turn it off, lowtide decides what is recomputed: {way}"
     )
+
+
+def says_it_checkpoints(model: torch.nn.Module) -> bool:
+    """Whether a model's modules say that they run parts of it under ``torch.utils.checkpoint``: by the flags
+    of transformers, diffusers and timm, or as PyTorch's wrapper.
+    """
+    flags = ("gradient_checkpointing", "grad_checkpointing")
+    return any(
+        _is_wrapped(module) or any(getattr(module, flag, None) is True for flag in flags)
+        for module in model.modules()
+    )
+
+
+def _is_wrapped(module: torch.nn.Module) -> bool:
+    return type(module).__name__ == "CheckpointWrapper"  # importing it loads torch.distributed
 
 
 def limit_line(model: torch.nn.Module, budget: str | int | None, kinds: int, latest: Plan | None) -> str:
