@@ -46,8 +46,9 @@ def limit_memory(
             `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; only
             ``optimizer`` goes with that.
         budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
-            planned so far), ``"min"`` for the smallest that works, or ``"auto"`` for what the device has,
-            less a reserve. ``None`` needs a policy that does without.
+            planned so far, or of ``optimizer.step()`` where that takes more), ``"min"`` for the smallest that
+            works, or ``"auto"`` for what the device has, less a reserve. ``None`` needs a policy that does
+            without.
         progress: whether a terminal is told what takes long; ``None`` goes by the environment
             (`lowtide.progress`).
         policy: a policy or its name; ``None`` is ``optimal``.

@@ -157,6 +157,20 @@ def test_every_step_stays_within_the_budget_the_planning_ones_included(text: Pat
     assert result.within_budget and result.steps_over_budget == []
 
 
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step(text: Path) -> None:
+    """A small batch, whose budget the optimizer's step decides. No step is run aside, and nothing of the
+    refused one stays alive, though nobody collects garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        run = options(text, batch=2, seq=64, steps=4, eval_every=0, budget="60%", raise_budget=True)
+        result = train(run)
+    finally:
+        gc.enable()
+    assert result.within_budget and result.steps_over_budget == []
+
+
 def test_one_step_over_the_budget_is_not_held() -> None:
     result = TrainResult(
         TrainOptions(), "text", 1, first_step=10, budget_bytes=100, step_peak_bytes=[90, 120, 110]

@@ -57,11 +57,14 @@ class Gradients:
         return any(t.grad is not grad or _version(t.grad) != version for t, grad, version, _ in before)
 
     def restore(self) -> None:
-        """Give each tensor the gradient that it had."""
+        """Give each tensor the gradient that it had, and let go of them all: who holds this would hold two
+        sets of gradients.
+        """
         for tensor, gradient, _, copy in self._before.values():
             if gradient is not None and copy is not None:
                 gradient.copy_(copy)
             tensor.grad = gradient
+        self._before.clear()
 
 
 def _version(tensor: torch.Tensor | None) -> int:

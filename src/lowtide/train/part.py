@@ -147,14 +147,14 @@ class WholeModel(Part):
             self.model, budget, policy=self.options.policy, optimizer=optimizer
         )
 
-    def _raise_budget(self, error: BudgetError, tokens: Tensor, targets: Tensor) -> None:
-        """Where the budget may be raised to the smallest that works: do so, and plan within it."""
+    def _raise_budget(self, error: BudgetError) -> None:
+        """Where the budget may be raised to the smallest that works: do so. The next forward plans within
+        it.
+        """
         if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
         self._handle.set_budget("min")
         self.note = raised(self.options.budget, error)
-        with self.autocast():
-            self._handle.prepare(tokens, targets)
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
         """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the
@@ -163,12 +163,12 @@ class WholeModel(Part):
         try:
             loss = self._loss(tokens, targets) / count
         except BudgetError as error:
-            self._raise_budget(error, tokens, targets)
+            self._raise_budget(error)
             loss = self._loss(tokens, targets) / count
         try:
             loss.backward()
         except BudgetError as error:  # at the end of the first, whose gradients are complete
-            self._raise_budget(error, tokens, targets)
+            self._raise_budget(error)
         return loss.item()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:

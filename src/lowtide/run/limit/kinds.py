@@ -7,6 +7,7 @@ made. Warnings of what was found are given here, once each.
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
@@ -35,6 +36,7 @@ class Kind:
     Attributes:
         graph: the longest step that was looked at, the optimizer aside, or ``None`` before.
         planned: the plan in force, or ``None``.
+        refused: which budget and optimizer no plan was found for, by `Planner.changes`.
         wants_look: the next step is to be looked at.
         looks: how often a step of it was looked at.
         backwards: the most that ran through a step that was looked at.
@@ -49,6 +51,7 @@ class Kind:
     key: StepKey
     graph: StepGraph | None = None
     planned: Planned | None = None
+    refused: int | None = None
     wants_look: bool = True
     looks: int = 0
     backwards: int = 1
@@ -96,6 +99,9 @@ class Kinds:
             if self._is_out_of_date(kind) and not kind.wants_look:
                 assert kind.graph is not None
                 self._plan_again(kind, kind.graph, "planned again")
+            elif kind.graph is not None and kind.planned is None and kind.refused != self.planner.changes:
+                with suppress(BudgetError):  # the next look may be at a shorter step
+                    self._plan(kind, kind.graph, "planned again")
             self.latest = kind.planned or self.latest
             return kind
 
@@ -120,7 +126,8 @@ class Kinds:
             kind.margin_bytes, kind.backwards = other.margin_bytes, other.backwards
             kind.makes_graph = other.makes_graph
             graph = with_earlier_gradients(other.graph)
-            self._plan_again(kind, graph, "planned for steps that add to gradients")
+            with suppress(BudgetError) if other.planned is None else nullcontext():  # as in `kind_for`
+                self._plan_again(kind, graph, "planned for steps that add to gradients")
         self.known[key] = kind
         if len(self.known) > MOST_KINDS:
             self.known.pop(next(iter(self.known)))
@@ -151,11 +158,12 @@ class Kinds:
         Raises:
             BudgetError: no plan fits.
         """
+        kind.graph, kind.refused = graph, self.planner.changes
         with working("planning", past, self.planner.progress) as work:
             work.say(f"planning {len(graph.operations):,} operations")
             whole, plan = self.planner.plan(graph, kind.margin_bytes)
             work.done(in_one_line(plan))
-        kind.graph, kind.wants_look = graph, False
+        kind.refused, kind.wants_look = None, False
         kind.planned = Planned(kind.key, whole, plan, self.planner.wanted(kind.margin_bytes))
 
     def _plan_again(self, kind: Kind, graph: StepGraph, past: str) -> None:
@@ -206,7 +214,7 @@ class Kinds:
             return
         kind.backwards = max(kind.backwards, look.watch.backwards)
         kind.varies |= look.tracer.asks
-        if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
+        if kind.graph is None or kind.planned is None or len(graph.operations) > len(kind.graph.operations):
             kind.makes_graph = look.watch.makes_graph
             self._plan_looked(kind, graph, look.tracer.checkpoints)
         kind.wants_look = False
@@ -242,7 +250,10 @@ class Kinds:
         if neighbours is not None:  # if one refused alone, the others would wait in a collective
             refusal = neighbours.refusal(refusal)
         if refusal is not None:
-            raise refusal
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback holds this frame, and all that the step's frames hold
 
     def _tell_of(self, look: Look) -> None:
         """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan

@@ -23,6 +23,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
@@ -195,6 +196,7 @@ class Limiter:
             return result
         key = step_key(members, args, kwargs)
         kind = self.kinds.kind_for(key)
+        self._tell_above(kind)  # of one whose budget was refused
         if self.shared and self.planner.budget is not None:
             self.planner.tell(SHARED)
         # other models' looks, which show the operations of both; whether it is one step, their ends will show
@@ -293,23 +295,25 @@ class Limiter:
         took("looked at a first step", time.perf_counter() - look.began, twice, self.planner.progress)
         with self.kinds.lock:
             graph = look.graph()
-            self.kinds.take_in(kind, look, graph)
-            self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
+            self._take_in(kind, look, graph)
 
-    def _tell_above(self, kind: Kind, resident_bytes: int, peak: int | None) -> None:
-        """Take down what a look took, and warn if that was more than the budget, or if one of no use was,
-        before which nothing was planned.
-        """
-        planned, planner = kind.planned, self.planner
-        if peak is None:
+    def _take_in(self, kind: Kind, look: Look, graph: StepGraph) -> None:
+        """Take in a look at one of the user's steps, and what that took."""
+        optimizer, peak = self.planner.optimizer, look.peak_bytes
+        state = self.planner.optimizer_bytes if optimizer is not None and optimizer.state else 0
+        if peak is not None:
+            kind.untold_bytes = max(kind.untold_bytes, graph.resident_bytes + state + peak)
+        self.kinds.take_in(kind, look, graph)
+        if kind.planned is not None and peak is not None:
+            self.measured_bytes = kind.planned.graph.resident_bytes + peak
+        self._tell_above(kind)
+
+    def _tell_above(self, kind: Kind) -> None:
+        """Warn if a step that was looked at took more than the budget, once a plan says how much that is."""
+        if kind.planned is None or not kind.untold_bytes:
             return
-        state = planner.optimizer_bytes if planner.optimizer is not None and planner.optimizer.state else 0
-        kind.untold_bytes = taken = max(kind.untold_bytes, resident_bytes + state + peak)
-        if planned is None:
-            return
+        taken, limit = kind.untold_bytes, kind.planned.plan.budget_bytes
         kind.untold_bytes = 0
-        self.measured_bytes = planned.graph.resident_bytes + peak
-        limit = planned.plan.budget_bytes
         if limit is not None and taken > limit:
             which = "the first step" if len(self.kinds.known) == kind.looks == 1 else "this step"
             smallest = budgets.asks_for(self.planner.budget) == "min"
@@ -345,9 +349,7 @@ class Limiter:
                     verify=self.verify != "never",
                 )
             with self.kinds.lock:
-                self.kinds.take_in(kind, look, graph)
-                if within_step:
-                    self._tell_above(kind, graph.resident_bytes, look.peak_bytes)
+                (self._take_in if within_step else self.kinds.take_in)(kind, look, graph)
         assert kind.planned is not None
         return kind.planned
 

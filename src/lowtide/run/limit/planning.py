@@ -123,55 +123,75 @@ class Planner:
         )
         graph = _with_resident(graph, self.optimizer_bytes + self._moved_bytes)
         plain_peak = max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
-        limit = self._limit_bytes(graph, plain_peak, margin_bytes)
+        whole_peak = max(plain_peak, sum(self._optimizer_parts().values()) + self._moved_bytes)
+        limit = self._limit_bytes(graph, whole_peak, margin_bytes)
         self._balance(graph, limit, margin_bytes)
         graph = _with_resident(graph, -self._moved_bytes)
 
         def solve(limit: int | None) -> Plan:
-            return self._plan_within(graph, limit, margin_bytes, plain_peak)
+            return self._plan_within(graph, limit, margin_bytes, whole_peak)
 
-        refusal = self._optimizer_refuses(limit)
+        refusal, alone = self._optimizer_refuses(limit), self.agreement is None
         if self.agreement is not None:
             refusal = self.agreement.refusal(refusal)
-        try:  # a plan of this rank's own, or one for all ranks that share the model
-            plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
-        except BudgetError as error:
-            if refusal is None:
-                raise
-            # the smallest budget that is named has to do for both
-            if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
-                error.add("Nor does the budget hold optimizer.step().")
-                raise
-        if refusal is not None:
-            raise refusal
+        try:
+            if refusal is not None and alone and self._fits(graph, refusal.smallest_bytes, margin_bytes):
+                raise refusal  # no search for a smaller step
+            try:  # a plan of this rank's own, or one for all ranks that share the model
+                plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+            except BudgetError as error:
+                if refusal is None:
+                    raise
+                # the smallest budget that is named has to do for both
+                if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
+                    error.add("Nor does the budget hold optimizer.step().")
+                    raise
+            if refusal is not None:
+                raise refusal
+        finally:
+            del refusal  # an error's traceback holds this frame, which is not to hold the error
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         self._greatest_plain = plain_peak
         self.solved += not plan.changes_nothing
         return graph, replace(plan, budget_bytes=limit)
 
-    def _limit_bytes(self, graph: StepGraph, plain_peak: int, margin_bytes: int) -> int | None:
+    def _limit_bytes(self, graph: StepGraph, whole_peak: int, margin_bytes: int) -> int | None:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
-        largest step that was planned, so that the last one of an epoch has no smaller budget; ``"min"``
-        includes the margin, and holds the optimizer's own step.
+        largest step that was planned, so that the last one of an epoch has no smaller budget, and of the
+        optimizer's own step where that takes more; ``"min"`` includes the margin, and holds the optimizer's
+        own step.
         """
         if self.budget is None:
             return None
 
         def smallest() -> int:
+            updating = sum(self._optimizer_parts().values())
+            if self._fits(graph, updating, margin_bytes):
+                return updating
             try:
                 least = make(graph, budget=1, policy=self.policy).predicted_peak_bytes
             except BudgetError as error:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
-            return max(least + margin_bytes, sum(self._optimizer_parts().values()))
+            return max(least + margin_bytes, updating)
 
         device = torch.device(graph.device)
-        return budgets.resolve(self.budget, plain_peak, smallest, device, standing_bytes=graph.resident_bytes)
+        return budgets.resolve(self.budget, whole_peak, smallest, device, standing_bytes=graph.resident_bytes)
+
+    def _fits(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> bool:
+        """Whether some plan leaves the margin free within a limit that the optimizer's own step sets."""
+        if not limit or limit < graph.resident_bytes + margin_bytes:
+            return False
+        try:
+            self._plan_within(graph, limit, margin_bytes)
+        except BudgetError:
+            return False
+        return True
 
     def _plan_within(
-        self, graph: StepGraph, limit: int | None, margin_bytes: int, plain_peak: int = 0
+        self, graph: StepGraph, limit: int | None, margin_bytes: int, whole_peak: int = 0
     ) -> Plan:
         """A plan that leaves the margin free within the limit.
 
@@ -198,7 +218,7 @@ class Planner:
                     min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1),
                     self._named(error.parts, graph),
                     policy=error.policy,
-                    plain_peak_bytes=plain_peak if str(self.budget).rstrip().endswith("%") else None,
+                    plain_peak_bytes=whole_peak if str(self.budget).rstrip().endswith("%") else None,
                     detail=error.detail,
                     made=error.made,
                 ) from None
