@@ -12,6 +12,7 @@ NAMES = (
     "estimate_published",
     "estimate_scale",
     "planning_time",
+    "first_step",
     "random_lengths",
     "versus_checkpoint",
     "accuracy",

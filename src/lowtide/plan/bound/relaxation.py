@@ -42,6 +42,7 @@ from functools import cached_property
 import numpy as np
 
 from lowtide.plan.bound.columns import Columns
+from lowtide.plan.bound.effort import Effort
 from lowtide.plan.bound.program import Floats
 from lowtide.plan.bound.waiting import add_waiting
 from lowtide.plan.bound.windows import Window
@@ -86,6 +87,10 @@ class Bound:
 class Relaxation(Columns):
     """The linear program of one step graph; `solve` answers for a budget.
 
+    Args:
+        sim, stages, placements, links: as of `Columns`.
+        effort: counts what is solved, and says when to stop.
+
     Attributes:
         floors: budget -> seconds that no schedule undercuts, the most that is known by now.
     """
@@ -96,9 +101,13 @@ class Relaxation(Columns):
         stages: Stages | None = None,
         placements: Mapping[int, Sequence[Move]] | None = None,
         links: Links | None = None,
+        effort: Effort | None = None,
     ) -> None:
         super().__init__(sim, stages or find_stages(sim), placements or {}, links or {})
         self.floors: dict[int, float] = {}
+        self.effort = effort or Effort(float("inf"))
+        self._budget: int | None = None  # what the program is for, where nothing was put beside it
+        self._answers: dict[bool, tuple[float, Floats]] = {}  # of this program, by whether with windows
 
     @cached_property
     def least_peak(self) -> int:
@@ -119,8 +128,23 @@ class Relaxation(Columns):
         """The least extra seconds within ``budget`` (infinite when nothing fits), and the relaxed decisions.
 
         Memory rows are added as they are found violated, and ``windows`` where memory is tight. Stopping
-        early leaves rows out, so the answer stays a lower bound.
+        early leaves rows out, so the answer stays a lower bound. What was solved for this budget before is
+        gone on with.
         """
+        if self._budget != budget or (self.windows and not windows):
+            self._begin(budget)
+        if windows not in self._answers:
+            changed = bool(self.sim.forced) and not self._answers
+            found = self._seconds, self.point = self._answer(budget, windows, self._seconds, changed)
+            if self.effort.over:
+                self._budget = None  # it may have ended early
+            self._answers[windows] = found
+        seconds, point = self._answers[windows]
+        self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
+        return seconds, point
+
+    def _begin(self, budget: int) -> None:
+        """Begin with a program without memory rows."""
         self.point = np.zeros(self.count)
         self.point[: len(self.values)] = 1.0
         self.held = self.fixed
@@ -131,31 +155,37 @@ class Relaxation(Columns):
         """(row, event) of the program's rows of memory"""
         self.chosen: set[int] = set()
         self.windows: dict[int, Window] = {}
-        seconds, point = self._answer(budget, windows, changed=bool(self.sim.forced))
-        self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
-        return seconds, point
+        self._budget, self._seconds = budget, 0.0
+        self._answers.clear()
 
     def solve_beside(self, budget: int, beside: Bytes) -> tuple[float, Floats]:
         """After `solve` for ``budget``, the same with ``beside`` bytes more at each event: no bound."""
+        self._budget = None
         self.held = self.fixed + beside
         for row, event in self.moments:
             self.program.right[row] = (budget - float(self.held[event])) / max(1, budget)
         return self._answer(budget, True, changed=True)
 
-    def _answer(self, budget: int, windows: bool, changed: bool) -> tuple[float, Floats]:
-        """Rows are added and the program, which may have ``changed``, is solved until none are violated."""
-        best = 0.0
+    def _answer(
+        self, budget: int, windows: bool, best: float = 0.0, changed: bool = False
+    ) -> tuple[float, Floats]:
+        """Rows are added and the program, which may have ``changed``, is solved until none are violated.
+        ``best`` seconds are known to be undercut by no schedule.
+        """
         for _ in range(_ROUNDS):
             if not (self._tighten(self.point, budget, windows) or changed):
                 break
             changed = False
             status, objective, answer = self.program.solve()
+            self.effort.solved(len(self.program.cost))
             if status == 2:
                 return float("inf"), self.point
             if status != 0 or answer is None:
                 break
             best = max(best, objective)
             self.point = answer
+            if self.effort.over:
+                break
         return best, self.point
 
     def solve_whole(self, budget: int, gap: float) -> tuple[float, Floats | None]:
@@ -163,6 +193,7 @@ class Relaxation(Columns):
         ``gap`` of the best of them, and such decisions (they may exceed the budget a little).
         """
         _, bound, answer = self.program.solve(range(self.count), _NODES, gap)
+        self.effort.solved(len(self.program.cost), whole=True)
         if bound < float("inf"):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer

@@ -22,9 +22,18 @@ _FREED = (
 )
 
 
-def optimal() -> Policy:
-    """The least extra time within the budget, see `lowtide.plan.search`."""
-    return least_time
+def optimal(seconds: float | None = None) -> Policy:
+    """The least extra time within the budget, see `lowtide.plan.search`.
+
+    Args:
+        seconds: about how long to search, once there is a plan that fits; ``None`` for half a minute. Counted
+            in work that is done, not timed: the same graph gets the same plan.
+    """
+    given = seconds is None or (isinstance(seconds, (int, float)) and seconds > 0)
+    expect(given, "optimal(seconds=)", seconds, "seconds, more than 0, or None")
+    if seconds is None:
+        return least_time
+    return obeying_scopes(functools.partial(_least_time, seconds=seconds))
 
 
 def obeying_scopes(choose: Policy) -> Policy:
@@ -64,10 +73,14 @@ def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
     Raises:
         BudgetError: no plan fits; the error carries the smallest budget that can be met.
     """
+    return _least_time(graph, budget)
+
+
+def _least_time(graph: StepGraph, budget: int | None = None, seconds: float | None = None) -> Plan:
     planner = planner_of(graph)
     with planner.lock:
         limit = planner.smallest.simulation.peak_bytes if budget is None else budget
-        best = planner.solve(limit)
+        best = planner.solve(limit, seconds)
         return make_plan(
             graph, stored=best.stored, policy="optimal", budget=budget,
             simulator=planner.sim, bound=planner.relaxation.bound(limit),

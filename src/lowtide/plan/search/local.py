@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from lowtide.errors import PlanError
+from lowtide.plan.bound.effort import Effort
 from lowtide.plan.data import Move
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
@@ -27,9 +28,8 @@ _FAILURES = 80
 _TURNS = 60
 """Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
 
-_MOST_SIMULATED = 25_000_000
-"""Operations that are simulated in all before a search ends, which takes about half a minute: five thousand
-plans of a step of five thousand operations. Counted, not timed, so that the same graph gets the same plan."""
+_BOUNDED = 0.4
+"""What closing a set and bounding its peak takes, as a share of a simulation."""
 
 _MOST_CHOICES = 10
 """Steps with at most this many values to decide about are enumerated: 2 to this power simulations."""
@@ -67,25 +67,20 @@ class Candidate:
 class LocalSearch:
     """Local search on one step.
 
-    Attributes:
-        simulated: operations that were simulated so far; whoever searches for another budget sets it to zero.
+    Args:
+        sim: the step.
+        effort: counts what is simulated, and says when to stop.
     """
 
-    def __init__(self, sim: Simulator) -> None:
-        self.sim = sim
-        self.simulated = 0
-
-    @property
-    def ended(self) -> bool:
-        """Whether so much was simulated that what is found has to do."""
-        return self.simulated >= _MOST_SIMULATED
+    def __init__(self, sim: Simulator, effort: Effort | None = None) -> None:
+        self.sim, self.effort = sim, effort or Effort(float("inf"))
 
     def candidate(self, stored: frozenset[int]) -> Candidate:
         """``stored``, closed and simulated."""
         return self._simulated(self.sim.close(stored))
 
     def _simulated(self, closed: frozenset[int]) -> Candidate:
-        self.simulated += len(self.sim.graph.operations)
+        self.effort.simulated(len(self.sim.graph.operations))
         return Candidate(closed, self.sim.simulate(closed))
 
     @cached_property
@@ -121,7 +116,7 @@ class LocalSearch:
                 for index, size, values in self._to_store(best)
             ]
             for _, index, values in sorted(promising):
-                if tries <= 0 or failures >= _FAILURES or self.ended:
+                if tries <= 0 or failures >= _FAILURES or self.effort.over:
                     return best
                 if index not in best.simulation.replayed:
                     continue
@@ -143,12 +138,13 @@ class LocalSearch:
             improved = False
             peak, at = best.simulation.peak_bytes, best.simulation.peak_event
             for stored in self._changed(best, budget):
-                if turns <= 0 or self.ended:
+                if turns <= 0 or self.effort.over:
                     return best
                 closed = self.sim.close(stored)
                 if closed in tried:
                     continue
                 tried.add(closed)
+                self.effort.simulated(_BOUNDED * len(self.sim.graph.operations))
                 if self.sim.least_at(closed, at) >= peak:
                     continue
                 turns -= 1

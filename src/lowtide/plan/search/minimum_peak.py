@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 
+from lowtide.plan.bound.effort import A_SECOND, Effort
 from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.search.corrected import corrected
 from lowtide.plan.search.local import Candidate, LocalSearch
@@ -34,6 +35,9 @@ _CLOSE = 0.003
 
 _LOWERED = 4
 """Plans whose single decisions are changed, the lowest ones."""
+
+_EFFORT = 3 * A_SECOND
+"""What the search may take before what is found has to do."""
 
 _OVERHEAD_BYTES = 4096
 """What one more operation costs, in the bytes that could be read or written meanwhile."""
@@ -58,7 +62,7 @@ def minimum_peak(
     """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are
     known without a search.
     """
-    search = LocalSearch(priced(sim))
+    search = LocalSearch(priced(sim), Effort(_EFFORT))
     found = [*start(search), *search.everything]
     if not search.everything:
         found.append(search.lower(min(found, key=lambda c: c.height)))
@@ -69,18 +73,18 @@ def minimum_peak(
 
 def _halved(search: LocalSearch, stages: Stages, high: int) -> list[Candidate]:
     """The lowest plan for each of a few budgets below ``high``."""
-    relaxation = Relaxation(search.sim, stages)
+    relaxation = Relaxation(search.sim, stages, effort=search.effort)
     low = relaxation.least_peak
     found: list[Candidate] = []
     for _ in range(_HALVINGS):
-        if high - low < _CLOSE * high:
+        if high - low < _CLOSE * high or search.effort.over:
             break
         middle, best, vain = (low + high) // 2, high, 0
         for plans in corrected(relaxation, search, middle, _ROUNDS):
             found.append(min(plans, key=lambda c: c.height))
             peak = found[-1].simulation.peak_bytes
             best, vain = (peak, 0) if peak < best else (best, vain + 1)
-            if best <= middle or vain == _VAIN:
+            if best <= middle or vain == _VAIN or search.effort.over:
                 break
         if best < high:
             high = max(best, middle)

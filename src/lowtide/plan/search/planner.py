@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan.bound.effort import A_SECOND, Effort
 from lowtide.plan.bound.program import Floats
 from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.search.corrected import corrected, rounded
@@ -45,6 +46,9 @@ _STAGES_A_SEGMENT = (1, 1.5, 2, 3, 4, 6, 8)
 _WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers; one of 4,500 columns takes 7 s on one core."""
 
+_EFFORT = 25 * A_SECOND
+"""What a search may take, where nobody says less, before what is found has to do."""
+
 _CORRECTIONS = 12
 """Times that the program is solved anew, each time corrected by an exact simulation."""
 
@@ -60,9 +64,10 @@ class Planner:
         self.lock = threading.RLock()
         """held while solving: equal steps share a planner"""
         self.sim = Simulator(graph)
-        self.search = LocalSearch(self.sim)
+        self.effort = Effort(_EFFORT)
+        self.search = LocalSearch(self.sim, self.effort)
         self.stages = find_stages(self.sim)
-        self.relaxation = Relaxation(self.sim, self.stages)
+        self.relaxation = Relaxation(self.sim, self.stages, effort=self.effort)
         self._relaxed: dict[tuple[int, bool], tuple[float, Floats]] = {}
         self._found_before: list[Candidate] = []
 
@@ -88,12 +93,17 @@ class Planner:
             wishes.append(full_stored(self.sim))
         return [search.candidate(wish) for wish in dict.fromkeys(wishes)]
 
-    def solve(self, budget: int) -> Candidate:
+    def solve(self, budget: int, seconds: float | None = None) -> Candidate:
         """The best plan found whose simulated peak is within ``budget`` bytes.
+
+        Args:
+            budget: bytes.
+            seconds: about how long to search, once there is a plan that fits; ``None`` for half a minute.
 
         Raises:
             BudgetError: none is.
         """
+        self.effort.renew(_EFFORT if seconds is None else min(_EFFORT, seconds * A_SECOND))
         baselines = self.baselines()
         if baselines[0].simulation.peak_bytes <= budget:
             return baselines[0]
@@ -112,17 +122,18 @@ class Planner:
         """The best plan of a step that is too large to try all plans: stage after stage, until one is close
         enough to the bound or enough was simulated.
         """
-        best = None
-        self.search.simulated = 0
+        best, enough = None, 0.0
         for rounds, enough in self._stages(baselines, budget):
             vain = 0
             for found in rounds:
                 better = self._better(best, found, budget)
                 vain, best = vain + 1 if better is best else 0, better
-                if vain == _VAIN or self.search.ended or not self._far(best, budget, _GOOD_GAP):
+                if vain == _VAIN or self.effort.over or not self._far(best, budget, _GOOD_GAP):
                     break
-            if best is not None and (self.search.ended or not self._far(best, budget, enough)):
+            if self.effort.over or not self._far(best, budget, enough):
                 break
+        if best is None or (not self.effort.over and self._far(best, budget, enough)):
+            best = self._better(best, [self.smallest], budget)
         return best
 
     def _stages(
@@ -137,14 +148,16 @@ class Planner:
         current().say("searching")
         yield corrected(self.relaxation, self.search, budget, _CORRECTIONS), _WIDE_GAP
         yield [[c] for c in self._lowered(baselines, budget) if c.simulation.peak_bytes <= budget], _WIDE_GAP
-        yield [[self.smallest]], 0.0
 
     def _solved(self, budget: int, windows: bool) -> tuple[float, Floats]:
         """The relaxation's answer: seconds that no schedule undercuts, recording aside, and its decisions."""
         key = (budget, windows)
-        if key not in self._relaxed:
-            self._relaxed[key] = self.relaxation.solve(budget, windows)
-        return self._relaxed[key]
+        if key in self._relaxed:
+            return self._relaxed[key]
+        found = self.relaxation.solve(budget, windows)
+        if not self.effort.over:  # else it may have ended early
+            self._relaxed[key] = found
+        return found
 
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""

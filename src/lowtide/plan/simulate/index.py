@@ -164,6 +164,11 @@ class StepIndex:
             if not saved.droppable:
                 sid = self.storage_of[saved.value]
                 self.natural_end[sid] = max(self.natural_end[sid], hold[saved.id])
+        self.held_reads: list[Sequence[int]] = [
+            [u for u in op.reads if not self.base_flags[u] or self.natural_end[self.storage_of[u]] < end]
+            for op in graph.operations
+        ]
+        """operation -> what it reads that the program itself may let go of"""
         made = [s for s in graph.storages if s.producer is not None]
         gone = [s for s in graph.storages if s.producer is not None or s.kind == "input"]
         changes = [(self.op_event[s.producer or 0], s.bytes) for s in made]
@@ -230,6 +235,21 @@ class StepIndex:
     def must(self) -> bytearray:
         """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
         return bytearray(v.producer is None or not self.feasible[v.producer] for v in self.graph.values)
+
+    @cached_property
+    def must_storable(self) -> bytes:
+        """Per value: whether it stays wherever it is needed, and replays may start from it."""
+        return bytes(storable and must for storable, must in zip(self.storable, self.must, strict=True))
+
+    @cached_property
+    def must_droppable(self) -> frozenset[int]:
+        """The saved values that no plan evicts."""
+        return frozenset(v for v in self.droppable if self.must[v])
+
+    @cached_property
+    def unreplayable(self) -> frozenset[int]:
+        """The operations that cannot run again, and -1, which stands for none."""
+        return frozenset({-1, *(op.index for op in self.graph.operations if not op.replayable)})
 
     def describe(self, value: int) -> str:
         """A value in words: what wrote it, and in which module."""

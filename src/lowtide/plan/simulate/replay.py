@@ -162,7 +162,13 @@ class Walk:
                 self.seen.append(Held(event, -1, frozenset(cached), self.live, 0))
 
     def _needed(self, value: int) -> list[int]:
-        return self.sim.ordered(replay_set([value], self.sim.producer, self.sim.reads, self.there))
+        """The operations that bring it back; most often the one that makes it."""
+        sim, there = self.sim, self.there
+        index = sim.producer[value]
+        for u in sim.reads[index]:
+            if not there[u]:
+                return sim.ordered(replay_set([value], sim.producer, sim.reads, there))
+        return [index]
 
     def _early_bytes(self, value: int) -> int:
         """What fetching a value ahead allocates."""

@@ -102,6 +102,7 @@ class Simulator(StepIndex):
         for fetch in fetches:
             twin.producer[fetch.writes[0]] = fetch.index
         twin.reads = [*self.reads, *(() for _ in fetches)]
+        twin.held_reads = [*self.held_reads, *(() for _ in fetches)]
         twin.moved = {m.value: m for m in moved}
         twin.window_bytes = window_bytes
         return twin
@@ -144,8 +145,8 @@ class Simulator(StepIndex):
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
         needed = replay_set(evicted, self.producer, self.reads, flags)
-        lost = -1 in needed or not all(self.operations[index].replayable for index in needed)
-        if lost or any(flags[u] == 2 for index in needed for u in self.reads[index]):
+        lost = not self.unreplayable.isdisjoint(needed)
+        if lost or (2 in flags and any(flags[u] == 2 for index in needed for u in self.reads[index])):
             refuse(self, evicted, flags)
         return self.ordered(needed)
 
@@ -211,14 +212,14 @@ class Simulator(StepIndex):
         Values that replays would need but that cannot be brought back are added; values that neither backward
         nor a replay reads are left out. What a checkpointing scope evicts is not kept where it can come back.
         """
-        storable, must = self.storable, self.must
+        storable = self.storable
         kept = set(stored).difference(self.forced)
-        kept.update(v for v in self.droppable if must[v])
+        kept.update(self.must_droppable)
         for v, companions in self.companions.items():
             if v in kept and v in self.saved_of:
                 kept.update(companions)
         evicted = [v for v in self.droppable if v not in kept]
-        there = bytearray(storable[u] and must[u] for u in range(len(must)))
+        there = bytearray(self.must_storable)
         for v in kept:
             there[v] = storable[v]
         needed = replay_set(evicted, self.producer, self.reads, there)
@@ -285,7 +286,7 @@ class Simulator(StepIndex):
         """Rule 7: stored value -> the last release of an evicted saved tensor whose replay reads it; the same
         for replayed operations.
         """
-        producer, release = self.producer, self.saved_release
+        producer, release, reads = self.producer, self.saved_release, self.held_reads
         until: dict[int, int] = {}
         for value in evicted:
             index = producer[value]
@@ -294,11 +295,12 @@ class Simulator(StepIndex):
         hold: dict[int, int] = {}
         for index in reversed(order):
             last = until[index]
-            for u in self.operations[index].reads:
+            for u in reads[index]:
                 if flags[u]:
-                    hold[u] = max(last, hold.get(u, -1))
-                else:
-                    until[producer[u]] = max(last, until.get(producer[u], -1))
+                    if last > hold.get(u, -1):
+                        hold[u] = last
+                elif last > until.get(producer[u], -1):
+                    until[producer[u]] = last
         return hold, until
 
 

@@ -32,6 +32,12 @@ from lowtide.trace.tracer import with_collectives
 
 Policy = str | Callable[..., Plan]
 
+_SEARCH_SECONDS = 1.0
+"""How long a search may take that a step waits for."""
+
+_SEARCH_STEPS = 10
+"""The same in plain steps, where that is more."""
+
 
 class Planner:
     """Makes the plans of one model, between steps, never while one runs.
@@ -202,12 +208,12 @@ class Planner:
                 part of its own.
         """
         if limit is None:
-            return make(graph, policy=self.policy)
+            return make(graph, policy=self._policy(graph))
         most, as_it_is = limit - margin_bytes, plain(graph).peak_bytes
         evicts = as_it_is > most
         target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
         try:
-            return make(graph, budget=target, policy=self.policy)
+            return make(graph, budget=target, policy=self._policy(graph))
         except BudgetError as error:
             least = error.smallest_bytes
             if least is None:
@@ -222,7 +228,15 @@ class Planner:
                     detail=error.detail,
                     made=error.made,
                 ) from None
-            return make(graph, budget=least, policy=self.policy)
+            return make(graph, budget=least, policy=self._policy(graph))
+
+    def _policy(self, graph: StepGraph) -> Policy:
+        """The policy, with an end to its search: a training step waits for it."""
+        if self.policy != "optimal":
+            return self.policy
+        from lowtide.plan.policies import optimal
+
+        return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds))
 
     def _named(self, parts: Mapping[str, int], graph: StepGraph) -> dict[str, int]:
         """What stands at a peak, by name, with the state and what the step itself does not touch."""
