@@ -47,7 +47,7 @@ def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]
     plain_step()
     peak = total_peak(limited, batch, plain_step)
     limited.zero_grad(set_to_none=True)
-    handle = limit_memory(limited, budget=1)
+    handle = limit_memory(limited, budget="1KiB")
     try:
         handle.prepare(**batch)
         raise AssertionError("a budget of one byte was met")

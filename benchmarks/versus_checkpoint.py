@@ -63,7 +63,7 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
     steps[0]()
     steps[1]()
     plain_peak, rival_peak = total_peak(plain, batch, steps[0]), total_peak(rival, batch, steps[1])
-    handle = limit_memory(planned, budget=1)
+    handle = limit_memory(planned, budget="1KiB")
     try:
         handle.prepare(**batch)
     except BudgetError as error:

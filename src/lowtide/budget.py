@@ -43,6 +43,9 @@ RESERVE_SHARE = 0.1
 
 RESERVE_BYTES = 256 << 20
 
+_FEWEST_BYTES = 1 << 10
+"""A bare number below it is no budget of a training step."""
+
 _MOST_SMALLER = 0.9
 """Share by which a batch can be made smaller and is worth training on."""
 
@@ -88,12 +91,44 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
         raise BudgetError(f"the budget {text!r} has the unknown unit {unit!r}: {_FORMS}")
     if _UNITS.get(unit) == 1 and number.denominator != 1:
         raise BudgetError(f"the budget {text!r} is not a whole number of bytes: {_FORMS}")
-    if unit == "" and 0 < number <= 100:  # a share or a size whose unit was forgotten
-        raise BudgetError(f"the budget {text!r} has no unit, and no step fits into so few bytes: {_FORMS}")
+    if unit == "" and 0 < number <= 100:
+        raise _without_unit(text, number)
     value = int(number * (Fraction(plain_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]))
     if value <= 0:
         raise BudgetError(f"the budget {text!r} is {value} bytes; a budget has to be above zero: {_FORMS}")
     return value
+
+
+def check(budget: str | int | float) -> None:
+    """Check how the budget of a training step is written.
+
+    Raises:
+        BudgetError: it is malformed, or a bare number of so few bytes that its unit was forgotten.
+
+    Example:
+        >>> check("600MiB"), check("min"), check(629145600)
+        (None, None, None)
+    """
+    if asks_for(budget):
+        return
+    bare = not isinstance(budget, str | bool) or (isinstance(budget, str) and budget.strip()[-1:].isdigit())
+    if bare and isinstance(budget, float) and 0 < budget < 1:
+        raise BudgetError(
+            f"the budget {budget!r} is no number of bytes: did you mean '{budget:.0%}'? Else {_FORMS}"
+        )
+    found = parse(budget, 1 << 60)
+    if bare and found < _FEWEST_BYTES:
+        raise _without_unit(budget, Fraction(found))
+
+
+def _without_unit(given: Any, number: Fraction) -> BudgetError:
+    """A share or a size whose unit was forgotten."""
+    meant = f"{float(number):g}"
+    ways = f"'{meant}%' or '{meant}GiB'" if number <= 100 else f"'{meant}MiB' or '{meant}GiB'"
+    return BudgetError(
+        f"the budget {given!r} has no unit, and no step fits into so few bytes: did you mean {ways}? Else "
+        f"{_FORMS}"
+    )
 
 
 def asks_for(budget: object) -> str:

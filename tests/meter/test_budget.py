@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lowtide import budget as budgets
+from lowtide import limit_memory
 from lowtide.budget import format_bytes, parse, resolve, rounded_up, too_small
 from lowtide.errors import BudgetError
 from lowtide.meter.machine import free_main_memory
@@ -35,6 +36,22 @@ from lowtide.meter.machine import free_main_memory
 )
 def test_sizes(text: Any, expected: int) -> None:
     assert parse(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        (60, "'60%' or '60GiB'"),
+        (60.0, "'60%' or '60GiB'"),
+        ("60", "'60%' or '60GiB'"),
+        (0.6, "'60%'"),
+        (512, "'512MiB' or '512GiB'"),
+        ("512 ", "'512MiB' or '512GiB'"),
+    ],
+)
+def test_a_number_whose_unit_was_forgotten_is_no_budget_of_a_step(given: Any, meant: str) -> None:
+    with pytest.raises(BudgetError, match=rf"the budget '?{str(given).strip()} ?'? .*did you mean {meant}\?"):
+        limit_memory(torch.nn.Linear(2, 2), given)
 
 
 def test_percentages() -> None:

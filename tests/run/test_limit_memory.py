@@ -81,7 +81,7 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
     grads = [p.grad.clone() for p in plain.parameters()]
     probe = copy.deepcopy(plain)
     probe.zero_grad()
-    lowtide.limit_memory(probe, 1)
+    lowtide.limit_memory(probe, "1KiB")
     with pytest.raises(BudgetError) as caught:
         probe(tokens).backward()
     least = caught.value.smallest_bytes

@@ -166,7 +166,7 @@ def test_a_budget_that_no_mix_meets_is_refused_with_one_that_does() -> None:
     assert smallest is not None and policy(graph, smallest).predicted_peak_bytes <= smallest
     torch.manual_seed(0)
     model = Net(6)
-    lowtide.limit_memory(model, budget=1, policy=policy)
+    lowtide.limit_memory(model, budget="1KiB", policy=policy)
     with pytest.raises(BudgetError, match="smallest"):
         model(torch.randn(64, 24)).backward()
 

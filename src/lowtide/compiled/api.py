@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowtide import budget as budgets
 from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
 from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.moving import check_tiers, stores
@@ -36,7 +37,7 @@ from lowtide.run.limit.arguments import (
     refuse_replicas,
     sharded_units,
 )
-from lowtide.run.limit.handle import check_budget, handle_of
+from lowtide.run.limit.handle import handle_of
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.run.messages import limit_line
 from lowtide.traced import honour_regions, wishes_of
@@ -70,7 +71,7 @@ class CompiledHandle:
         refuse_old_torch()
         refuse_replicas(model)
         _refuse_cuda_graphs(options)
-        check_budget(budget)
+        budgets.check(budget)
         honour_regions()
         self._codecs, self._tiers = codecs, tiers
         self.model, self.compiled, self.budget = model, compiled, budget
@@ -127,7 +128,7 @@ class CompiledHandle:
         Raises:
             BudgetError: the budget is malformed; at the next step, when no plan fits.
         """
-        check_budget(budget)
+        budgets.check(budget)
         self.budget = budget
         self._close()
         self._install()
@@ -306,7 +307,7 @@ def compile(
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
-    check_budget(budget)
+    budgets.check(budget)
     check_optimizer(model, optimizer)
     optimizer = None if optimizer is None else innermost(optimizer)
     inner = uncompiled(model)
@@ -361,7 +362,7 @@ def compile_options(budget: str | int) -> dict[str, Any]:
         >>> import torch, lowtide
         >>> model = torch.compile(torch.nn.Linear(8, 8), options=lowtide.compile_options("6GiB"))
     """
-    check_budget(budget)
+    budgets.check(budget)
     honour_regions()
     return {**FREES_AT_ONCE, "custom_partitioner_fn": Partitioner(budget, options={})}
 

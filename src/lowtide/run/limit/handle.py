@@ -162,7 +162,7 @@ class Handle:
             BudgetError: the budget is malformed; at the next step, when no plan fits.
             PlanError: the limit was removed or replaced.
         """
-        check_budget(budget)
+        budgets.check(budget)
         limiter = self._in_force()
         with limiter.kinds.lock:
             limiter.planner.set_budget(budget)
@@ -234,16 +234,6 @@ class Handle:
         return self._limiter
 
 
-def check_budget(budget: str | int) -> None:
-    """Check how a budget is written.
-
-    Raises:
-        BudgetError: it is malformed; says how one is written.
-    """
-    if not budgets.asks_for(budget):
-        budgets.parse(budget, 1 << 60)
-
-
 def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
     """Check that there is a well-written budget, or a policy that needs none.
 
@@ -256,7 +246,7 @@ def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory
             "'full'"
         )
     if budget is not None:
-        check_budget(budget)
+        budgets.check(budget)
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:
