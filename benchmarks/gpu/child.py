@@ -7,6 +7,7 @@ and cannot be made is a failure of each of them.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ def outcome(measure: Measure, name: str) -> Row:
 
 def main(name: str, size: str, rows: list[str]) -> None:
     """Measure these rows of a part."""
+    faulthandler.enable()
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

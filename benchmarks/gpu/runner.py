@@ -203,11 +203,14 @@ def _named(code: int) -> str:
 
 
 def _end_of(log: Path, began: int) -> str:
-    """The last line that a process wrote."""
+    """The last line that a process wrote; of one that crashed, where it was."""
     with log.open("rb") as file:
         file.seek(began)
-        lines = file.read()[-4000:].decode(errors="replace").strip().splitlines()
-    return lines[-1][:500] if lines else "it said nothing"
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    fatal = [at for at, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if fatal:
+        lines = [" ".join(line.strip() for line in lines[fatal[0] : fatal[0] + 6])]
+    return lines[-1][:800] if lines else "it said nothing"
 
 
 def _end(process: subprocess.Popen[str]) -> None:

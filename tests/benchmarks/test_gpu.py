@@ -32,7 +32,8 @@ ABOUT = {
 }
 
 SCRIPT = """
-import json, os, signal, sys, time
+import faulthandler, json, os, signal, sys, time
+faulthandler.enable()
 def tell(**what):
     print(json.dumps(what), flush=True)
 if {early}:
@@ -86,7 +87,7 @@ def test_what_fails_is_a_row_and_the_rest_goes_on(results: runner.Results) -> No
         "last": "done",
     }
     rows = {row: found for (_, row), found in results.rows.items()}
-    assert "SIGSEGV" in rows["crash"]["error"]
+    assert "SIGSEGV" in rows["crash"]["error"] and 'File "<string>", line' in rows["crash"]["error"]
     assert "longer than 1 s" in rows["stand still"]["error"]
     assert len({rows[name]["by"] for name in ("first", "second", "last")}) == 3  # a process anew after each
 

@@ -13,15 +13,6 @@ from lowtide.private import inductor
 sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("families", "parallel", "compiled")]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Nothing of this folder runs where `lowtide.compile` refuses PyTorch."""
-    here = Path(__file__).parent
-    old = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(old)
-
-
 @pytest.fixture(autouse=True)
 def own_code() -> Iterator[None]:
     """No graph was compiled before, here or on the disk: on a warm cache nobody plans, and the handle has no

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._functorch import partitioners
 
 import lowtide
 from lowtide.compiled.partitioner import Partitioner
-from lowtide.errors import PlanError
 from lowtide.meter import peak, resident_bytes
 
 
@@ -393,15 +391,3 @@ def test_a_malformed_budget_is_refused_at_once() -> None:
 def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
     one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
     assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()
-
-
-def test_an_old_pytorch_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(partitioners, "is_opaque_node")  # as before 2.12
-    model = nn.Linear(2, 2)
-    for use in (
-        lambda: lowtide.compile(model, "60%"),
-        lambda: lowtide.compile_options("60%"),
-        lambda: lowtide.limit_memory(torch.compile(model), "60%"),
-    ):
-        with pytest.raises(PlanError, match=r"needs PyTorch 2\.12 or newer.*limit_memory"):
-            use()

@@ -21,8 +21,6 @@ from lowtide.compiled.timeline import told
 from lowtide.compiled.variants import Menu
 from lowtide.private import inductor, partitioning
 
-pytestmark = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
-
 ROWS, WIDTH = 64, 48
 
 

@@ -17,8 +17,6 @@ from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
 from lowtide.private import inductor, kernels, partitioning
 
-pytestmark = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
-
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 

@@ -11,15 +11,6 @@ from torch._inductor.decomposition import select_decomp_table
 
 from lowtide.private import inductor, partitioning
 
-from_2_12 = pytest.mark.skipif(
-    not inductor.has_all(),
-    reason="PyTorch before 2.12 lacks opaque nodes and an argument of Inductor's",
-)
-
-
-def test_what_is_asked_of_both_is_there_from_some_version_on() -> None:
-    assert inductor.has_all() == (torch.__version__ >= (2, 12))
-
 
 def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
     """A joint graph, forward outputs and static inputs."""
@@ -39,7 +30,6 @@ def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]
     return found[0]
 
 
-@from_2_12
 def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
     module, outputs, static = joint_of()
     partitioning.clean_joint(module)
@@ -56,7 +46,6 @@ def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
     assert any(node.name in forward for node in second.graph.nodes if node.op == "call_function")
 
 
-@from_2_12
 def test_kinds_of_nodes_are_told() -> None:
     module, *_ = joint_of()
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
@@ -99,7 +88,6 @@ def test_sizes_left_open_have_names_values_and_guards() -> None:
     assert seen == [(4, None, False, []), (6, 9, True, [])]
 
 
-@from_2_12
 def test_inductor_says_what_it_would_run() -> None:
     module, outputs, static = joint_of(select_decomp_table())
     forward, backward = partitioning.min_cut(module, outputs, static)
@@ -107,7 +95,6 @@ def test_inductor_says_what_it_would_run() -> None:
     assert "def call(self, args)" in inductor.generated(backward, True)[0]
 
 
-@from_2_12
 def test_saved_values_that_a_backward_may_write_over_are_those_that_aot_autograd_finds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

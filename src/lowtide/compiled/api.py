@@ -12,7 +12,7 @@ from lowtide import budget as budgets
 from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
 from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.moving import check_tiers, stores
-from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
+from lowtide.compiled.partitioner import Partitioner, Report
 from lowtide.compiled.whole import WholeStep
 from lowtide.errors import LowtideError, PlanError, expect
 from lowtide.meter import resident_bytes
@@ -68,7 +68,6 @@ class CompiledHandle:
         codecs: tuple[str, ...] = (),
         tiers: tuple[Offload, ...] = (),
     ) -> None:
-        refuse_old_torch()
         refuse_replicas(model)
         _refuse_cuda_graphs(options)
         budgets.check(budget)
@@ -273,7 +272,7 @@ def compile(
 
     Raises:
         BudgetError: the budget is malformed; in the first step, when no plan fits.
-        PlanError: an argument that cannot be, or PyTorch is older than 2.12.
+        PlanError: an argument that cannot be.
 
     Example:
         >>> import torch, lowtide
@@ -356,7 +355,6 @@ def compile_options(budget: str | int) -> dict[str, Any]:
 
     Raises:
         BudgetError: the budget is malformed.
-        PlanError: PyTorch is older than 2.12.
 
     Example:
         >>> import torch, lowtide

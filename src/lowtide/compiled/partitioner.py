@@ -38,20 +38,6 @@ class Report:
     held: dict[str, Numbers] = field(default_factory=dict)
 
 
-def refuse_old_torch() -> None:
-    """Refuse a PyTorch that the compiled engine cannot work with.
-
-    Raises:
-        PlanError: this is one.
-    """
-    if not inductor.has_all():
-        raise PlanError(
-            f"a budget for compiled code needs PyTorch 2.12 or newer, and this is {torch.__version__}: "
-            "update PyTorch, or leave torch.compile out and call lowtide.limit_memory(model, budget), which "
-            "runs here"
-        )
-
-
 class Partitioner(Cutter):
     """Cuts each joint graph within a budget.
 
@@ -66,9 +52,6 @@ class Partitioner(Cutter):
         codecs: in which saved values may wait in fewer bytes.
         tiers: where saved values may wait.
         wishes: a digest of the regions that the user has marked in the graph.
-
-    Raises:
-        PlanError: this PyTorch is too old.
     """
 
     def __init__(
@@ -81,7 +64,6 @@ class Partitioner(Cutter):
         tiers: tuple[Offload, ...] = (),
         wishes: str = "",
     ) -> None:
-        refuse_old_torch()
         super().__init__(options)
         self.budget, self.codecs, self.tiers, self.wishes = budget, codecs, tiers, wishes
         self._standing = standing

@@ -1,6 +1,6 @@
 """Inductor: compile a graph with a partitioner of our own, and see what it would generate.
 
-Seen in PyTorch 2.12 to 2.13; 2.11 lacks what `has_all` asks for.
+Seen in PyTorch 2.11 to 2.13.
 Importing it takes seconds, so only the compiled engine does.
 """
 
@@ -24,7 +24,6 @@ from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.utils import counters, detect_fake_mode, preserve_rng_state
 from torch._functorch import config as functorch_config
-from torch._functorch import partitioners
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
@@ -38,16 +37,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from lowtide.private import kernels
-
-
-def has_all() -> bool:
-    """Whether this PyTorch has all that the compiled engine asks of AOTAutograd and Inductor."""
-    cut, lower = partitioners._extract_fwd_bwd_modules, GraphLowering.__init__
-    return (
-        hasattr(partitioners, "is_opaque_node")
-        and "saved_opaque_nodes" in inspect.signature(cut).parameters
-        and "get_decomp_fn" in inspect.signature(lower).parameters
-    )
 
 
 def compile_with(
@@ -187,7 +176,7 @@ def generated(
             shape_env=mode.shape_env,
             is_inference=False,
             is_backward=backward,
-            get_decomp_fn=_compile_fx.select_decomp_table,
+            **_decompositions(),
         )
         lowering.bw_donated_idxs = list(donated)
         lowering.freeze_runtime_asserts()
@@ -196,6 +185,12 @@ def generated(
             found = dict(zip(names, map(_strides, lowering.graph_outputs or ()), strict=False))
             wrapper, _ = lowering.codegen()
     return wrapper.value, {name: one for name, one in found.items() if name and one is not None}
+
+
+def _decompositions() -> dict[str, Any]:
+    """Where a lowering finds decompositions, which it is told from PyTorch 2.12 on."""
+    told = "get_decomp_fn" in inspect.signature(GraphLowering.__init__).parameters
+    return {"get_decomp_fn": _compile_fx.select_decomp_table} if told else {}
 
 
 @contextmanager
@@ -234,7 +229,9 @@ def donated_inputs(forward: fx.GraphModule, backward: fx.GraphModule, forward_ou
 
 
 def _value(node: Any) -> Any:
-    return node.meta.get("val") if isinstance(node, fx.Node) else None
+    """A node's tensor; ``None`` for sizes, which PyTorch 2.11 takes for tensors."""
+    found = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return found if isinstance(found, torch.Tensor) else None
 
 
 def _strides(out: Any) -> tuple[int, ...] | None:

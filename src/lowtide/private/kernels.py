@@ -2,7 +2,7 @@
 updates in place, so that a graph's allocations come out as if the kernels had been written.
 
 What decides is Inductor's own: fusion, order, the kernels' arguments. Left out is what the text alone needs:
-arithmetic, vectors, loops. Other devices' kernels are written out. Seen in PyTorch 2.12 to 2.13.
+arithmetic, vectors, loops. Other devices' kernels are written out. Seen in PyTorch 2.11 to 2.13.
 """
 
 # pyright: reportPrivateImportUsage=false, reportIncompatibleMethodOverride=false

@@ -1,6 +1,6 @@
 """AOTAutograd's joint graph: clean it, say what is forward in it, and cut it in two.
 
-Seen in PyTorch 2.12 to 2.13; 2.11 lacks what `inductor.has_all` asks for.
+Seen in PyTorch 2.11 to 2.13.
 Importing it takes a second, so only the compiled engine does.
 """
 
@@ -95,13 +95,17 @@ def extract(
     does not read is left out.
     """
     info = partitioners.classify_nodes(module, list(static), forward_outputs)
+    apart: dict[str, Any] = {}
+    if hasattr(partitioners, "is_opaque_node"):  # from 2.12 on the caller tells them apart
+        apart["saved_opaque_nodes"] = [node for node in saved if partitioners.is_opaque_node(node)]
+        saved = [node for node in saved if not partitioners.is_opaque_node(node)]
     return partitioners._extract_fwd_bwd_modules(
         module,
-        [node for node in saved if not partitioners.is_opaque_node(node)],
+        saved,
         saved_sym_nodes=saved_symbols,
-        saved_opaque_nodes=[node for node in saved if partitioners.is_opaque_node(node)],
         num_fwd_outputs=forward_outputs,
         static_lifetime_input_nodes=info.static_lifetime_input_nodes,
+        **apart,
     )
 
 
