@@ -97,7 +97,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    rooms = (name for name, one in globals().items() if isinstance(one, ModuleType) or name.startswith("__"))
+    return sorted({*rooms, *_ROOMS, *__all__})
 
 
 class _Trace(ModuleType):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import traceback
 import warnings
@@ -253,7 +252,6 @@ def plan(
     """Plan one training step of a model without running it, and explain the plan."""
     asked: dict[str, Any] = dict(locals())  # every option by its name
     del asked["quiet"], asked["json_file"]
-    from lowtide.plan.data.plan import render
     from lowtide.train.planning import PlanOptions, make_plan
 
     asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None, json=json_file)
@@ -264,8 +262,7 @@ def plan(
         _write_text(json_file, made.to_json())
     if not quiet:
         # of a terminal, or as COLUMNS says; a file takes lines of any length
-        width = shutil.get_terminal_size((0, 0)).columns or None
-        typer.echo(render(made, width))
+        typer.echo(str(made))
 
 
 @app.command()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled import api
+from lowtide.compiled import handle as compiled_handle
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import dynamo
 
@@ -41,7 +41,7 @@ def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     if request.param and not dynamo.counted_apart():
         pytest.skip("this PyTorch counts recompiles of all backends together")
     if not request.param:
-        for module in (dynamo, api):
+        for module in (dynamo, compiled_handle):
             monkeypatch.setattr(module, "counted_apart", dict)
 
 

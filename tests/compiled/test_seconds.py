@@ -140,6 +140,17 @@ def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
     assert found.gap_seconds == 0.25
 
 
+@pytest.mark.parametrize("seconds", [5.0, 4.0, 3.0])
+def test_the_table_adds_up_to_the_forecast(seconds: float) -> None:
+    """The planner's single calls add up to other seconds than what the kernels of both cuts are given."""
+    plan = forecast(Loss(), "90%", torch.randn(2, 256, 256))
+    assert plan.modules
+    for rows in (plan.modules, ()):
+        found = told(replace(plan, modules=rows), 3, 2, 4, seconds=seconds, plain_seconds=4.0)
+        total = sum(row.extra_seconds for row in found.modules)
+        assert total == pytest.approx(found.predicted_extra_seconds) == seconds - 4.0
+
+
 def test_a_graph_that_fits_takes_no_extra_time() -> None:
     plan = forecast(Loss(), "100%", torch.randn(2, 256, 256))
     assert plan.predicted_extra_seconds == 0 and plan.gap_seconds == 0

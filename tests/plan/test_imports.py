@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lowtide
 import lowtide.plan
 
 CODE = """
@@ -60,3 +61,9 @@ def test_arrows_between_the_rooms_run_one_way():
         if room in ROOMS:
             above = ROOMS[ROOMS.index(room) + 1 :]
             assert not [name for name in above if f"lowtide.plan.{name}" in imports(path)], path
+
+
+def test_lowtide_shows_each_of_its_names_once_and_no_others():
+    shown = [name for name in dir(lowtide) if not name.startswith("_")]
+    assert len(shown) == len(set(shown)) and set(lowtide.__all__) <= set(shown)
+    assert not {"Any", "annotations", "import_module", "TYPE_CHECKING"} & set(shown)

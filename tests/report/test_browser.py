@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lowtide.report import Report, save_report
-from lowtide.report.report import layer_of
+from lowtide.report import Measured, Report, save_report
+from lowtide.report.names import layer_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None:
@@ -101,6 +102,16 @@ def test_no_table_is_wider_than_a_telephone(browser: Any, file: Path, deep_file:
         )
         assert boxes and all(inside <= seen for inside, seen in boxes), boxes
         page.close()
+
+
+def test_what_was_not_measured_says_why(browser: Any, deep: Report, tmp_path: Path) -> None:
+    path = save_report(replace(deep, measured_planned=Measured(deep.planned.peak_bytes)), tmp_path / "r.html")
+    page = opened(browser, path)
+    measured = page.locator("#measured").inner_text()
+    assert "–" not in page.locator("main").inner_text()
+    assert "not run: the plain step ran nowhere" in measured and "not timed: " in measured
+    assert "no meter" not in measured
+    page.close()
 
 
 def test_the_keyboard_reaches_every_control(browser: Any, file: Path) -> None:

@@ -91,7 +91,7 @@ def test_a_handle_writes_a_page(tmp_path: Path) -> None:
         model(torch.randn(512, 64)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    handle.report(tmp_path / "page.html", title="my step")
+    assert handle.report(tmp_path / "page.html", title="my step") == tmp_path / "page.html"
     assert "<title>my step - lowtide report</title>" in (tmp_path / "page.html").read_text()
     report = handle.make_report(points=())
     handle.remove()
@@ -105,6 +105,19 @@ def test_a_handle_writes_a_page(tmp_path: Path) -> None:
         if s.kind == "gradient"
     }
     assert gradients == {name for name, _ in model.named_parameters()}
+
+
+def test_other_budgets_are_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take seconds, and are of the step alone, whatever its budget."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    handle = lowtide.limit_memory(model, "100%")
+    model(torch.randn(512, 64)).sum().backward()
+    first = handle.make_report()
+    monkeypatch.setattr("lowtide.report.tradeoff.planner_of", None)
+    handle.set_budget("95%")
+    assert len(first.points) > 1 and handle.make_report().points is first.points
+    handle.remove()
+    assert "removed" in handle._repr_html_() and "<pre>plan" in handle._repr_html_()
 
 
 def test_gradients_that_are_added_to_stand_as_such() -> None:

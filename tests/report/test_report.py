@@ -17,8 +17,9 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.plan import make
 from lowtide.plan.simulate import plain
 from lowtide.report import Measured, Report, make_report, save_report
+from lowtide.report.names import layer_of, part_of
 from lowtide.report.page import page, page_data
-from lowtide.report.report import DECISIONS, decided, layer_of, part_of
+from lowtide.report.report import DECISIONS, decided
 from lowtide.report.tradeoff import tradeoff
 from lowtide.train.planning import PlanOptions, traced_and_planned
 
@@ -63,7 +64,30 @@ def test_other_budgets_cost_more_the_smaller_they_are() -> None:
         assert smaller.peak_bytes < larger.peak_bytes
         assert smaller.extra_seconds > larger.extra_seconds
     assert all(0 <= point.bound_seconds <= point.extra_seconds for point in points)
-    assert len(tradeoff(graph, points=4, seconds=-1.0)) == 1  # no time: the plain step alone
+    assert len(tradeoff(graph, points=4, seconds=0.0)) == 2  # no time: the plain step and the smallest
+
+
+def test_the_curve_goes_down_to_the_smallest_budget_where_time_is_short() -> None:
+    graph = transformer(3)
+    least = make(graph, "min").predicted_peak_bytes
+    assert tradeoff(graph, points=50, seconds=0.0)[-1].peak_bytes <= least
+
+
+def test_a_plan_is_shown_whole_in_sixty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make(transformer(12), "60%")
+    assert max(map(len, str(plan).splitlines())) > 60
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, str(plan).splitlines())) <= 60
+    assert "<pre>plan by policy" in plan._repr_html_()
+
+
+def test_a_notebook_shows_the_page(report: Report) -> None:
+    shown = report._repr_html_()
+    assert shown.startswith("<iframe srcdoc=") and "<script" not in shown
+
+
+def test_every_cell_that_holds_no_number_says_why() -> None:
+    assert "–" not in files("lowtide.report").joinpath("assets", "tables.js").read_text(encoding="utf-8")
 
 
 def test_what_would_help_comes_first(report: Report) -> None:

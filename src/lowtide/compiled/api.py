@@ -2,230 +2,26 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
-from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
+from lowtide.compiled.backend import FREES_AT_ONCE
 from lowtide.compiled.coding import check_codecs
-from lowtide.compiled.moving import check_tiers, stores
-from lowtide.compiled.partitioner import Partitioner, Report
-from lowtide.compiled.whole import WholeStep
-from lowtide.errors import LowtideError, PlanError, expect
-from lowtide.meter import resident_bytes
+from lowtide.compiled.handle import CompiledHandle, given
+from lowtide.compiled.moving import check_tiers
+from lowtide.compiled.partitioner import Partitioner
+from lowtide.errors import PlanError, expect
 from lowtide.meter.resident import innermost
-from lowtide.plan.data import Offload, Plan
-from lowtide.private import (
-    captured,
-    compile_in_place,
-    compile_settings,
-    counted_apart,
-    inductor,
-    is_compiled,
-    recompile_limit_hits,
-    replicate_by,
-    room_for_backends,
-    uncompiled,
-    uncut_by_ddp,
-)
-from lowtide.run.limit.arguments import (
-    check_optimizer,
-    no_replicas,
-    refuse_replicas,
-    sharded_units,
-)
+from lowtide.plan.data import Offload
+from lowtide.private import compile_settings, inductor, is_compiled, uncompiled
+from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.handle import handle_of
-from lowtide.run.limit.optimizer_need import optimizer_need
-from lowtide.run.messages import limit_line
-from lowtide.traced import honour_regions, wishes_of
+from lowtide.traced import honour_regions
 
 BACKENDS = ("inductor", "aot_eager")
-_HANDLE = "_lowtide_handle"
-
-
-class CompiledHandle:
-    """What governs a compiled model, see `lowtide.compile` and `lowtide.handle_of`.
-
-    Attributes:
-        model: the model that was compiled.
-        compiled: the compiled module.
-        budget: as it was given.
-    """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        compiled: Any,
-        budget: str | int,
-        backend: str,
-        optimizer: torch.optim.Optimizer | None,
-        options: dict[str, Any],
-        how: dict[str, Any],
-        regional: bool = False,
-        codecs: tuple[str, ...] = (),
-        tiers: tuple[Offload, ...] = (),
-    ) -> None:
-        refuse_replicas(model)
-        _refuse_cuda_graphs(options)
-        budgets.check(budget)
-        honour_regions()
-        self._codecs, self._tiers = codecs, tiers
-        self.model, self.compiled, self.budget = model, compiled, budget
-        self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
-        self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
-        self._blocks = _blocks_of(model) if regional else []
-        self._whole_alone = regional  # whether no graph is taken for a step by itself
-        self._install()
-
-    def __repr__(self) -> str:
-        return limit_line(self.model, self.budget, len(self.plans), self.plan)
-
-    @property
-    def plans(self) -> list[Plan]:
-        """A plan for each kind of step, in the order in which they were seen; none before the first step has
-        ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
-        """
-        return self._report.planned + [step.plan for step in self._whole.plans.values()]
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan whose peak is the highest, or ``None`` before the first step has ended."""
-        return max(self.plans, key=lambda plan: plan.predicted_peak_bytes, default=None)
-
-    @property
-    def variants(self) -> list[int]:
-        """In how many ways each graph is cut, where a step has several graphs or calls one several times."""
-        return self._whole.variants()
-
-    @property
-    def predicted_peak_bytes(self) -> int | None:
-        """The most live bytes that is predicted for any step, with what stands beside it."""
-        return self.plan.predicted_peak_bytes if self.plan is not None else None
-
-    @property
-    def plain_peak_bytes(self) -> int | None:
-        """The same with nothing computed twice: `torch.compile` by itself, each buffer freed at once."""
-        return max((plan.plain_peak_bytes for plan in self.plans), default=None)
-
-    @property
-    def predicted_seconds(self) -> float | None:
-        """Forecast of a step's time, from calls timed alone."""
-        found = self.plans
-        return sum(plan.plain_seconds + plan.predicted_extra_seconds for plan in found) if found else None
-
-    @property
-    def lower_bound_seconds(self) -> float | None:
-        """No schedule of the same calls within the budget adds less to a step."""
-        return sum(plan.bound_extra_seconds for plan in self.plans) if self.plans else None
-
-    def set_budget(self, budget: str | int) -> None:
-        """Another budget: the next step compiles anew.
-
-        Raises:
-            BudgetError: the budget is malformed; at the next step, when no plan fits.
-        """
-        budgets.check(budget)
-        self.budget = budget
-        self._close()
-        self._install()
-
-    def _close(self) -> None:
-        """Give back what lies in tiers as soon as no step under way needs it."""
-        if self._tiers:
-            stores().close()
-
-    def remove(self) -> None:
-        """From the next step on the model runs as `torch.compile` alone compiles it."""
-        self._close()
-        how: dict[str, Any] = {**self._how, "backend": self._backend}
-        if self._backend == "inductor" and self._options:
-            how["options"] = self._options
-        if self._blocks:
-            compile_in_place(self._blocks, **how)
-            del self.model.__dict__["forward"]
-        else:
-            self.compiled.__dict__["forward"] = torch.compile(self.model, **how).forward
-        self.compiled.__dict__.pop(_HANDLE, None)
-        replicate_by(self.compiled, None)
-
-    def _standing(self) -> int:
-        standing = resident_bytes(self.model, self._optimizer)
-        if self._optimizer is None:
-            return standing
-        return max(standing, resident_bytes(self.model) + optimizer_need(self._optimizer).state_bytes)
-
-    def _backend_for(self, standing: Callable[[], int]) -> Callable[..., Any]:
-        """A backend of its own for each budget: compiled code is shared by what has the same backend.
-
-        Dynamo holds backends as long as the process lives, and they hold neither model nor handle.
-        """
-        whole, report, me = self._whole, self._report, weakref.ref(self)
-
-        def backend(module: Any, inputs: Any) -> Any:
-            self = me()
-            assert self is not None, "who calls the compiled model holds its handle"
-            whole.compiled = True
-            recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
-            if recorded or not captured.is_whole_step(module):
-                if what := _given(codecs=self._codecs, tiers=self._tiers):
-                    raise PlanError(
-                        f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
-                        "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
-                    )
-                whole.mixed |= bool(report.planned)
-                return whole.backend(module, inputs)
-            ways = self._codecs, self._tiers, wishes_of(module)
-            partitioner = Partitioner(self.budget, standing, self._settings, report, *ways)
-            with whole.unseen():
-                return compile_step(module, inputs, partitioner, report)
-
-        return backend
-
-    def _install(self) -> None:
-        """From the next step on the model compiles anew, and is planned for."""
-        self._report = Report()
-        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
-        me = weakref.ref(self)
-
-        def standing() -> int:
-            handle = me()
-            return 0 if handle is None else handle._standing()
-
-        self._whole = WholeStep(self.budget, standing, self._settings, device)
-        how: dict[str, Any] = {"backend": self._backend_for(standing), **counted_apart(), **self._how}
-        if self._blocks:
-            self.model.__dict__.pop("forward", None)
-            compile_in_place(self._blocks, **how)
-            run = self.model.forward
-        else:
-            run = torch.compile(self.model, **how).forward  # type: ignore[union-attr]
-        whole = self._whole
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if whole.more_than_planned and not self._whole_alone:
-                self._whole_alone = True
-                self._install()
-                return self.compiled.__dict__["forward"](*args, **kwargs)
-            whole.begin((args, kwargs))
-            hits = recompile_limit_hits()
-            try:
-                with uncut_by_ddp(), room_for_backends():
-                    result = run(*args, **kwargs)
-            except BaseException as error:
-                whole.stop()
-                inner = getattr(error, "inner_exception", None)
-                if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
-                    raise inner from None
-                raise
-            whole.end(result, recompile_limit_hits() > hits)
-            return result
-
-        self.compiled.__dict__["forward"] = forward
-        self.compiled.__dict__[_HANDLE] = self
-        replicate_by(self.compiled, no_replicas)
 
 
 def compile(
@@ -301,7 +97,7 @@ def compile(
     unknown = inductor.unknown_options(chosen)
     expect(not unknown, "compile(options=)", unknown, "settings that torch._inductor.config has")
     lossy, away = check_codecs(codecs), check_tiers(tiers)
-    if regional and (what := _given(codecs=lossy, tiers=away)):
+    if regional and (what := given(codecs=lossy, tiers=away)):
         raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
@@ -315,7 +111,8 @@ def compile(
             before.remove()
     model = inner
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
-    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
+    blocks = _blocks_of(model) if regional else ()
+    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, blocks, lossy, away)
     return compiled
 
 
@@ -396,16 +193,3 @@ def _repeated(module: torch.nn.Module) -> list[torch.nn.Module]:
         else:
             found += _repeated(child)
     return found
-
-
-def _given(**ways: Sequence[Any]) -> str:
-    """The names of the arguments that hold something."""
-    return " and ".join(name for name, given in ways.items() if given)
-
-
-def _refuse_cuda_graphs(options: dict[str, Any]) -> None:
-    if options.get("triton.cudagraphs"):
-        raise PlanError(
-            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
-            "mode='max-autotune-no-cudagraphs' or none"
-        )

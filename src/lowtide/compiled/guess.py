@@ -23,6 +23,7 @@ from lowtide.compiled.liveness import Profile
 from lowtide.compiled.prediction import lent_to
 from lowtide.compiled.timeline import FIRST, told
 from lowtide.compiled.variants import Menu
+from lowtide.graph import StepGraph
 from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.private import inductor, partitioning
@@ -54,6 +55,11 @@ class Trial:
         self._halves: Halves | None = None
         self._known: dict[str, int] = {}  # scratch
         self._forward: Profile | None = None
+
+    @property
+    def graph(self) -> StepGraph:
+        """The graph that `plan` is of."""
+        return self._menu.step.graph
 
     def cut(self, joint: Joint, standing_bytes: int, options: dict[str, Any] | None) -> Halves | None:
         """The halves to look at, by what single calls take, or ``None`` where that says too little.

@@ -21,6 +21,7 @@ from lowtide.compiled.joint import Joint
 from lowtide.compiled.stored import own_facts
 from lowtide.compiled.timeline import StepPlan, plan_graph
 from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
 
@@ -31,10 +32,12 @@ class Report:
 
     Attributes:
         planned: a plan for each graph.
+        graphs: the step graphs that they were made for, by `Plan.graph`.
         held: program -> the open sizes up to which its largest plan holds.
     """
 
     planned: list[Plan] = field(default_factory=list)
+    graphs: dict[str, StepGraph] = field(default_factory=dict)
     held: dict[str, Numbers] = field(default_factory=dict)
 
 
@@ -88,6 +91,7 @@ class Partitioner(Cutter):
             self._trial = None
         if trial.plan is not None:
             self._report.planned.append(trial.plan)
+            self._report.graphs[trial.plan.graph] = trial.graph
 
     def halves(self, joint: Joint) -> Halves:
         """Forward and backward within the budget."""
@@ -116,6 +120,7 @@ class Partitioner(Cutter):
         report = self._report
         planned = plan_range(joint, self.budget, plan_at, standing_at, report.held)
         report.planned.append(planned.plan)
+        report.graphs[planned.plan.graph] = planned.graph
         return planned.chosen[0].halves
 
     def uuid(self) -> str:

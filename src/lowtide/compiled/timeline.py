@@ -23,10 +23,12 @@ from lowtide.compiled.joint import Joint
 from lowtide.compiled.recording import Call, Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.variants import Menu, Variant
+from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Offload, Plan, decision_of
+from lowtide.plan.data.table import ModuleRow
 from lowtide.plan.moves.placements import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.trace.costs.roofline import outside_modes
@@ -60,11 +62,13 @@ class StepPlan:
         chosen: a variant for each call.
         plain: those of `torch.compile` itself.
         plan: the same for the planner's graph of the whole step, with what the step really takes.
+        graph: that graph.
     """
 
     chosen: tuple[Variant, ...]
     plain: tuple[Variant, ...]
     plan: Plan
+    graph: StepGraph
 
 
 def plan_graph(
@@ -212,7 +216,7 @@ class _Planning:
     ) -> StepPlan:
         seconds, plain_seconds = (sum(one.seconds for one in cuts) for cuts in (chosen, plain))
         plan = told(plan, limit, self._peak(chosen), plain_peak, seconds, plain_seconds)
-        return StepPlan(chosen, plain, plan)
+        return StepPlan(chosen, plain, plan, self.step.graph)
 
     def _chosen(self, room: int | None) -> tuple[Variant, ...] | None:
         """A variant for each call, of those that its menu knows: the least seconds within ``room`` bytes at
@@ -255,12 +259,18 @@ class _Planning:
 def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:
     """The plan with what its cuts take, and those of `torch.compile`, in place of what the planner predicted.
 
-    Its distance from the bound stays the planner's.
+    Its distance from the bound stays the planner's. What each module adds is scaled to the extra time.
     """
     extra = seconds - plain_seconds
+    alone = sum(row.extra_seconds for row in plan.modules)
+    if alone:
+        modules = [replace(row, extra_seconds=row.extra_seconds * extra / alone) for row in plan.modules]
+    else:  # nothing runs again, and still the cut is another one
+        modules = [*plan.modules, *([ModuleRow("", 0, 0, 0, extra)] if extra else [])]
     return replace(
         plan,
         budget_bytes=limit,
+        modules=tuple(modules),
         predicted_peak_bytes=peak,
         plain_peak_bytes=plain_peak,
         bound_peak_bytes=min(plan.bound_peak_bytes, peak),

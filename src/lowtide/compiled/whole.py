@@ -29,7 +29,7 @@ from lowtide.run.messages import Once
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""
 
-_UNCOMPILED = (
+UNCOMPILED = (
     "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
     "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
     "lowtide.limit_memory(model, budget)"
@@ -82,6 +82,7 @@ class WholeStep:
         regions: the graphs.
         mixed: whether a graph came after one that was taken for a whole step.
         compiled: whether there is any graph, of the whole step or of a part.
+        ran_uncompiled: whether a forward that backward begins from has run without any.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class WholeStep:
         self.budget, self.options, self.device = budget, options, device
         self.plans: dict[Region, StepPlan] = {}
         self.regions: list[Region] = []
-        self.mixed = self.compiled = False
+        self.mixed = self.compiled = self.ran_uncompiled = False
         self._standing = standing
         self._turns: dict[Region, list[_Turn]] = {}
         self._now: list[_Turn] = []  # the turns of the step that runs
@@ -173,8 +174,7 @@ class WholeStep:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if limit_hit:
                     self._tell(_LIMIT_HIT)
-                elif not self.compiled:
-                    self._tell(_UNCOMPILED)
+                self.ran_uncompiled = not (self.compiled or limit_hit)
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
                 self._last = weakref.ref(begun)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import MethodType
@@ -62,6 +62,15 @@ def compile_in_place(modules: Iterable[torch.nn.Module], **how: Any) -> None:
         if isinstance(module.forward, MethodType) and trace_rules.check(module.forward):
             call = external_utils.wrap_inline(call)
         module._compiled_call_impl = context(call)
+
+
+def compile_forward(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
+    """``torch.compile(forward, **how)``, where Dynamo passes over the file that it is in, too."""
+    from torch._dynamo import external_utils, trace_rules  # importing Dynamo takes seconds
+
+    if not isinstance(forward, MethodType) or trace_rules.check(forward):
+        forward = external_utils.wrap_inline(forward)
+    return torch.compile(forward, **how)
 
 
 def counted_apart() -> dict[str, Any]:

@@ -10,15 +10,27 @@ import html
 import json
 from importlib.resources import files
 from string import Template
-from typing import Any
+from typing import Any, Protocol
 
-from lowtide.report.report import Report, layer_of, part_of
+from lowtide.report.names import layer_of, part_of
 from lowtide.version import __version__
 
 _SCRIPTS = ("step.js", "tables.js", "charts.js", "main.js")
 
 
-def page(report: Report) -> str:
+class Pageable(Protocol):
+    """What a page is made of: a `lowtide.report.Report`."""
+
+    @property
+    def title(self) -> str: ...
+
+    @property
+    def decided(self) -> tuple[Any, ...]: ...
+
+    def to_json(self) -> dict[str, Any]: ...
+
+
+def page(report: Pageable) -> str:
     """The text of the page: HTML with its styles, scripts and data inside."""
     return Template(_asset("page.html")).substitute(
         title=html.escape(f"{report.title} - lowtide report"),
@@ -31,7 +43,7 @@ def page(report: Report) -> str:
     )
 
 
-def page_data(report: Report) -> dict[str, Any]:
+def page_data(report: Pageable) -> dict[str, Any]:
     """What the page's scripts read: the report, and for each module its layer and what it is within that."""
     data = report.to_json()
     texts = data["texts"]

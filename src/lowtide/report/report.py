@@ -6,6 +6,7 @@ picture (`stacked`) and the trace for PyTorch's memory viewer (`viewer`) are mad
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -15,8 +16,8 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import planned_holders
-from lowtide.plan.split.blocks import block_of
 from lowtide.remedies import Holder, in_lines
+from lowtide.report.page import page
 from lowtide.report.picture import Curve
 from lowtide.report.timeline import KINDS, Span, Timeline, in_words, timeline
 from lowtide.report.tradeoff import Point, tradeoff
@@ -95,6 +96,11 @@ class Report:
     measured_planned: Measured | None = None
     measured_extra: float | None = None
 
+    def _repr_html_(self) -> str:
+        """For a notebook: the page, in a frame."""
+        text = html.escape(page(self))
+        return f'<iframe srcdoc="{text}" style="width: 100%; height: 45em; border: 0"></iframe>'
+
     def to_json(self) -> dict[str, Any]:
         """This report as a dictionary of plain values."""
         texts: dict[str, int] = {}
@@ -133,7 +139,7 @@ def make_report(
         plan: made for it.
         title: which step it is.
         optimizer_bytes: what of the graph's resident bytes is the optimizer's state.
-        points: what other budgets would cost; ``None`` plans for some, for at most about ten seconds.
+        points: what other budgets would cost; ``None`` plans for some, for at most about four seconds.
         measured_plain, measured_planned, measured_extra: see `Report`.
 
     Raises:
@@ -192,28 +198,6 @@ def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
         if any(saved) or replayed:
             found.append(Decided(module, tuple(saved), replayed, seconds))
     return tuple(found)
-
-
-def layer_of(module: str) -> str:
-    """The layer that a module is part of: its name up to the first number, or the first part of its name.
-
-    >>> layer_of("model.layers.3.mlp.up"), layer_of("head.norm"), layer_of("")
-    ('model.layers.3', 'head', '')
-    """
-    return block_of(module) or module.split(".")[0]
-
-
-def part_of(module: str) -> str:
-    """What a module is within any layer: its name behind the layer's.
-
-    >>> part_of("model.layers.3.mlp.up"), part_of("head"), part_of("model.layers.3")
-    ('mlp.up', 'head', 'layers')
-    """
-    layer = layer_of(module)
-    inside = module[len(layer) + 1 :]
-    if inside or not block_of(module):
-        return inside or layer
-    return layer.split(".")[-2] if "." in layer else layer
 
 
 def _packed(line: Timeline, texts: dict[str, int], labels: dict[tuple[Any, ...], int]) -> dict[str, Any]:

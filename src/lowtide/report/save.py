@@ -16,13 +16,16 @@ from lowtide.report.viewer import snapshot
 ENDINGS = (".html", ".png", ".pdf", ".svg", ".pickle")
 
 
-def save_report(report: Report, path: str | Path) -> None:
+def save_report(report: Report, path: str | Path) -> Path:
     """Write a report into a file.
 
     Args:
         report: what to show.
         path: ``.html`` for the page, ``.png``, ``.pdf`` or ``.svg`` for a picture of memory over time,
             ``.pickle`` for the planned step in the form that PyTorch's memory viewer reads.
+
+    Returns:
+        The file's path.
 
     Raises:
         LowtideError: there is no such ending, matplotlib is missing, or the file cannot be written.
@@ -39,6 +42,7 @@ def save_report(report: Report, path: str | Path) -> None:
             stacked_picture(report).savefig(file, dpi=150)
     except OSError as error:
         raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    return file
 
 
 def check_path(path: str | Path) -> None:

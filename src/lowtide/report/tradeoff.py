@@ -11,7 +11,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.search.planner import planner_of
 
 POINTS = 10
-ENOUGH_SECONDS = 10.0
+ENOUGH_SECONDS = 4.0
 """No further budget is begun after this long: small budgets of large models take long to plan for."""
 
 
@@ -36,7 +36,8 @@ def tradeoff(graph: StepGraph, points: int = POINTS, seconds: float = ENOUGH_SEC
     Args:
         graph: the step.
         points: how many budgets.
-        seconds: after this long no further budget is begun, so that the smallest ones may be missing.
+        seconds: after this long no further budget is begun. The smallest one is the first, then the others as
+            they part what lies between.
 
     Returns:
         The plans that were found, the largest peak first; none is both larger and slower than another.
@@ -46,16 +47,30 @@ def tradeoff(graph: StepGraph, points: int = POINTS, seconds: float = ENOUGH_SEC
         high, low = planner.sim.plain_peak, planner.relaxation.least_peak
         found = [Point(high, 0.0, 0.0)]
         began = time.perf_counter()
-        for k in range(1, points):
-            if time.perf_counter() - began > seconds:
-                break
+        for k in _parting(points - 1):
             try:
                 best = planner.solve(high - (high - low) * k // (points - 1)).simulation
             except BudgetError:  # below the smallest, which it has searched for
                 best = planner.smallest.simulation
             bound = planner.relaxation.bound(best.peak_bytes, windows=False).extra_seconds
             found.append(Point(best.peak_bytes, best.extra_seconds, min(bound, best.extra_seconds)))
+            if time.perf_counter() - began > seconds:
+                break
     return _front(found)
+
+
+def _parting(last: int) -> list[int]:
+    """The numbers from 1 to ``last``, the last first, then those that part what lies between in halves.
+
+    >>> _parting(8)
+    [8, 4, 2, 6, 1, 3, 5, 7]
+    """
+    found, spans = [last] if last > 0 else [], [(0, last)]
+    for low, high in spans:  # which grows
+        if high - low > 1:
+            found.append((low + high) // 2)
+            spans += [(low, found[-1]), (found[-1], high)]
+    return found
 
 
 def _front(points: list[Point]) -> tuple[Point, ...]:

@@ -4,7 +4,9 @@ best. Pure data.
 
 from __future__ import annotations
 
+import html
 import json
+import shutil
 import textwrap
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -143,8 +145,12 @@ class Plan:
         return replace(self, calibrated_plain_seconds=plain_seconds, calibrated_extra_seconds=extra_seconds)
 
     def __str__(self) -> str:
-        """A table per module, with what the plan costs and how good it is."""
-        return render(self)
+        """A table per module, with what the plan costs and how good it is; no wider than the terminal."""
+        return render(self, shutil.get_terminal_size((0, 0)).columns or None)
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the same text."""
+        return f"<pre>{html.escape(render(self))}</pre>"
 
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back."""

@@ -362,6 +362,12 @@ function budgetsTable(data) {
   );
 }
 
+const MISSING = {
+  "not run": "the plain step ran nowhere beside the planned one; lowtide train --report runs both.",
+  "no meter": "memory cannot be measured while a step runs here; lowtide doctor says what that takes.",
+  "not timed": "too few steps have ended, or this engine times none; lowtide train --report runs pairs.",
+};
+
 function measuredTable(data) {
   const {summary, measured_plain: plain, measured_planned: planned} = data;
   const columns = [
@@ -371,18 +377,29 @@ function measuredTable(data) {
     ["difference", "n"],
   ];
   const rows = [];
-  const add = (name, forecast, seen, text) =>
+  const missing = new Set();
+  const why = (reason) => {
+    missing.add(reason);
+    return reason;
+  };
+  const add = (name, forecast, seen, text, reason) =>
     rows.push(
       tableRow(columns, [
         name,
         text(forecast),
-        seen === null || seen === undefined ? "–" : text(seen),
+        seen === null || seen === undefined ? why(reason) : text(seen),
         seen === null || seen === undefined || !forecast ? "" : signedPercent(seen / forecast - 1, 2),
       ]),
     );
-  add("peak, plain", summary.plain_peak_bytes, plain?.peak_bytes, bytesText);
-  add("peak, planned", summary.predicted_peak_bytes, planned?.peak_bytes, bytesText);
-  add("time, plain", summary.plain_seconds, plain?.seconds ?? summary.calibrated_plain_seconds, secondsText);
+  add("peak, plain", summary.plain_peak_bytes, plain?.peak_bytes, bytesText, plain ? "no meter" : "not run");
+  add("peak, planned", summary.predicted_peak_bytes, planned?.peak_bytes, bytesText, "no meter");
+  add(
+    "time, plain",
+    summary.plain_seconds,
+    plain?.seconds ?? summary.calibrated_plain_seconds,
+    secondsText,
+    "not timed",
+  );
   const extra = summary.calibrated_extra_seconds;
   const calibrated =
     extra === null || extra === undefined ? undefined : summary.calibrated_plain_seconds + extra;
@@ -391,6 +408,7 @@ function measuredTable(data) {
     summary.plain_seconds + summary.predicted_extra_seconds,
     planned?.seconds ?? calibrated,
     secondsText,
+    "not timed",
   );
   const share = (seconds, whole) => (whole ? seconds / whole : 0);
   const seen =
@@ -401,9 +419,14 @@ function measuredTable(data) {
     tableRow(columns, [
       "extra time",
       signedPercent(forecast),
-      seen === null ? "–" : signedPercent(seen),
+      seen === null ? why("not timed") : signedPercent(seen),
       seen === null ? "" : `${signedPercent(seen - forecast)} of the step`,
     ]),
   );
-  return table("Forecast against measured", columns, rows);
+  return element(
+    "div",
+    {},
+    table("Forecast against measured", columns, rows),
+    ...[...missing].map((reason) => element("p", {class: "quiet"}, `${reason}: ${MISSING[reason]}`)),
+  );
 }

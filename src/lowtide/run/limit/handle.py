@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, PlanError, expect
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.interception import settle
 from lowtide.meter.resident import innermost
@@ -19,14 +18,11 @@ from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.shown import Shown
 from lowtide.run.messages import limit_line
-from lowtide.trace.results import tensors_inside
-
-if TYPE_CHECKING:
-    from lowtide.report import Report
 
 
-class Handle:
+class Handle(Shown):
     """What `limit_memory` returns: the one handle of a limit.
 
     Attributes:
@@ -63,49 +59,10 @@ class Handle:
         latest = self._limiter.kinds.latest
         return latest.graph if latest is not None else None
 
-    def report(self, path: str | Path, title: str = "") -> None:
-        """Show the latest step and its plan in a file.
-
-        Args:
-            path: ``.html`` for a page, ``.png``, ``.pdf`` or ``.svg`` for a picture, ``.pickle`` for
-                PyTorch's memory viewer.
-            title: which step it is; empty for the model's class.
-
-        Raises:
-            LowtideError: no step has ended yet, or the file cannot be written.
-
-        Example:
-            >>> handle.report("page.html")  # doctest: +SKIP
-        """
-        from lowtide.report import save_report  # what draws is needed by few runs
-
-        save_report(self.make_report(title), path)
-
-    def make_report(self, title: str = "", **more: Any) -> Report:
-        """What `report` shows of the latest step and its plan, as data.
-
-        Args:
-            title: which step it is; empty for the model's class.
-            more: measurements and other arguments of `lowtide.report.make_report`.
-
-        Raises:
-            PlanError: no step has ended yet.
-        """
-        from lowtide.report import Measured, make_report
-
-        plan, graph = self.plan, self.graph
-        if plan is None or graph is None:
-            raise PlanError(
-                "there is no plan to report on yet: run a step, or call prepare(...) with its arguments"
-            )
-        more.setdefault("measured_planned", Measured(self.measured_peak_bytes))
-        return make_report(
-            graph,
-            plan,
-            title=title or f"{type(self.model).__name__}, one training step",
-            optimizer_bytes=self._limiter.planner.optimizer_bytes,
-            **more,
-        )
+    @property
+    def optimizer_bytes(self) -> int:
+        """What of `StepGraph.resident_bytes` is the optimizer's state."""
+        return self._limiter.planner.optimizer_bytes
 
     @property
     def plans(self) -> dict[StepKey, Plan]:
@@ -132,28 +89,6 @@ class Handle:
             PlanError: the limit was removed or replaced.
         """
         return self._in_force().prepare(args, kwargs).calibrated()
-
-    def prepare_all(self, steps: Iterable[Mapping[str, Any] | Sequence[Any] | Any]) -> list[Plan]:
-        """Plan for steps of several shapes, the largest first: a plan serves smaller steps, too.
-
-        Args:
-            steps: of each step, its keyword arguments (a mapping), its arguments (a tuple or list), or its
-                only argument.
-
-        Raises:
-            BudgetError: no plan fits.
-            PlanError: ``steps`` holds no steps.
-        """
-        several = isinstance(steps, Iterable) and not isinstance(steps, str)
-        expect(several, "prepare_all(steps=)", steps, "a list of steps' arguments, [x, (x, y)]")
-        calls = [
-            ((), dict(step))
-            if isinstance(step, Mapping)
-            else (tuple(step) if isinstance(step, (tuple, list)) else (step,), {})
-            for step in steps
-        ]
-        calls.sort(key=lambda call: -sum(t.numel() for t in tensors_inside(call)))
-        return [self.prepare(*args, **kwargs) for args, kwargs in calls]
 
     def set_budget(self, budget: str | int) -> None:
         """Another budget from the next step on; what was learned about steps stays.

@@ -1,0 +1,402 @@
+"""The handle of a compiled model's limit."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowtide import budget as budgets
+from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
+from lowtide.compiled.moving import stores
+from lowtide.compiled.partitioner import Partitioner, Report
+from lowtide.compiled.stood import Stood
+from lowtide.compiled.whole import UNCOMPILED, WholeStep
+from lowtide.errors import LowtideError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.meter import resident_bytes
+from lowtide.meter.resident import innermost
+from lowtide.plan.data import Offload, Plan
+from lowtide.private import (
+    captured,
+    compile_forward,
+    compile_in_place,
+    counted_apart,
+    inductor,
+    recompile_limit_hits,
+    replicate_by,
+    room_for_backends,
+    uncut_by_ddp,
+)
+from lowtide.run.limit.arguments import (
+    check_optimizer,
+    no_replicas,
+    refuse_replicas,
+    sharded_units,
+)
+from lowtide.run.limit.optimizer_need import optimizer_need
+from lowtide.run.limit.shown import Shown
+from lowtide.run.messages import Once, limit_line
+from lowtide.run.watch import StepWatch
+from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_inside
+from lowtide.trace.untouched import untouched, without_history
+from lowtide.traced import honour_regions, wishes_of
+
+_HANDLE = "_lowtide_handle"
+
+
+class CompiledHandle(Shown):
+    """What governs a compiled model, see `lowtide.compile` and `lowtide.handle_of`.
+
+    Attributes:
+        model: the model that was compiled.
+        compiled: what is called in its place: what `torch.compile` returned, the model itself where its
+            blocks are compiled, or ``None`` where its forward is called through this handle alone.
+        budget: as it was given.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        compiled: Any,
+        budget: str | int,
+        backend: str,
+        optimizer: torch.optim.Optimizer | None,
+        options: dict[str, Any],
+        how: dict[str, Any],
+        blocks: Sequence[torch.nn.Module] = (),
+        codecs: tuple[str, ...] = (),
+        tiers: tuple[Offload, ...] = (),
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        refuse_replicas(model)
+        _refuse_cuda_graphs(options)
+        budgets.check(budget)
+        honour_regions()
+        self._codecs, self._tiers = codecs, tiers
+        self.model, self.compiled, self.budget = model, compiled, budget
+        self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
+        self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
+        self._blocks, self._forward = blocks, forward
+        self._own, self._own_placed = model.forward, model.__dict__.get("forward")
+        self._whole_alone = bool(blocks)  # whether no graph is taken for a step by itself
+        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        self._removed = self._paused = False
+        self._run_plain: Callable[..., Any] | None = None
+        self._watch: StepWatch | None = None
+        self._measured: int | None = None
+        self._install()
+        if compiled is not None:
+            compiled.__dict__[_HANDLE] = self
+            compiled.__dict__["forward"] = lambda *args, **kwargs: self.run(*args, **kwargs)
+            replicate_by(compiled, no_replicas)
+
+    def __repr__(self) -> str:
+        if self._removed:
+            return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
+        return limit_line(self.model, self.budget, len(self.plans), self.plan)
+
+    # ---- what is known ---------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> list[Plan]:
+        """A plan for each kind of step, in the order in which they were seen; none before the first step has
+        ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
+        """
+        return self._report.planned + [step.plan for step in self._whole.plans.values()]
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan whose peak is the highest, or ``None`` before the first step has ended."""
+        return max(self.plans, key=lambda plan: plan.predicted_peak_bytes, default=None)
+
+    @property
+    def graph(self) -> StepGraph | None:
+        """The step graph that `plan` was made for; ``None`` where the plan came from PyTorch's cache."""
+        plan = self.plan
+        known = self._report.graphs | {one.plan.graph: one.graph for one in self._whole.plans.values()}
+        return known.get(plan.graph) if plan is not None else None
+
+    @property
+    def plannings(self) -> int:
+        """How many plans were made so far for this budget, those among them that lay beside cached code."""
+        return len(self.plans)
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Operations whose results are kept because they cannot run again, with the reason."""
+        operations = self.graph.operations if self.graph is not None else ()
+        return {one.name: one.reason for one in operations if one.reason and one.name != "outside"}
+
+    @property
+    def variants(self) -> list[int]:
+        """In how many ways each graph is cut, where a step has several graphs or calls one several times."""
+        return self._whole.variants()
+
+    @property
+    def compiles_nothing(self) -> bool:
+        """Whether a step's forward has run of which PyTorch compiled nothing, so that no budget is held."""
+        return self._whole.ran_uncompiled
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
+        ``None`` before, and where a running peak cannot be measured."""
+        return self._measured
+
+    @property
+    def predicted_peak_bytes(self) -> int | None:
+        """The most live bytes that is predicted for any step, with what stands beside it."""
+        return self.plan.predicted_peak_bytes if self.plan is not None else None
+
+    @property
+    def plain_peak_bytes(self) -> int | None:
+        """The same with nothing computed twice: `torch.compile` by itself, each buffer freed at once."""
+        return max((plan.plain_peak_bytes for plan in self.plans), default=None)
+
+    @property
+    def predicted_seconds(self) -> float | None:
+        """Forecast of a step's time, from calls timed alone."""
+        found = self.plans
+        return sum(plan.plain_seconds + plan.predicted_extra_seconds for plan in found) if found else None
+
+    @property
+    def lower_bound_seconds(self) -> float | None:
+        """No schedule of the same calls within the budget adds less to a step."""
+        return sum(plan.bound_extra_seconds for plan in self.plans) if self.plans else None
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What of the step's standing bytes is the optimizer's state."""
+        return self._standing() - resident_bytes(self.model)
+
+    # ---- what is asked for -----------------------------------------------------------------------
+
+    def set_budget(self, budget: str | int) -> None:
+        """Another budget: the next step compiles anew.
+
+        Raises:
+            BudgetError: the budget is malformed; at the next step, when no plan fits.
+            PlanError: the limit was removed or replaced.
+        """
+        budgets.check(budget)
+        self._check_in_force()
+        self.budget = budget
+        self._close()
+        self._install()
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count this optimizer's state from the next step on, in place of the one counted so far: the
+        optimizer may be made after the limit. What is compiled already compiles anew.
+
+        Args:
+            optimizer: of the model's parameters, or what a trainer has wrapped around it; ``None`` counts
+                none.
+
+        Raises:
+            PlanError: it holds none of the model's parameters, or the limit was removed or replaced.
+            BudgetError: at the next step, when no plan fits.
+        """
+        self._check_in_force()
+        check_optimizer(self.model, optimizer)
+        self._optimizer = None if optimizer is None else innermost(optimizer)
+        self._install()
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Compile and plan for a step with these arguments now: one runs, and gradients, buffers and random
+        states are put back.
+
+        Raises:
+            BudgetError: no plan fits.
+            PlanError: the limit was removed or replaced, nothing is compiled, or the model does not return
+                its loss: what stands between its graphs and the loss is part of the plan.
+        """
+        self._check_in_force()
+        known = len(self.plans)
+        with untouched([self.model]), torch.enable_grad():
+            given, named = without_history((args, kwargs))
+            result = self.run(*given, **named)
+            if self._whole.regions and loss_of(result) is None:
+                self._whole.stop()
+                raise PlanError(
+                    "prepare() cannot plan for a compiled model that does not return its loss: what the loss "
+                    "takes is part of the plan. Run a step, or compile a module that returns the loss"
+                )
+            loss = loss_to_plan_for(result, None)
+            del result
+            loss.backward()
+        if self.plan is None:
+            raise PlanError(f"there is nothing to plan for: {UNCOMPILED}")
+        return self.plans[-1] if len(self.plans) > known else self.plan
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model as `torch.compile` alone compiles it for the length of the block, to compare with; plans
+        stay.
+
+        Raises:
+            PlanError: the limit was removed or replaced.
+        """
+        self._check_in_force()
+        covered = [block.__dict__.get("_compiled_call_impl") for block in self._blocks]
+        self._run_plain = self._plainly()
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+            for block, call in zip(self._blocks, covered, strict=True):
+                block._compiled_call_impl = call
+
+    def remove(self) -> None:
+        """From the next step on the model runs as `torch.compile` alone compiles it."""
+        self._removed = True
+        self._close()
+        if self.compiled is None:
+            return
+        run = self._plainly()
+        if self._blocks and self._own_placed is None:
+            self.model.__dict__.pop("forward", None)
+        else:
+            self.compiled.__dict__["forward"] = run
+        self.compiled.__dict__.pop(_HANDLE, None)
+        replicate_by(self.compiled, None)
+
+    def _check_in_force(self) -> None:
+        if self._removed:
+            raise PlanError(
+                "this handle's limit was removed, or replaced by another one: ask lowtide.handle_of(model) "
+                "for the one in force"
+            )
+
+    def _close(self) -> None:
+        """Give back what lies in tiers as soon as no step under way needs it."""
+        if self._tiers:
+            stores().close()
+
+    # ---- compiling -------------------------------------------------------------------------------
+
+    def _standing(self) -> int:
+        standing = resident_bytes(self.model, self._optimizer)
+        if self._optimizer is None:
+            return standing
+        return max(standing, resident_bytes(self.model) + optimizer_need(self._optimizer).state_bytes)
+
+    def _backend_for(self, standing: Callable[[], int]) -> Callable[..., Any]:
+        """A backend of its own for each budget: compiled code is shared by what has the same backend.
+
+        Dynamo holds backends as long as the process lives, and they hold neither model nor handle.
+        """
+        whole, report, me = self._whole, self._report, weakref.ref(self)
+
+        def backend(module: Any, inputs: Any) -> Any:
+            self = me()
+            assert self is not None, "who calls the compiled model holds its handle"
+            whole.compiled = True
+            recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
+            if recorded or not captured.is_whole_step(module):
+                if what := given(codecs=self._codecs, tiers=self._tiers):
+                    raise PlanError(
+                        f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
+                        "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
+                    )
+                whole.mixed |= bool(report.planned)
+                return whole.backend(module, inputs)
+            ways = self._codecs, self._tiers, wishes_of(module)
+            partitioner = Partitioner(self.budget, standing, self._settings, report, *ways)
+            with whole.unseen():
+                return compile_step(module, inputs, partitioner, report)
+
+        return backend
+
+    def _install(self) -> None:
+        """From the next step on the model compiles anew, and is planned for."""
+        self._report, self._tell = Report(), Once()
+        me = weakref.ref(self)
+
+        def standing() -> int:
+            handle = me()
+            return 0 if handle is None else handle._standing()
+
+        self._whole = WholeStep(self.budget, standing, self._settings, self._device)
+        self._stood = Stood(self.model, self._optimizer, self._device, standing)
+        self._run = self._compiled_with(
+            backend=self._backend_for(standing), **{**counted_apart(), **self._how}
+        )
+
+    def _plainly(self) -> Callable[..., Any]:
+        """The model as `torch.compile` alone compiles it."""
+        how: dict[str, Any] = {**self._how, "backend": self._backend}
+        if self._backend == "inductor" and self._options:
+            how["options"] = self._options
+        return self._compiled_with(**how)
+
+    def _compiled_with(self, **how: Any) -> Callable[..., Any]:
+        """What runs the model compiled with these arguments of `torch.compile`."""
+        if self._blocks:
+            compile_in_place(self._blocks, **how)
+            return self._own
+        if self._forward is not None:
+            return compile_forward(self._forward, **how)
+        return torch.compile(self.model, **how).forward  # type: ignore[union-attr]
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward within the budget."""
+        if self._paused and self._run_plain is not None:
+            return self._run_plain(*args, **kwargs)
+        if self._whole.more_than_planned and not self._whole_alone:
+            self._whole_alone = True
+            self._install()
+        whole, watch = self._whole, self._watched(args, kwargs)
+        whole.begin((args, kwargs))
+        hits = recompile_limit_hits()
+        try:
+            with uncut_by_ddp(), room_for_backends():
+                result = self._run(*args, **kwargs)
+        except BaseException as error:
+            whole.stop()
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
+                raise inner from None
+            raise
+        whole.end(result, recompile_limit_hits() > hits)
+        if whole.ran_uncompiled and self.compiled is not None:
+            self._tell(UNCOMPILED)
+        if watch is not None:
+            watch.forward_ends(tensors_inside(result))
+        return result
+
+    def _watched(self, args: Any, kwargs: Any) -> StepWatch | None:
+        """What measures the step that begins, or goes on with another forward."""
+        if not torch.is_grad_enabled():
+            return None
+        if self._watch is None or not self._watch.pending():
+            if self._watch is not None:
+                self._watch.close()
+            stood, me = self._stood(args, kwargs), weakref.ref(self)
+
+            def ended(watch: StepWatch) -> None:
+                handle = me()
+                if handle is not None and watch.peak_bytes is not None:
+                    handle._measured = stood + watch.peak_bytes
+
+            self._watch = StepWatch(ended, self._device)
+        return self._watch
+
+
+def given(**ways: Sequence[Any]) -> str:
+    """The names of the arguments that hold something."""
+    return " and ".join(name for name, given in ways.items() if given)
+
+
+def _refuse_cuda_graphs(options: dict[str, Any]) -> None:
+    if options.get("triton.cudagraphs"):
+        raise PlanError(
+            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
+            "mode='max-autotune-no-cudagraphs' or none"
+        )

@@ -1,0 +1,151 @@
+"""A compiled model's handle has what an eager one has."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.compiled.handle import CompiledHandle
+from lowtide.meter import peak, resident_bytes
+from lowtide.run.limit.handle import Handle
+
+
+class Model(nn.Module):
+    def __init__(self, returns_loss: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)
+        )
+        self.returns_loss = returns_loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean() if self.returns_loss else x
+
+
+def limited(budget: str | int = "min", returns_loss: bool = True, **options: Any) -> tuple[Any, Any]:
+    compiled = lowtide.compile(Model(returns_loss), budget, backend="aot_eager", **options)
+    return compiled, lowtide.handle_of(compiled)
+
+
+def test_whatever_an_eager_handle_has_a_compiled_one_has() -> None:
+    names = {name for name in dir(Handle) if not name.startswith("_")}
+    assert names <= set(dir(CompiledHandle))
+
+
+@pytest.mark.parametrize("returns_loss", [True, False], ids=["one graph", "recorded"])
+def test_the_measured_peak_is_the_meters_and_the_predicted_one(returns_loss: bool) -> None:
+    compiled, handle = limited(returns_loss=returns_loss)
+    x = torch.randn(1024, 32)
+    assert handle.measured_peak_bytes is None
+    for _ in range(2):
+        compiled.zero_grad(set_to_none=True)
+        standing = resident_bytes(compiled) + x.nbytes
+        with peak("cpu") as seen:
+            compiled(x).sum().backward()
+        assert handle.measured_peak_bytes == seen.peak_bytes + standing
+    assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) <= 16
+    compiled(x).sum().backward()  # adds to gradients
+    assert handle.measured_peak_bytes > seen.peak_bytes + standing
+
+
+def test_a_compiled_step_is_reported(tmp_path: Path) -> None:
+    compiled, handle = limited()
+    with pytest.raises(lowtide.PlanError, match="no plan to report on yet"):
+        handle.report(tmp_path / "page.html")
+    compiled(torch.randn(1024, 32)).backward()
+    path = handle.report(tmp_path / "page.html")
+    assert path == tmp_path / "page.html" and "blocks" in path.read_text()
+    assert handle.graph is not None and handle.plannings == 1 and handle.kept == {}
+
+
+def test_a_pause_runs_what_torch_compile_alone_makes() -> None:
+    compiled, handle = limited()
+    x = torch.randn(1024, 32)
+    compiled(x).backward()
+    took = []
+    for _ in range(2):
+        with handle.paused():
+            compiled.zero_grad(set_to_none=True)
+            with peak("cpu") as plain:
+                compiled(x).backward()
+        compiled.zero_grad(set_to_none=True)
+        with peak("cpu") as planned:
+            compiled(x).backward()
+        took.append((plain.peak_bytes, planned.peak_bytes))
+    assert took[0] == took[1] and took[0][0] > 1.2 * took[0][1]
+
+
+def test_a_pause_of_blocks_that_are_compiled_one_by_one() -> None:
+    model = Model(returns_loss=False)
+    handle = lowtide.handle_of(lowtide.compile(model, "min", backend="aot_eager", regional=True))
+    x = torch.randn(1024, 32)
+    for _ in range(2):
+        model(x).sum().backward()
+    with handle.paused():
+        model(x).sum().backward()
+    model.zero_grad(set_to_none=True)
+    model(x).sum().backward()
+    assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) <= 0.01 * (
+        handle.plan.predicted_peak_bytes
+    )
+    handle.remove()
+    assert lowtide.handle_of(model) is None and "forward" not in model.__dict__
+    model(x).sum().backward()
+
+
+def test_prepare_plans_and_leaves_nothing() -> None:
+    compiled, handle = limited()
+    x = torch.randn(1024, 32)
+    state = torch.get_rng_state()
+    plan = handle.prepare(x)
+    assert plan.replayed and handle.plan is plan
+    assert all(p.grad is None for p in compiled.parameters()) and torch.equal(state, torch.get_rng_state())
+    plans = handle.prepare_all([x[:512], x])
+    assert len(plans) == 2
+    recorded, other = limited(returns_loss=False)
+    with pytest.raises(lowtide.PlanError, match="does not return its loss"):
+        other.prepare(x)
+    recorded(x).sum().backward()
+    assert other.plan is not None
+
+
+def test_an_optimizer_that_comes_later_counts() -> None:
+    compiled, handle = limited("100%")
+    x = torch.randn(64, 32)
+    compiled(x).backward()
+    before = handle.predicted_peak_bytes
+    handle.set_optimizer(torch.optim.AdamW(compiled.parameters()))
+    compiled.zero_grad(set_to_none=True)
+    compiled(x).backward()
+    state = 2 * sum(p.nbytes for p in compiled.parameters())
+    assert 0 <= handle.predicted_peak_bytes - before - state <= 64
+    assert handle.optimizer_bytes >= state
+    with pytest.raises(lowtide.PlanError, match="holds none"):
+        handle.set_optimizer(torch.optim.SGD([torch.ones(1)]))
+
+
+def test_a_limit_that_was_removed_is_refused() -> None:
+    compiled, handle = limited()
+    handle.remove()
+    assert "removed" in repr(handle)
+    for ask in (lambda: handle.set_budget("min"), lambda: handle.prepare(torch.ones(8, 32))):
+        with pytest.raises(lowtide.PlanError, match="was removed"):
+            ask()
+    twin = copy.deepcopy(compiled._orig_mod)
+    x = torch.randn(8, 32)
+    assert torch.equal(compiled(x), twin(x))
+
+
+def test_a_notebook_shows_it() -> None:
+    compiled, handle = limited()
+    assert "nothing planned" in handle._repr_html_()
+    compiled(torch.randn(64, 32)).backward()
+    assert "<pre>plan by policy" in handle._repr_html_()
