@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -139,6 +139,18 @@ def asks_for(budget: object) -> str:
     """
     word = budget.strip().lower() if isinstance(budget, str) else ""
     return word if word in ("min", "auto") else ""
+
+
+def one_for_all(budget: str | int | float | None, planned: Iterable[int | None]) -> int | None:
+    """The one budget of steps of several kinds, in bytes: of a share or a word the most that any was
+    ``planned`` for; ``None`` where that is not known yet.
+
+    >>> one_for_all("2KiB", []), one_for_all("60%", [600, 700]), one_for_all("min", [])
+    (2048, 700, None)
+    """
+    if budget is None or (isinstance(budget, str) and (asks_for(budget) or budget.strip().endswith("%"))):
+        return max((count for count in planned if count), default=None)
+    return parse(budget)
 
 
 def resolve(

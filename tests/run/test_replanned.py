@@ -11,6 +11,7 @@ from small_model import batch, needs_meter, small
 
 import lowtide
 from lowtide import BudgetError
+from lowtide.integrations.peaks import Peaks
 from lowtide.meter import peak, resident_bytes
 
 
@@ -46,6 +47,28 @@ def test_after_a_refusal_another_budget_is_planned_for_from_the_step_that_was_re
     model(batch()).backward()
     assert looks() == 2 and handle.plan is not None
     assert handle.measured_peak_bytes <= handle.plan.budget_bytes
+
+
+@needs_meter
+@pytest.mark.parametrize("budget", ["min", "70%", "64KiB"])
+def test_what_is_logged_as_the_budget_does_not_move_with_the_kind_of_step(budget: str) -> None:
+    model = small()
+    handle: Any = lowtide.limit_memory(model, budget, progress=False)
+    peaks = Peaks(handle)
+    assert handle.budget_bytes == (1 << 16 if budget == "64KiB" else None)
+    if budget == "64KiB":
+        return
+    own, logged = [], []
+    for adds in (False, True, True, False, True):
+        if not adds:
+            model.zero_grad()
+        model(batch()).backward()
+        own.append(handle.plan.budget_bytes)
+        logged.append(peaks.take()["memory_budget_mib"])
+    assert len(set(own)) > 1, "each kind has a plan within a budget of its own"
+    assert len(set(logged[1:])) == 1 and handle.budget_bytes == max(own)
+    handle.set_budget("90%")
+    assert handle.budget_bytes is None
 
 
 @needs_meter

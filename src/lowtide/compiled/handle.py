@@ -142,6 +142,13 @@ class CompiledHandle(Shown):
         return self._whole.ran_uncompiled
 
     @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, one for all kinds of steps: of ``"60%"``, ``"min"`` or ``"auto"`` the most
+        that any was planned for; ``None`` before.
+        """
+        return budgets.one_for_all(self.budget, (plan.budget_bytes for plan in self.plans))
+
+    @property
     def measured_peak_bytes(self) -> int | None:
         """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
         ``None`` before, and where a running peak cannot be measured."""

@@ -27,13 +27,13 @@ class Peaks:
 
     def take(self) -> dict[str, float]:
         """In MiB by name, and begin anew: ``memory_peak_mib`` as measured (where there is a meter),
-        ``memory_predicted_mib`` and ``memory_budget_mib`` of the latest plan (when there is one).
+        ``memory_predicted_mib`` of the latest plan, and ``memory_budget_mib`` of all (when there is one).
         """
         plan, highest = self._handle.plan, self._highest
         self._highest = None
         found = {
             PEAK: highest,
             "memory_predicted_mib": plan.predicted_peak_bytes if plan is not None else None,
-            "memory_budget_mib": plan.budget_bytes if plan is not None else None,
+            "memory_budget_mib": self._handle.budget_bytes if plan is not None else None,
         }
         return {name: round(count / MIB, 3) for name, count in found.items() if count is not None}

@@ -231,7 +231,7 @@ class WholeModel(Part):
         if plan is None:
             return {}
         return {
-            "budget_bytes": plan.budget_bytes,
+            "budget_bytes": self._handle.budget_bytes,
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "plain_peak_bytes": plan.plain_peak_bytes,
         }

@@ -29,7 +29,7 @@ class TrainResult:
         step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer
             step, evaluation and checkpoint included; empty where they cannot be counted. The first step
             plans. Of this process.
-        budget_bytes: of the latest plan; ``None`` without a budget.
+        budget_bytes: one for all kinds of steps, see `Handle.budget_bytes`; ``None`` without a budget.
         ranks: what every process did that is its own: its name, its peaks, what its plans were; empty for a
             process alone.
         plans: how many plans were made (one for each shape of step).

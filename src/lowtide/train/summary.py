@@ -8,21 +8,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lowtide.budget import format_bytes
+from lowtide.plan.data import Plan
 from lowtide.report import percent_text, seconds_text, terminal_picture
 from lowtide.train.compare import Comparison
 from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
 
 PICTURE_WIDTH = 96
-MEANINGS = {
-    "time, predicted": "forecast before any step, from operations timed alone",
-    "time, calibrated": "as the run's own steps took",
-    "time, measured": "the median step of either kind",
-    "time, paired": (
-        "the median of what a planned step took more than the plain one that ran right before or after it"
-    ),
-}
-"""What the rows of the table mean, where they are not alone."""
 
 
 def show(result: TrainResult, console: Console) -> None:
@@ -138,22 +130,14 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
         format_bytes(planned.peak_bytes),
         _change(planned.peak_bytes, plain.peak_bytes) if plain else "",
     )
-    times = {"time, predicted": (plan.plain_seconds, plan.predicted_extra_seconds)}
-    if plan.calibrated_plain_seconds is not None and plan.calibrated_extra_seconds is not None:
-        times["time, calibrated"] = (plan.calibrated_plain_seconds, plan.calibrated_extra_seconds)
-    for name, (base, extra) in times.items():
-        row(name, seconds_text(base), seconds_text(base + extra), _change(base + extra, base))
     row(
-        "time, measured",
+        "time",
         seconds_text(plain.seconds) if plain else unknown,
         seconds_text(planned.seconds),
-        _change(planned.seconds, plain.seconds) if plain else "",
+        percent_text(comparison.extra) if comparison.extra is not None else "",
     )
-    if comparison.extra is not None:
-        row("time, paired", "", "", percent_text(comparison.extra))
-        shown = [*times, "time, measured", "time, paired"]
-        table.caption = "; ".join(f"{name}: {MEANINGS[name]}" for name in shown)
-        table.caption_justify = "left"
+    table.caption = _of_times(plan, comparison)
+    table.caption_justify = "left"
     row("optimality gap", "", f"{seconds_text(plan.gap_seconds)}", f"{plan.gap * 100:.2f} %")
     if comparison.different is None:
         equal = "not compared"
@@ -164,6 +148,16 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
         equal = "[green]yes[/green]"
     row("bitwise equal", "", equal)
     return table
+
+
+def _of_times(plan: Plan, comparison: Comparison) -> str:
+    """What the row of times means, and what was forecast in its place."""
+    forecast, base = percent_text(plan.predicted_extra), plan.calibrated_plain_seconds
+    calibrated = ""
+    if base and plan.calibrated_extra_seconds is not None:
+        calibrated = f", {percent_text(plan.calibrated_extra_seconds / base)} as the run's own steps took"
+    paired = ", its change that of pairs, one right after the other" if comparison.extra is not None else ""
+    return f"time: the median of measured steps{paired}; {forecast} was forecast before any step{calibrated}"
 
 
 def _change(now: float, before: float) -> str:

@@ -48,6 +48,16 @@ class Handle(Shown):
         return latest.calibrated() if latest is not None else None
 
     @property
+    def budget_bytes(self) -> int | None:
+        """The budget in bytes, one for all kinds of steps: of ``"60%"``, ``"min"`` or ``"auto"`` the most
+        that any kind was planned for since it was given; ``None`` before, and without a budget. A kind's own
+        is its `Plan.budget_bytes`."""
+        planner = self._limiter.planner
+        planned = (kind.planned for kind in self._limiter.kinds.known.values())
+        in_force = (one.plan.budget_bytes for one in planned if one and one.wanted[0] == planner.changes)
+        return budgets.one_for_all(planner.budget, in_force)
+
+    @property
     def measured_peak_bytes(self) -> int | None:
         """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
         ``None`` before, and where a running peak cannot be measured."""
