@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lowtide.report import Measured, Report, save_report
-from lowtide.report.names import layer_of
+from lowtide.report.page import page_data
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None:
@@ -193,7 +193,7 @@ def test_it_says_what_the_report_says(browser: Any, file: Path, report: Report) 
     assert "activations" in peaks[0]
     assert "+25.0 % measured" in text
     assert "held:" in text
-    layers = {layer_of(row.module) for row in report.decided}
+    layers = set(page_data(report)["layers"].values())
     assert page.locator("#decided tbody tr:not(.inside)").count() == len(layers) + 1  # and their total
     page.locator("#decided .expand").first.click()
     assert page.locator("#decided tr.inside:visible").count() > 1

@@ -17,7 +17,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.plan import make
 from lowtide.plan.simulate import plain
 from lowtide.report import Measured, Report, make_report, save_report
-from lowtide.report.names import layer_of, part_of
+from lowtide.report.names import layers_of, part_of
 from lowtide.report.page import page, page_data
 from lowtide.report.report import DECISIONS, decided
 from lowtide.report.tradeoff import tradeoff
@@ -108,15 +108,47 @@ def test_a_graph_that_the_plan_was_not_made_for_is_refused() -> None:
 
 def test_modules_are_folded_into_layers_and_parts() -> None:
     names = ["model.layers.11.mlp.up", "layer1.0.conv1", "0", "lm_head", "", "encoder.h.2"]
-    assert [layer_of(name) for name in names] == [
-        "model.layers.11",
-        "layer1.0",
-        "0",
-        "lm_head",
-        "",
-        "encoder.h.2",
-    ]
-    assert [part_of(name) for name in names] == ["mlp.up", "conv1", "0", "lm_head", "", "h"]
+    layers = layers_of(names)
+    assert list(layers.values()) == ["model.layers.11", "layer1.0", "0", "lm_head", "", "encoder.h.2"]
+    parts = [part_of(name, layer) for name, layer in layers.items()]
+    assert parts == ["mlp.up", "conv1", "0", "lm_head", "", "h"]
+
+
+BLOCK = ("norm", "attn.qkv", "attn.out", "mlp.0", "mlp.2")
+EXPERTS = ("norm", *(f"experts.{k}.{part}" for k in range(3) for part in ("up", "down")))
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        # GPT-2: what stands beside the list is no part of one layer with it
+        (
+            ["transformer.wte", *(f"transformer.h.{k}.{part}" for k in (0, 1) for part in BLOCK), "lm_head"],
+            ["transformer.wte", "transformer.h.0", "transformer.h.1", "lm_head"],
+        ),
+        # Sequential(encoder, head), where the encoder is the list
+        ([*(f"0.{k}.{part}" for k in (0, 1) for part in BLOCK), "1"], ["0.0", "0.1", "1"]),
+        # stages, of which the first has a block without dropped paths
+        (
+            [f"stages.{k}.blocks.{n}.{part}" for k in (0, 1) for n in (0, 1) for part in BLOCK[k + n == 0 :]],
+            ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"],
+        ),
+        # experts, and lists of operations, are inside a layer
+        (
+            ["layers.0.mlp", "layers.0.norm", *(f"layers.{k}.{part}" for k in (1, 2) for part in EXPERTS)],
+            ["layers.0", "layers.1", "layers.2"],
+        ),
+        ([f"layers.0.{part}" for part in EXPERTS], ["layers.0"]),
+        # T5
+        (
+            [f"encoder.block.{k}.layer.{part}" for k in (0, 1) for part in ("0.attn.q", "0.norm", "1.ff")],
+            ["encoder.block.0", "encoder.block.1"],
+        ),
+    ],
+    ids=["beside a list", "a list in a list", "stages", "experts", "one layer of experts", "t5"],
+)
+def test_layers_are_those_of_the_model(names: list[str], expected: list[str]) -> None:
+    assert list(dict.fromkeys(layers_of(names).values())) == expected
 
 
 def test_the_page_loads_nothing_and_holds_everything(report: Report) -> None:

@@ -188,7 +188,7 @@ def test_a_budget_below_what_scopes_take_is_met_where_keeping_more_does(same: An
 
 def test_the_smallest_budget_of_a_refusal_works_with_scopes() -> None:
     with pytest.raises(BudgetError) as refused:
-        steps(one_block, 1)
+        steps(one_block, "20KiB")
     smallest = refused.value.smallest_bytes
     assert smallest is not None
     with warnings.catch_warnings():

@@ -12,7 +12,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Protocol
 
-from lowtide.report.names import layer_of, part_of
+from lowtide.report.names import layers_of, part_of
 from lowtide.version import __version__
 
 _SCRIPTS = ("step.js", "tables.js", "charts.js", "main.js")
@@ -48,11 +48,12 @@ def page_data(report: Pageable) -> dict[str, Any]:
     data = report.to_json()
     texts = data["texts"]
     named = sorted({label[1] for label in data["labels"]})
-    layers, parts = [layer_of(text) for text in texts], [part_of(text) for text in texts]
+    layers = layers_of({texts[module] for module in named} | {row.module for row in report.decided})
+    of_label = {module: layers[texts[module]] for module in named}
     return {
         **data,
-        "modules": {module: [layers[module], parts[module]] for module in named},
-        "layers": {row.module: layer_of(row.module) for row in report.decided},
+        "modules": {module: [layer, part_of(texts[module], layer)] for module, layer in of_label.items()},
+        "layers": {row.module: layers[row.module] for row in report.decided},
     }
 
 

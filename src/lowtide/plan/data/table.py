@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from lowtide.budget import format_bytes
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleRow:
@@ -39,25 +41,47 @@ def format_seconds(seconds: float) -> str:
 
 
 def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:
-    """Rows with equal bytes and replays whose names differ in one number only become one: ``h.0-11.attn``.
+    """Rows with equal bytes and replays whose names differ in one number only become one: ``h.0-11.attn``,
+    ``stages.1.blocks.0-5.norm``. Rows of one kind of layer stand together, where the model has it first.
 
     Of folded rows, bytes, operations and seconds are sums.
     """
-    groups: dict[tuple[str, int, int, int], list[tuple[int, ModuleRow]]] = {}
+    place: dict[str, int] = {}  # of alike rows of the members of a list
     for row in rows:
-        match = re.search(r"(?<![^.])\d+(?![^.])", row.module)
-        number = int(match.group()) if match else -1
-        pattern = row.module[: match.start()] + "#" + row.module[match.end() :] if match else row.module
-        groups.setdefault((pattern, row.saved_bytes, row.kept_bytes, row.replayed_operations), []).append(
-            (number, row)
-        )
-    folded: list[ModuleRow] = []
-    for (pattern, *_), members in groups.items():
-        name = (
-            pattern if members[0][0] < 0 else pattern.replace("#", ranges(sorted(n for n, _ in members)), 1)
-        )
-        folded.append(_total(name, [row for _, row in members]))
-    return folded
+        place.setdefault(_of_any_member(row.module), len(place))
+    left, folded = list(rows), list[tuple[int, ModuleRow]]()
+    for position in range(max((len(_NUMBER.findall(row.module)) for row in rows), default=0)):
+        groups: dict[tuple[str, int, int, int], list[tuple[int, ModuleRow]]] = {}
+        for row in left:
+            number, pattern = _without(row.module, position)
+            key = (pattern, row.saved_bytes, row.kept_bytes, row.replayed_operations)
+            groups.setdefault(key, []).append((number, row))
+        left = [members[0][1] for members in groups.values() if len(members) == 1]
+        for (pattern, *_), members in groups.items():
+            if len(members) > 1:
+                name = pattern.replace("#", ranges(sorted(number for number, _ in members)), 1)
+                of_first = place[_of_any_member(members[0][1].module)]
+                folded.append((of_first, _total(name, [row for _, row in members])))
+    folded += [(place[_of_any_member(row.module)], row) for row in left]
+    order = {row.module: at for at, row in enumerate(rows)}
+    first = {id(row): order.get(row.module, -1) for _, row in folded}
+    return [row for _, row in sorted(folded, key=lambda one: (one[0], first[id(one[1])]))]
+
+
+def _without(module: str, position: int) -> tuple[int, str]:
+    """A number in a module's name, and the name with ``#`` in its place; -1 and the name where it has none
+    there. Past the first, only a number with something behind it: ``mlp.0`` and ``mlp.2`` are two things.
+    """
+    found = list(_NUMBER.finditer(module))[position : position + 1]
+    if not found or (position and found[0].end() == len(module)):
+        return -1, module
+    return int(found[0].group()), module[: found[0].start()] + "#" + module[found[0].end() :]
+
+
+def _of_any_member(module: str) -> str:
+    """A module's name with ``#`` for the last number that has something behind it."""
+    found = [match for match in _NUMBER.finditer(module) if match.end() < len(module)]
+    return module[: found[-1].start()] + "#" + module[found[-1].end() :] if found else module
 
 
 def _total(name: str, rows: Sequence[ModuleRow]) -> ModuleRow:
