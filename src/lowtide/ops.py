@@ -306,16 +306,21 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     wrapper, or without memory (on the meta device, or zeros that autograd stands for)."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
         return False
+    if type(tensor) in _PLAIN:
+        return not (tensor.is_meta or private.is_zero_tensor(tensor))
     if tensor.is_meta and not isinstance(tensor, private.FakeTensor):
         return False
     return not private.is_zero_tensor(tensor) and not is_wrapper(tensor) and not _is_hollow(tensor)
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
     """Whether the tensor is of a subclass that answers every operation itself and has no memory under it
     (`torch.masked`).
     """
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, private.FakeTensor):
+    if type(tensor) in _PLAIN or isinstance(tensor, private.FakeTensor):
         return False
     return private.answers_itself(tensor)
 

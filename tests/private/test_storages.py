@@ -259,3 +259,12 @@ def test_version() -> None:
     with torch.inference_mode():
         made = torch.zeros(1).add_(1)
     assert (private.version(tensor), private.version(made)) == (1, 0)
+
+
+def test_the_address_of_a_storage_leaves_a_lazy_clone_shared() -> None:
+    x = torch.arange(8.0)
+    other = private.lazy_clone(x)
+    assert private.knows_storage_data()
+    assert private.storage_data(x) == private.storage_data(x[3:]) == private.storage_data(other)
+    other.add_(1)
+    assert private.storage_data(x) != private.storage_data(other)

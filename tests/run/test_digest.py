@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import lowtide
 from lowtide.interception import unseen
-from lowtide.run.digest import digest
+from lowtide.run import digest as module
+from lowtide.run.digest import digest, same_bytes
 
 SIZES = [2, 7, 64, 255, 256, 257, 258, 300, 1000, 1024, 4096, 10_007]
 """In words of eight bytes: below, at and above where tables are summed."""
@@ -134,3 +135,19 @@ def test_a_digest_is_a_number_below_autograd_and_above() -> None:
     with unseen(), torch.no_grad():
         below = of(tensor)
     assert of(tensor.detach()) == below and isinstance(below, int)
+
+
+def test_the_compiled_half_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    if module._compiled() is None:
+        pytest.skip("there is no C++ compiler")
+    for size in (0, 1, 7, 8, 9, 63, 2047, 2048, 2049, 2056, 2063, 3000, 65_537):
+        bytes_ = torch.randint(-128, 128, (size,), dtype=torch.int8)
+        other = bytes_.clone()
+        if size:
+            other[-1] += 1
+        for extent in {size, max(0, size - 3)}:
+            compiled = digest(bytes_, extent)
+            with monkeypatch.context() as without:
+                without.setattr(module, "_compiled", lambda: None)
+                assert digest(bytes_, extent) == compiled
+        assert same_bytes(bytes_, bytes_.clone()) and same_bytes(bytes_, other) is (size == 0)

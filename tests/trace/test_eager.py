@@ -15,7 +15,7 @@ from lowtide import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
 from lowtide.plan.simulate import Simulator, plain
-from lowtide.trace.eager import StepTracer
+from lowtide.trace.eager import StepTracer, _Cost
 
 torch.set_num_threads(1)
 N = 16
@@ -428,10 +428,10 @@ def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> N
         (torch.ops._c10d_functional.reduce_scatter_tensor.default, 256),
         (torch.ops.aten.mm.default, 0),  # what is left of another operation is counted elsewhere
     ):
-        tracer = StepTracer(None, torch.device("cpu"))
+        tracer, cost = StepTracer(None, torch.device("cpu")), _Cost(is_collective="c10d" in str(func))
         for last in (False, True):
-            tracer.measured((func, (), ()), lambda last=last: call(last))
-        assert max(tracer._scratch[func, (), ()]) == expected
+            tracer.measured(cost, lambda last=last: call(last))
+        assert cost.scratch_bytes == expected
         held.clear()
 
 
@@ -474,3 +474,27 @@ def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None
             checked += len(near)
             assert near and all(place[operation.index] < ends[s.id] <= released[s.id] for s in near)
     assert checked >= 2
+
+
+def test_a_few_runs_of_what_costs_the_same_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of thousands of equal operations is not slowed down by thousands of meters."""
+    opened = 0
+    peak = lowtide.trace.eager.peak
+
+    def counted(*args: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return peak(*args)
+
+    monkeypatch.setattr("lowtide.trace.eager.peak", counted)
+    weight = torch.ones(16, requires_grad=True)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(60):
+            x = torch.sin(x * weight)
+        return x.sum()
+
+    graph = lowtide.trace(chain, torch.ones(4, 16))
+    kinds = {op.name for op in graph.operations}
+    assert len(graph.operations) > 200 and opened <= 15 * len(kinds)
+    assert len({op.seconds for op in graph.operations if op.name == "aten.sin.default"}) == 1

@@ -23,6 +23,19 @@ is made for it.
 """
 
 
+def knows_storage_data() -> bool:
+    """Whether `storage_data` can be asked."""
+    return hasattr(torch._C, "_data_address")
+
+
+def storage_data(tensor: torch.Tensor) -> int:
+    """The address of the first byte of the tensor's storage, to be read only: the bytes of a lazy clone stay
+    shared.
+    """
+    address: int = torch._C._data_address(tensor)  # type: ignore[attr-defined]
+    return address
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place; tensors made in inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version

@@ -10,7 +10,6 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +30,8 @@ HIDDEN = "it was made by code that the dispatcher does not see"
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
+_RUNS = 5
+"""So many runs of what costs the same are measured; more of them say little more."""
 _TIDY_SECONDS = 0.1
 """At most so long a look waits for the threads of one collective to let go of its buffers."""
 _ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
@@ -47,6 +48,7 @@ class StepTracer(Tracer, Interceptor):
         asks: whether the forward asked for values, which may change what it does from step to step.
         others: limited models whose forward ran within this step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
+        call: the one that is passed on to the recorder, or ``None``: it holds tensors.
         before_write: called with the tensors that an operation outside the planned region is about to
             overwrite.
         opaque: how many compiled submodules are being run.
@@ -61,12 +63,12 @@ class StepTracer(Tracer, Interceptor):
         self._reentrant_calls: set[Any] = set()
         self.before_write: Callable[[list[torch.Tensor]], None] = lambda written: None
         self.opaque = 0
+        self.call: Call | None = None
         self.clock = Clock(device)
         # Bytes come and go in the memory of the step's device: its own meter reads them.
         self._meters = measurable(device)
-        self._seconds: dict[Any, list[Callable[[], float]]] = defaultdict(list)
-        self._scratch: dict[Any, list[int]] = defaultdict(list)
-        self._cost: Any = None  # of the operation at hand
+        self._costs: dict[Any, _Cost] = {}
+        self._cost = _Cost()  # of the operation at hand
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
         self._nodes: list[Any] = []  # for each operation, the autograd node whose turn it was
         self._newest = -1  # the newest operation
@@ -88,11 +90,20 @@ class StepTracer(Tracer, Interceptor):
         if around is not None and around not in self._checkpoint_calls:
             self._checkpoint_calls.add(around)
             self.checkpoints += 1
-        self._cost = cost = _cost_key(call.func, call.args, call.kwargs)
+        key = _cost_key(call.info.name, call.args, call.kwargs)
+        cost = self._costs.get(key)
+        if cost is None:
+            is_collective = _is_functional_collective(call.func) and not call.info.written
+            cost = self._costs[key] = _Cost(is_collective)
+        self._cost = cost
         if private.in_backward() or not self.in_region:
             result = apart(call.func, call.args, call.kwargs, lambda run: self.measured(cost, run))
         else:
-            result = proceed(call.func, call.args, call.kwargs)
+            self.call = call
+            try:
+                result = proceed(call.func, call.args, call.kwargs)
+            finally:
+                self.call = None
         self._cost = cost
         return result
 
@@ -174,11 +185,12 @@ class StepTracer(Tracer, Interceptor):
         key = private.storage_key(tensor)
         if not self.opaque or producer is not None or key in self._known or key in self._names:
             return super()._storage_of(tensor, producer)
-        index = self._add_operation(HIDDEN, (), HIDDEN)
-        self._nodes.append(None)
-        self.signatures.append((HIDDEN, index))
+        index = len(self.operations)
         number = super()._storage_of(tensor, index)
-        self._writes(index, self._current[number])
+        self._add_operation(HIDDEN, (), [self._current[number]], HIDDEN)
+        self._nodes.append(None)
+        self.signatures.append(self._costs.setdefault((HIDDEN, index), _Cost()))
+        self.event("op", index)
         return number
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
@@ -188,7 +200,7 @@ class StepTracer(Tracer, Interceptor):
         first = len(self.operations)
         self.opaque += 1
         try:
-            result = self.measured((HIDDEN, first), call)
+            result = self.measured(self._costs.setdefault((HIDDEN, first), _Cost()), call)
             for tensor in tensors_inside(result):
                 self.value_of(tensor)
         finally:
@@ -197,32 +209,57 @@ class StepTracer(Tracer, Interceptor):
 
     # ---- costs -----------------------------------------------------------------------------------
 
-    def measured(self, cost: Any, call: Callable[[], Any]) -> Any:
-        """What ``call`` returns; its seconds and scratch count for the operations of the kind ``cost``."""
+    def measured(self, cost: _Cost, call: Callable[[], Any], warm: bool = True) -> Any:
+        """What ``call`` returns; its seconds and scratch count for the operations of the kind ``cost``, of
+        which a few are enough.
+        """
+        runs = cost.warm if warm else cost.cold
+        if len(runs) >= _RUNS and not cost.is_collective:
+            return call()
         if not self._meters:
             result, seconds = self.clock.time(call)
         else:
             with peak(self.device) as seen:
                 result, seconds = self.clock.time(call)
                 left = max(0, seen.live_bytes)
-                if self.device.type == "cpu" and _is_collective(cost):  # Gloo's threads; NCCL has streams
+                if self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
                     left = sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
-            self._scratch[cost].append(max(0, seen.peak_bytes - left))
-        self._seconds[cost].append(seconds)
+            cost.scratch_bytes = max(cost.scratch_bytes, seen.peak_bytes - left)
+        runs.append(seconds)
         return result
 
     def measured_run(self, call: Callable[[], Any], warm: bool) -> Any:
         """Measure a run of the forward operation at hand: a second, warm one, which verifies that it
         reproduces, or the first, for those that have no second one.
         """
-        return self.measured(self._cost if warm else (self._cost, "cold"), call)
+        return self.measured(self._cost, call, warm)
 
-    def cost_of(self, signature: Any) -> tuple[float, int]:
+    def cost_of(self, signature: _Cost) -> tuple[float, int]:
         """The median of the warm runs, cold ones where there are none, and the most scratch."""
-        runs = self._seconds[signature] or self._seconds[signature, "cold"]
-        scratch = self._scratch[signature] + self._scratch[signature, "cold"]
-        return statistics.median(read() for read in runs) if runs else 0.0, max(scratch, default=0)
+        runs = signature.warm or signature.cold
+        return statistics.median(read() for read in runs) if runs else 0.0, signature.scratch_bytes
+
+
+class _Cost:
+    """What was measured of calls that cost the same.
+
+    Attributes:
+        is_collective: they return what a collective made.
+        warm, cold: read the seconds of runs; cold ones are the first of operations that run twice.
+        scratch_bytes: the most of any run.
+    """
+
+    __slots__ = ("cold", "is_collective", "scratch_bytes", "warm")
+
+    def __init__(self, is_collective: bool = False) -> None:
+        self.is_collective, self.scratch_bytes = is_collective, 0
+        self.warm: list[Callable[[], float]] = []
+        self.cold: list[Callable[[], float]] = []
+
+
+def _is_functional_collective(func: Any) -> bool:
+    return getattr(func, "namespace", "") == "_c10d_functional"
 
 
 def apart(
@@ -233,7 +270,7 @@ def apart(
     The threads that carry out a collective hold its buffers until they have tidied up, so only copies let the
     step's own tensors end where the program lets go of them.
     """
-    if getattr(func, "namespace", "") != "_c10d_functional" or op_info(func).waits:
+    if not _is_functional_collective(func) or op_info(func).waits:
         return run(lambda: proceed(func, args, kwargs))
     copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -259,17 +296,11 @@ def _waited_for(result: Any) -> Any:
     return private.tree_map_only(torch.Tensor, private.wait_for_collective, result)
 
 
-def _cost_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cost_key(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What calls share that take equally long: the overload, and the shapes, strides and types of its
     arguments.
     """
-    return (func, tuple(map(_form, args)), tuple((name, _form(item)) for name, item in kwargs.items()))
-
-
-def _is_collective(cost: Any) -> bool:
-    """Whether a kind of operation returns what a collective made."""
-    func = cost[0][0] if cost[1] == "cold" else cost[0]
-    return getattr(func, "namespace", "") == "_c10d_functional" and not op_info(func).written
+    return (name, tuple(map(_form, args)), tuple((item, _form(kwargs[item])) for item in kwargs))
 
 
 def _await_threads(seen: Peak, left: int) -> None:
@@ -283,11 +314,13 @@ def _await_threads(seen: Peak, left: int) -> None:
 
 def _form(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
+        if item.layout is torch.strided and not item.is_nested:
+            return (item.shape, item.dtype, item.stride())
         if item.is_nested and item.layout is torch.strided:  # it has no shape, and PyTorch aborts where asked
             return (item.numel(), item.dtype)
         if item.layout is torch.sparse_coo:  # one that is not coalesced is sorted first, in a copy
             return (item.shape, item.dtype, private.stored_elements(item), item.is_coalesced())
-        return (item.shape, item.dtype, item.stride() if item.layout is torch.strided else None)
+        return (item.shape, item.dtype, None)
     if isinstance(item, (tuple, list)):
         return tuple(map(_form, item))
     return item if isinstance(item, (int, float, bool, str, torch.dtype)) else type(item)

@@ -9,7 +9,7 @@ itself needs each. An in-place write makes a new version of the value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -183,8 +183,12 @@ class Tracer:
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now."""
-        found = self._handed_out.get(private.storage_key(tensor))
-        return found[0] if found is not None else self._current[self._storage_of(tensor)]
+        key = private.storage_key(tensor)
+        found = self._handed_out.get(key)
+        if found is not None:
+            return found[0]
+        known = self._known.get(key)
+        return self._current[self._storage_of(tensor) if known is None else known[0]]
 
     def known(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage, if it has been seen."""
@@ -248,31 +252,43 @@ class Tracer:
         if not fresh and not call.written:
             return result
         reason = call.info.reason or unfollowed or self._unsafe(call.info, bool(outputs))
-        index = self._add_operation(call.info.name, reads, reason, call.draws())
-        if wanted:
-            self.operations[index] = replace(self.operations[index], region=self._regions)
-        elif wanted is not None:
-            self._kept_by_scopes.add(index)
-        self.noted(call, index, fresh)
+        index = len(self.operations)
         new = [tensor for tensor in fresh if self.known(tensor) is None]
         writes = [self._current[self._storage_of(tensor, producer=index)] for tensor in new]
         writes += [self._new_value(self._storage_of(tensor), index, tensor) for tensor in call.written]
-        self._writes(index, *writes)
+        self._add_operation(call.info.name, reads, writes, reason, call.draws(), wanted)
+        self.noted(call, index, fresh)
+        self.event("op", index)
         return result
 
-    def _add_operation(self, name: str, reads: tuple[int, ...], reason: str, random: bool = False) -> int:
+    def _add_operation(
+        self,
+        name: str,
+        reads: tuple[int, ...],
+        writes: Iterable[int],
+        reason: str,
+        random: bool = False,
+        wanted: bool | None = None,
+    ) -> None:
+        """Append an operation; ``wanted`` is what the scope around it says, as of its director's `evicts`."""
         index, phase = len(self.operations), self._phase
-        source = calling_line() if phase == "forward" else ""
+        if wanted is False:
+            self._kept_by_scopes.add(index)
         self.operations.append(
-            Operation(index, name, reads, (), phase, self.module, random, not reason, reason, source=source)
+            Operation(
+                index,
+                name,
+                reads,
+                tuple(dict.fromkeys(writes)),
+                phase,
+                self.module,
+                random,
+                not reason,
+                reason,
+                source=calling_line() if phase == "forward" else "",
+                region=self._regions if wanted else None,
+            )
         )
-        return index
-
-    def _writes(self, index: int, *values: int) -> None:
-        """The operation has run, and written these."""
-        writes = tuple(dict.fromkeys(values))
-        self.operations[index] = replace(self.operations[index], writes=writes)
-        self.event("op", index)
 
     @property
     def _phase(self) -> Literal["forward", "backward"]:

@@ -21,7 +21,7 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
-from lowtide.ops import enter
+from lowtide.ops import Call, enter
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Evicted, Kept, unpack
@@ -305,6 +305,11 @@ class _LittleMemory(Recorder):
 
     def _second_run(self, call: Callable[[], Any]) -> Any:
         return self._tracer.measured_run(call, warm=True)
+
+    def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The tracer's, which has passed the operation on."""
+        call = self._tracer.call
+        return call if call is not None and call.args is args else super()._call_of(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return apart(func, args, kwargs, lambda run: self._tracer.measured_run(run, warm=False))

@@ -118,7 +118,7 @@ class Recorder(Interceptor):
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
         self._wanted = self.director.evicts(func, args, kwargs)
-        call = Call(func, args, kwargs)
+        call = self._call_of(func, args, kwargs)
         node, overwritten = self._prepare(call), call.overwritten
         before = [(t, copied(t)) for t in overwritten] if self.verify and node is not None else []
         self._copy_on_write(overwritten)
@@ -149,6 +149,10 @@ class Recorder(Interceptor):
                 return result
         self._link(node, call, fresh, flat, stays)
         return result
+
+    def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """What the call does to its tensors."""
+        return Call(func, args, kwargs)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return proceed(func, args, kwargs)

@@ -72,11 +72,11 @@ def why_not_reproduced(
         before: each tensor that it overwrote, with a copy from before.
         around: makes the call of the second run, to measure it.
     """
-    copies = {id(tensor): copy for tensor, copy in before}
+    args, kwargs = list(call.args), call.kwargs
     try:
-        args, kwargs = private.tree_map_only(
-            torch.Tensor, lambda t: copies.get(id(t), t), (list(call.args), call.kwargs)
-        )
+        if before:
+            copies = {id(tensor): copy for tensor, copy in before}
+            args, kwargs = private.tree_map_only(torch.Tensor, lambda t: copies.get(id(t), t), (args, kwargs))
         with private.replaying():
             again = flat_results(around(lambda: run_again(node, args, kwargs)))
     except RuntimeError as error:
