@@ -14,16 +14,16 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import private, writes
 from lowtide.native import extension
-from lowtide.ops import operation_named, returns_views
+from lowtide.ops import has_plain_storage, op_info, operation_named, returns_views, written_tensors
 
 _KEY = "Fake"
 _STATE = "lowtide.interception"
@@ -121,6 +121,7 @@ def settle() -> None:
     thread = _known_thread()
     if thread is not None and not thread.active and thread.level < 0:
         _include(_KEY, False)
+    writes.settle()
 
 
 def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -140,18 +141,22 @@ def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 class unseen:
-    """A context: operations in the block pass by every interceptor, without Python."""
+    """A context: operations in the block pass by every interceptor and `lowtide.writes`, without Python."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_writes")
 
     def __enter__(self) -> None:
-        self._before = _included(_KEY)
+        self._before, self._writes = _included(_KEY), _included(writes.KEY)
         if self._before:
             _include(_KEY, False)
+        if self._writes:
+            _include(writes.KEY, False)
 
     def __exit__(self, *_: object) -> None:
         if self._before and interceptors():
             _include(_KEY, True)
+        if self._writes and writes.any_watched():
+            _include(writes.KEY, True)
 
 
 @contextmanager
@@ -202,9 +207,7 @@ class _Kernel:
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         func = self.func
         if func is None:
-            # the dispatcher's name is aten::add.Tensor, or aten::relu where the overload has none
-            name = self.name.replace("::", ".") + ("" if "." in self.name else ".default")
-            func = self.func = operation_named(name)
+            func = self.func = _overload(self.name)
         thread = _known_thread()
         if (
             thread is None
@@ -223,6 +226,34 @@ class _Kernel:
             thread.level = -1
             if thread.active:
                 _include(_KEY, True)
+
+
+def _overload(name: str) -> Any:
+    """The overload of a dispatcher's name: aten::add.Tensor, or aten::relu where it has none."""
+    return operation_named(name.replace("::", ".") + ("" if "." in name else ".default"))
+
+
+class _Writes:
+    """What stands at the key of `lowtide.writes` for one overload that writes, without a compiler."""
+
+    __slots__ = ("func", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.func: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        func = self.func
+        if func is None:
+            func = self.func = _overload(self.name)
+        _include(writes.KEY, False)
+        try:
+            written = written_tensors(op_info(func), args, kwargs)
+            writes.before_write(filter(has_plain_storage, written), self.name)
+            return func(*args, **kwargs)
+        finally:
+            if writes.any_watched():
+                _include(writes.KEY, True)
 
 
 def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -268,11 +299,13 @@ class _Registered:
 
     def __init__(self) -> None:
         self.fallback = private.kernel_library("_")
-        self.fallback.fallback(_KEY, torch.library.fallthrough_kernel, False)
+        for key in (_KEY, writes.KEY):
+            self.fallback.fallback(key, torch.library.fallthrough_kernel, False)
         self.libraries: dict[str, Any] = {}
         self.known: set[str] = set()
         self.definitions: tuple[Any, ...] = ()
         self.native: Any = extension(_RECORDER, "lowtide_recorder")
+        writes.serve(self.native)
 
 
 _LOCK = threading.RLock()
@@ -305,12 +338,13 @@ def _register() -> None:
     if registered.definitions == definitions:
         return
     registered.definitions, libraries = definitions, registered.libraries
-    private.let_higher_order_operators_pass(_KEY)
+    for key in (_KEY, writes.KEY):
+        private.let_higher_order_operators_pass(key)
     new = set(private.all_operation_names()) - registered.known
     if not new:
         return
     registered.known |= new
-    views = _views()
+    views, mutable = _views(), _named(lambda schema: schema.is_mutable)
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
         if name in views or is_made_of_others(name):
@@ -321,6 +355,8 @@ def _register() -> None:
             libraries[namespace] = private.kernel_library(namespace)
         key = _KEY if registered.native is None else _PYTHON_KEY
         libraries[namespace].impl(rest, key, _Kernel(name), True)
+        if registered.native is None and name in mutable:
+            libraries[namespace].impl(rest, writes.KEY, _Writes(name), False)
     if registered.native is not None:
         registered.native.let_in(ours)
 
@@ -335,8 +371,13 @@ def is_made_of_others(name: str) -> bool:
 
 def _views() -> set[str]:
     """The overloads whose results are views of their arguments."""
+    return _named(returns_views)
+
+
+def _named(wanted: Callable[[Any], bool]) -> set[str]:
+    """The overloads whose schemas are ``wanted``."""
     return {
         schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         for schema in private.all_schemas()
-        if returns_views(schema)
+        if wanted(schema)
     }

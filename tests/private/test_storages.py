@@ -268,3 +268,18 @@ def test_the_address_of_a_storage_leaves_a_lazy_clone_shared() -> None:
     assert private.storage_data(x) == private.storage_data(x[3:]) == private.storage_data(other)
     other.add_(1)
     assert private.storage_data(x) != private.storage_data(other)
+
+
+def test_before_storage_resizes_tells_each_resize_in_python() -> None:
+    told: list[tuple[int, int, int]] = []
+    ends = private.before_storage_resizes(
+        lambda storage, nbytes: told.append((private.storage_address(storage), storage.nbytes(), nbytes))
+    )
+    x = torch.ones(4)
+    key = private.storage_key(x)
+    x.untyped_storage().resize_(0)
+    x.storage().resize_(2)  # a typed storage counts elements
+    assert told == [(key, 16, 0), (key, 0, 8)]
+    ends()
+    x.untyped_storage().resize_(4)
+    assert len(told) == 2 and x.untyped_storage().nbytes() == 4

@@ -17,7 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
-from lowtide.run.record.verify import on_a_copy
+from lowtide.run.digest import on_a_copy
 
 needs_meter = pytest.mark.skipif(not meter.available(), reason="needs the counting allocator: a C++ compiler")
 

@@ -95,6 +95,7 @@ from lowtide.private.measuring import (
 )
 from lowtide.private.storages import (
     base_of,
+    before_storage_resizes,
     borrowed_storage,
     carried,
     conjugated,

@@ -64,6 +64,30 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()
 
 
+_UNTYPED = torch.UntypedStorage
+_RESIZE = _UNTYPED.resize_
+_TOLD: list[Callable[[torch.UntypedStorage, int], None]] = []
+
+
+def _resize(self: torch.UntypedStorage, size: int) -> Any:
+    for tell in tuple(_TOLD):
+        tell(self, size)
+    return _RESIZE(self, size)
+
+
+def before_storage_resizes(tell: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
+    """Call ``tell`` before Python resizes a storage, with the storage and its new size in bytes; what this
+    returns ends that.
+
+    ``storage.resize_`` is no operation, so nobody else sees it. Resizes of tensors (``tensor.resize_``) are
+    operations and are not told.
+    """
+    if _UNTYPED.resize_ is not _resize:
+        _UNTYPED.resize_ = _resize  # pyright: ignore
+    _TOLD.append(tell)
+    return lambda: _TOLD.remove(tell) if tell in _TOLD else None
+
+
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage that shares the version counter and has no autograd history; works below
     autograd, too.

@@ -49,8 +49,6 @@ class StepTracer(Tracer, Interceptor):
         others: limited models whose forward ran within this step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         call: the one that is passed on to the recorder, or ``None``: it holds tensors.
-        before_write: called with the tensors that an operation outside the planned region is about to
-            overwrite.
         opaque: how many compiled submodules are being run.
     """
 
@@ -61,7 +59,6 @@ class StepTracer(Tracer, Interceptor):
         self.checkpoints = 0
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
-        self.before_write: Callable[[list[torch.Tensor]], None] = lambda written: None
         self.opaque = 0
         self.call: Call | None = None
         self.clock = Clock(device)
@@ -83,8 +80,6 @@ class StepTracer(Tracer, Interceptor):
 
     def run(self, call: Call) -> Any:
         """In the forward the recorder runs it, and measures that."""
-        if not self.in_region and (overwritten := call.overwritten):
-            self.before_write(overwritten)
         self.asks |= self.in_region and call.info.name in _ASKS
         around = private.torch_checkpoint() if self.in_region else None
         if around is not None and around not in self._checkpoint_calls:

@@ -24,7 +24,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.interception import alone, interceptors
+from lowtide.interception import alone, interceptors, settle
 from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
@@ -230,6 +230,7 @@ class Limiter:
 
     def _finish_previous(self) -> None:
         """Finish this thread's previous step, whose graph its caller may have kept."""
+        settle()
         if self.local.look is not None:
             look, kind = self.local.look
             if look.ended:  # it was finished on the thread that ran backward

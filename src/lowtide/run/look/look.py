@@ -23,11 +23,11 @@ from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
 from lowtide.ops import Call, enter
 from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.digest import on_a_copy
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Evicted, Kept, unpack
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue
-from lowtide.run.record.verify import on_a_copy
 from lowtide.run.watch import StepWatch
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
@@ -64,7 +64,6 @@ class Look:
     ) -> None:
         self.tracer = StepTracer(model, device)
         self.recorder = _LittleMemory(self, verify)
-        self.tracer.before_write = self.recorder.copy_before_write
         self.verified = verify
         self.began = time.perf_counter()
         self._on_end = on_end
@@ -344,20 +343,14 @@ class _LittleMemory(Recorder):
         self._evicted.clear()
         self._evicted_bytes = 0
 
+    def close(self) -> None:
+        """As the recorder's."""
+        self._watch()
+        super().close()
+
     def at_block(self, *_: Any) -> None:
         """A block begins or has ended."""
         self.boundary()
-
-    def copy_before_write(self, written: list[torch.Tensor]) -> None:
-        """Copy what replays start from before it is overwritten, by another forward for instance.
-
-        Not in backward: a write there refills sharded weights (FSDP), whose storages were empty before.
-        """
-        if private.in_backward():
-            return
-        self._copy_on_write(written)
-        for tensor in written:
-            self._held.pop(private.storage_key(tensor), None)
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
         super()._copy_on_write([tensor for tensor in written if not self._tracer.made(tensor)])

@@ -15,6 +15,7 @@ from lowtide.run.digest import digest
 from lowtide.run.move import TransferEngine
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.tape import Ref
+from lowtide.writes import Watch
 
 AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 """Makes the call that brings an evicted tensor back."""
@@ -46,7 +47,7 @@ class Kept:
 class Evicted:
     """A saved tensor that is evicted, and brought back when autograd unpacks it."""
 
-    __slots__ = ("around", "asked", "digest", "mover", "ref", "version", "witness")
+    __slots__ = ("around", "asked", "digest", "mover", "ref", "starts", "version", "witness")
 
     def __init__(
         self,
@@ -55,8 +56,10 @@ class Evicted:
         checked: int | None,
         around: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
+        starts: Watch | None = None,
     ) -> None:
         self.mover = mover
+        self.starts = starts  # it watches what replays start from while any tensor is evicted
         self.ref = ref
         self.asked = True  # no reader before the constructor has succeeded
         self.witness = private.version_witness(tensor)

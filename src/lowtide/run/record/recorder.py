@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import private, writes
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import Call, OpInfo, covers_storage, enter, has_plain_storage, is_sparse, is_wrapper, op_info
-from lowtide.run.digest import digest, reach
+from lowtide.run.digest import digest, on_a_copy, reach
 from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
@@ -25,7 +25,7 @@ from lowtide.run.record.native import native_recorder
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.replay import flat_results
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
-from lowtide.run.record.verify import Findings, copied, on_a_copy, why_not_reproduced
+from lowtide.run.record.verify import Findings, copied, why_not_reproduced
 
 
 class Recorder(Interceptor):
@@ -63,6 +63,7 @@ class Recorder(Interceptor):
         self._given: dict[int, tuple[LiveValue, object]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
         self._blank: dict[int, object] = {}
+        self._starts = writes.Watch()
         self._order = 0
         self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
@@ -86,7 +87,12 @@ class Recorder(Interceptor):
     def boundary(self) -> None:
         """Begin a region: earlier values are its inputs, and are kept where replays need them."""
         self._given.clear()
+        self._watch()
         self._held.clear()
+
+    def _watch(self) -> None:
+        """From here on others see operations: what replays start from is copied before it is overwritten."""
+        self._starts.add(self._held)
 
     @contextmanager
     def region(self, director: RegionDirector) -> Iterator[None]:
@@ -107,6 +113,9 @@ class Recorder(Interceptor):
         """Forget all values; those that saved tensors need are held by autograd's graph."""
         self.boundary()
         self._blank.clear()
+        if self.core is not None:
+            self.core.replays.watch = self._starts
+        del self._starts  # evicted tensors keep it
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -351,9 +360,8 @@ class Recorder(Interceptor):
         if not value.evicted:
             value.evicted = True
             self.findings.evicted_bytes += value.nbytes
-        return Evicted(
-            Ref(value, tensor), tensor, checked if self.check else None, self.around_unpack, self.mover
-        )
+        checked = checked if self.check else None
+        return Evicted(Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, self._starts)
 
 
 class Unrecordable(Exception):

@@ -15,7 +15,8 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.run.digest import Geometry
+from lowtide.interception import without_modes
+from lowtide.run.digest import Geometry, on_a_copy
 from lowtide.run.move import StoredTensor, TransferEngine
 
 
@@ -70,6 +71,23 @@ class LiveValue:
         """Whether it is held, and was not written since."""
         return self.held is not None and private.version(self.held) == self.version
 
+    def reads(self, key: int) -> bool:
+        """Whether somebody has yet to read it from the storage with that key."""
+        return self.readers > 0 and self.held is not None and private.storage_key(self.held) == key
+
+    def before_change(self, key: int, how: str) -> None:
+        """Its storage changes (`lowtide.writes`): it keeps its bytes for those who have yet to read them.
+
+        What is emptied comes back with them before it is read (sharded weights), or `here` raises.
+        """
+        held = self.held
+        if held is None or how == "emptied" or not (self.reads(key) and self.unchanged):
+            return
+        if held.untyped_storage().nbytes() >= self.nbytes:
+            with without_modes(), private.replaying():
+                self.held = held.data if how == "swapped" else on_a_copy(held)
+            self.version = private.version(self.held)
+
     def here(self) -> torch.Tensor | None:
         """A tensor on the value's bytes if they are in memory.
 
@@ -87,9 +105,10 @@ class LiveValue:
             )
         if self.held.untyped_storage().nbytes() < self.nbytes:
             raise ReplayError(
-                f"a tensor of {self.nbytes} bytes that a recomputation starts from has been freed since the "
-                "forward pass (a sharded module frees its weights after use): put the limit on the sharded "
-                "modules one by one"
+                f"a tensor of {self.nbytes} bytes that a recomputation starts from was resized to "
+                f"{self.held.untyped_storage().nbytes()} bytes after the forward pass, and backward needs it "
+                "before it is filled again: fill it earlier, or keep that region with "
+                "lowtide.policies.keep_all"
             )
         return self.held
 

@@ -11,7 +11,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.ops import Call, has_plain_storage
-from lowtide.run.digest import Geometry, same_bytes, words_of
+from lowtide.run.digest import same_bytes
 from lowtide.run.record.replay import flat_results, run_again
 from lowtide.run.record.tape import Node
 
@@ -42,18 +42,6 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
         tensor
     )
-
-
-def on_a_copy(tensor: torch.Tensor, *, lazy: bool = False) -> torch.Tensor:
-    """The tensor over a copy of its whole storage.
-
-    Args:
-        tensor: what to copy.
-        lazy: the storages share their bytes until one is written; each is freed on its own.
-    """
-    words = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes())
-    storage = (private.lazy_clone(words) if lazy else words.clone()).untyped_storage()
-    return Geometry(tensor).over(storage)
 
 
 def why_not_reproduced(

@@ -16,6 +16,7 @@ using torch::jit::Stack;
 using Tensors = c10::SmallVector<Tensor, 4>;
 
 constexpr auto OURS = DispatchKey::Fake;
+constexpr auto WRITES = DispatchKey::TESTING_ONLY_GenericMode;  // of lowtide.writes
 
 inline uintptr_t storage_key(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
@@ -57,10 +58,15 @@ struct Geometry {
   }
 };
 
+struct Without {  // a key, in this thread
+  DispatchKey key;
+  bool before = c10::impl::tls_is_dispatch_key_included(key);
+  explicit Without(DispatchKey which) : key(which) { c10::impl::tls_set_dispatch_key_included(key, false); }
+  ~Without() { c10::impl::tls_set_dispatch_key_included(key, before); }
+};
+
 struct Unseen {  // bypasses our kernels
-  bool before = c10::impl::tls_is_dispatch_key_included(OURS);
-  Unseen() { c10::impl::tls_set_dispatch_key_included(OURS, false); }
-  ~Unseen() { c10::impl::tls_set_dispatch_key_included(OURS, before); }
+  Without ours{OURS}, writes{WRITES};
 };
 
 // Calls `with` for each tensor in an argument or result until one returns false; whether none did.

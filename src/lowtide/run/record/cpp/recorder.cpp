@@ -8,6 +8,7 @@
 //   replay.h     brings evicted values back
 //   tape.h       values, and the nodes that wrote them, made of call.h and python.h
 //   hooks.h      when autograd calls the recorder at all
+//   writes.h     what is about to be overwritten: lowtide.writes
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -15,6 +16,7 @@
 #include <unordered_map>
 
 #include "recorder.h"
+#include "writes.h"
 
 namespace lowtide {
 namespace {
@@ -35,6 +37,11 @@ void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   op.callBoxedForDispatchKey(PYTHON, *stack);
 }
 
+std::pair<std::string, std::string> parted(const std::string& name) {
+  size_t dot = name.find('.');
+  return dot == std::string::npos ? std::pair(name, std::string()) : std::pair(name.substr(0, dot), name.substr(dot + 1));
+}
+
 void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
   static auto& libraries = *new std::unordered_map<std::string, torch::Library>;
   for (const auto& [space, name] : overloads) {
@@ -42,6 +49,11 @@ void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
         libraries.try_emplace(space, torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__).first;
     library->second.impl(name.c_str(),
                          torch::dispatch(OURS, torch::CppFunction::makeFromBoxedFunction<&kernel>()));
+    auto [base, overload] = parted(name);
+    auto op = c10::Dispatcher::singleton().findSchema({space + "::" + base, overload});
+    if (!op || !op->schema().is_mutable()) continue;
+    library->second.impl(name.c_str(),
+                         torch::dispatch(WRITES, torch::CppFunction::makeFromBoxedFunction<&writes>()));
   }
 }
 
@@ -74,7 +86,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Packer::make_type("lowtide_recorder.Packer");
   py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
       .def_readonly("seconds", &Replays::seconds)
-      .def_readwrite("asked", &Replays::asked);
+      .def_readwrite("asked", &Replays::asked)
+      .def_property("watch", nullptr, &Replays::keep);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())
@@ -90,6 +103,9 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                    py::object overwritten) {
     classes = new Classes{{value_type}, {node_type}, unpack, bring_back, overwritten};
   });
+  m.def("tell", [](py::object function) { watched.tell = function; });
+  m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
+  m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });
   m.def("let_in", torch::wrap_pybind_function(&let_in));
   m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
   m.def("again", torch::wrap_pybind_function(&again));

@@ -11,6 +11,15 @@ namespace lowtide {
 struct Replays {  // of one step
   double seconds = 0;
   py::object asked;  // called whenever backward asks for an evicted tensor, if it is set
+  py::object watch;  // as of lowtide.writes: kept while there are evicted tensors
+  long evicted = 0;
+
+  void keep(py::object one) {
+    if (evicted > 0) watch = std::move(one);
+  }
+  void gone() {
+    if (--evicted == 0) watch = py::object();
+  }
 };
 
 // Python raises autograd's error.
@@ -41,6 +50,7 @@ class Evicted {
         replays_(std::move(replays)) {
     auto& v = classes->value;
     add_reader(value_);
+    ++replays_->evicted;
     if (v.evicted(value_) == Py_True) return;
     v.evicted.set(value_, py::bool_(true));
     size_t before = findings.attr("evicted_bytes").cast<size_t>();
@@ -49,6 +59,7 @@ class Evicted {
   Evicted(const Evicted&) = delete;
   ~Evicted() {
     if (!asked_) read(value_);
+    replays_->gone();
   }
 
   py::object back() {
