@@ -148,7 +148,7 @@ def test_outputs_that_the_model_itself_keeps_are_not_taken_for_the_callers() -> 
     torch.manual_seed(0)
     model, x = MaskedLoss(), torch.randn(64, 32)
     with pytest.raises(lowtide.BudgetError) as caught:
-        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x)
+        lowtide.limit_memory(copy.deepcopy(model), 1024).prepare(x)
     assert caught.value.smallest_bytes is not None
     handle = lowtide.limit_memory(model, caught.value.smallest_bytes)
     peaks = []
@@ -196,7 +196,7 @@ def test_timing_operations_keeps_within_the_smallest_budget_already() -> None:
     torch.manual_seed(0)
     model, x = Stem(), torch.randn(1, 8, 8, 8, 8)
     with pytest.raises(lowtide.BudgetError) as refusal:
-        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x)
+        lowtide.limit_memory(copy.deepcopy(model), 1024).prepare(x)
     assert refusal.value.smallest_bytes is not None
     lowtide.limit_memory(model, refusal.value.smallest_bytes)
     standing = meter.resident_bytes(model) + x.nbytes
@@ -255,7 +255,7 @@ def test_a_step_that_takes_the_other_branch_is_looked_at_next() -> None:
     plain, x, masks = LooksAtItsMask(), torch.randn(64, 32), (torch.zeros(64, 1), torch.ones(64, 1))
     limited = copy.deepcopy(plain)
     with pytest.raises(lowtide.BudgetError) as refusal:
-        lowtide.limit_memory(copy.deepcopy(plain), 1).prepare(x, masks[1])
+        lowtide.limit_memory(copy.deepcopy(plain), 1024).prepare(x, masks[1])
     assert refusal.value.smallest_bytes is not None
     budget = int(1.1 * refusal.value.smallest_bytes)
     handle = lowtide.limit_memory(limited, budget)
@@ -304,7 +304,7 @@ def test_the_smallest_budget_that_is_named_does_where_one_operation_is_most_of_t
     torch.manual_seed(0)
     model, x = Enlarges(), torch.randn(4, 3, 16, 16)
     with pytest.raises(lowtide.BudgetError) as refusal:
-        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x)
+        lowtide.limit_memory(copy.deepcopy(model), 1024).prepare(x)
     assert refusal.value.smallest_bytes is not None
     lowtide.limit_memory(model, refusal.value.smallest_bytes)
     for _ in range(2):
@@ -408,7 +408,7 @@ def test_a_gradient_inside_and_an_unused_argument_are_counted(same: Callable[...
     plain, x, unused = Looks(), torch.randn(64, 32), torch.randn(1000)
     model = copy.deepcopy(plain)
     with pytest.raises(lowtide.BudgetError) as refusal:
-        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x, unused)
+        lowtide.limit_memory(copy.deepcopy(model), 1024).prepare(x, unused)
     handle = lowtide.limit_memory(model, refusal.value.smallest_bytes)
     for _ in range(2):
         model.zero_grad()

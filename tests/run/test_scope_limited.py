@@ -213,3 +213,15 @@ def test_other_policies_keep_what_enters_scopes(policy: str, same: Any) -> None:
     assert again.count("aten.add.Tensor") == 0
     assert again.count("aten.gelu.default") == 4
     assert all(map(same, [p.grad for p in model.parameters()], expected))
+
+
+@pytest.mark.parametrize(
+    "forward", [adjacent, beside_a_call, single_operations, entering_unsaved], ids=lambda one: one.__name__
+)
+def test_the_first_step_takes_no_more_than_scopes_alone(forward: Forward) -> None:
+    """It is divided where scopes begin and end, if few bytes cross there."""
+    alone, _, _ = steps(forward)
+    torch.manual_seed(0)
+    model, x = Scoped(forward), torch.randn(128, N)
+    lowtide.limit_memory(model, "1GiB")
+    assert lowtide.measure(lambda: model(x).backward()).peak_bytes <= 1.01 * alone

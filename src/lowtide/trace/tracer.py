@@ -358,10 +358,15 @@ class Tracer:
         """
         self._scopes.append(director)
         self._regions += 1
+        self.at_scope()
         try:
             yield
         finally:
             self._scopes.pop()
+            self.at_scope()
+
+    def at_scope(self) -> None:
+        """A checkpointing scope begins or has ended."""
 
     # ---- the whole -------------------------------------------------------------------------------
 

@@ -64,6 +64,7 @@ class Look:
     ) -> None:
         self.tracer = StepTracer(model, device)
         self.recorder = _LittleMemory(self, verify)
+        self.tracer.at_scope = self.recorder.at_scope
         self.verified = verify
         self.began = time.perf_counter()
         self._on_end = on_end
@@ -351,6 +352,13 @@ class _LittleMemory(Recorder):
     def at_block(self, *_: Any) -> None:
         """A block begins or has ended."""
         self.boundary()
+
+    def at_scope(self) -> None:
+        """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a region
+        begins there if that is small beside what is evicted.
+        """
+        if self._evicted_bytes > 2 * sum(value.nbytes for value, _ in self._given.values()):
+            self.boundary()
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
         super()._copy_on_write([tensor for tensor in written if not self._tracer.made(tensor)])
