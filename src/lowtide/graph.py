@@ -24,14 +24,16 @@ StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "ba
 """Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
 or an operation of the ``forward`` or ``backward`` phase allocated it."""
 
-EventKind = Literal["op", "free", "pack", "unpack", "done", "release"]
-"""What an event says; ``Event.index`` is an operation's index for ``op``, a storage's id for ``free``, a
-saved tensor's id otherwise.
+EventKind = Literal["op", "free", "empty", "fill", "pack", "unpack", "done", "release"]
+"""What an event says; ``Event.index`` is an operation's index for ``op``, a storage's id for ``free``,
+``empty`` and ``fill``, a saved tensor's id otherwise.
 
 ``op``       the operation runs: the storages whose ``producer`` it is are allocated before it, its scratch
              comes and goes within it
 ``free``     the last natural reference to the storage is gone (references that autograd would hold do not
              count)
+``empty``    the program frees the storage's bytes itself, by resizing it to nothing
+``fill``     it has given the storage its bytes again
 ``pack``     autograd saves a tensor
 ``unpack``   a backward node unpacks a saved tensor
 ``done``     what that ``unpack`` returned is no longer referenced

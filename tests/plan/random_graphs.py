@@ -73,3 +73,28 @@ def with_unasked(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
             at = random.randint(events.index(Event("pack", saved.id)) + 1, len(events))
             events.insert(at, Event("release", saved.id))
     return replace(graph, events=tuple(events))
+
+
+def with_resized(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
+    """The same step where the program empties some of its storages after they were made, and fills most of
+    them again.
+    """
+    random = Random(seed)
+    sids = {s.id for s in graph.storages if s.producer is not None and random.random() < share}
+    resized = {v.id for v in graph.values if v.storage in sids}
+    events = list(graph.events)
+    for sid in sorted(sids):
+        at = events.index(Event("op", graph.storages[sid].producer or 0)) + 1
+        for kind in random.choice([("empty",), ("empty", "fill"), ("empty", "fill", "empty")]):
+            at = random.randint(at, len(events))
+            events.insert(at, Event(kind, sid))  # type: ignore[arg-type]
+            at += 1
+    changed = graph.with_operations(
+        lambda op: op if resized.isdisjoint((*op.reads, *op.writes)) else replace(op, replayable=False)
+    )
+    return replace(
+        changed,
+        events=tuple(events),
+        values=tuple(replace(v, storable=v.storable and v.id not in resized) for v in graph.values),
+        saved=tuple(replace(s, droppable=s.droppable and s.value not in resized) for s in graph.saved),
+    )

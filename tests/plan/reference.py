@@ -87,6 +87,7 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     live = {s.id for s in graph.storages if s.producer is None}
     base = graph.resident_bytes - sum(graph.storages[s].bytes for s in live)
     freed: set[int] = set()
+    emptied: set[int] = set()
     copies: dict[int, int] = {}  # value -> bytes
     readers: dict[int, set[tuple[str, int]]] = {}
     for i in every:
@@ -105,7 +106,7 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     once: set[int] = set()
 
     def total() -> int:
-        return base + sum(graph.storages[s].bytes for s in live) + sum(copies.values())
+        return base + sum(graph.storages[s].bytes for s in live - emptied) + sum(copies.values())
 
     def tidy() -> None:
         for v in list(copies):
@@ -151,6 +152,10 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
             peak = max(peak, total() + op.scratch_bytes)
         elif kind == "free":
             freed.add(index)
+        elif kind == "empty":
+            emptied.add(index)
+        elif kind == "fill":
+            emptied.discard(index)
         elif kind == "unpack":
             s = graph.saved[index]
             if s in given_tensors:

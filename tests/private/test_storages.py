@@ -283,3 +283,13 @@ def test_before_storage_resizes_tells_each_resize_in_python() -> None:
     ends()
     x.untyped_storage().resize_(4)
     assert len(told) == 2 and x.untyped_storage().nbytes() == 4
+
+
+def test_unshare_lets_a_storage_be_resized() -> None:
+    x = torch.arange(8.0)
+    clone = private.lazy_clone(x)
+    private.unshare(x.untyped_storage())
+    x.untyped_storage().resize_(0)
+    x.untyped_storage().resize_(32)
+    x.zero_()  # fails inside PyTorch where the storage still counts as a lazy clone's
+    assert clone.tolist() == list(range(8)) and not x.any()

@@ -110,6 +110,7 @@ from lowtide.private.storages import (
     storage_use_count,
     stored_elements,
     unseen_alias,
+    unshare,
     version,
     version_witness,
     versioned_alias,

@@ -88,6 +88,13 @@ def before_storage_resizes(tell: Callable[[torch.UntypedStorage, int], None]) ->
     return lambda: _TOLD.remove(tell) if tell in _TOLD else None
 
 
+def unshare(storage: torch.UntypedStorage) -> None:
+    """Give a storage bytes of its own where it shares them with a lazy clone: PyTorch fails where one that
+    shares them was resized and is written to.
+    """
+    storage.data_ptr()
+
+
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage that shares the version counter and has no autograd history; works below
     autograd, too.

@@ -35,6 +35,7 @@ from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
+_RESIZED = "the program resizes a storage that it reads or writes"
 _INNER = "it runs in a backward inside the step, which is not recorded"
 
 
@@ -50,6 +51,7 @@ class Tracer:
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
         signatures: for each operation, what calls share that cost the same.
+        resized: ids of the step's own storages that the program resizes.
         unreleased: how many saved tensors autograd still holds.
         gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
     """
@@ -66,6 +68,7 @@ class Tracer:
         self.signatures: list[Any] = []
         self.in_region = True
         self.closed = False
+        self.resized: set[int] = set()
         self.unreleased = 0
         self.gradients: Gradients | None = None
         self._modules: list[str] = []
@@ -204,6 +207,26 @@ class Tracer:
         """Whether a backward of the step made the tensor's storage."""
         number = self.known(tensor)
         return number is not None and self.storages[number].kind == "backward"
+
+    def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> int | None:
+        """The program is about to resize a storage: its id, if the step made it.
+
+        No replay touches such a storage, and what is saved in it is kept as the program holds it.
+        """
+        number, _ = self._known.get(private.storage_address(storage), (None, None))
+        if self.closed or number is None or self.storages[number].producer is None:
+            return None
+        self.resized.add(number)
+        whole = self.storages[number]
+        if number not in self._elsewhere and nbytes > whole.bytes:
+            self.storages[number] = replace(whole, bytes=nbytes)
+        if bool(nbytes) is not bool(storage.nbytes()):
+            self.event("fill" if nbytes else "empty", number)
+        return number
+
+    def is_resized(self, tensor: torch.Tensor) -> bool:
+        """Whether the program has resized the tensor's storage."""
+        return bool(self.resized) and self.known(tensor) in self.resized
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -382,18 +405,30 @@ class Tracer:
             if value.producer is None or self.operations[value.producer].phase == "forward":
                 newest[value.storage] = value.id
         costs = {signature: self.cost_of(signature) for signature in set(self.signatures)}
-        stays = {s.id for s in self.storages if s.kind == "backward"}
+        stays = {s.id for s in self.storages if s.kind == "backward"} - self.resized
+        resized = {value.id for value in self.values if value.storage in self.resized}
+        for storage in self.resized:
+            newest.pop(storage, None)
         operations = tuple(
             replace(operation, seconds=costs[signature][0], scratch_bytes=costs[signature][1])
             for operation, signature in zip(self.operations, self.signatures, strict=True)
         )
+        if resized:
+            operations = tuple(
+                op
+                if not op.replayable or resized.isdisjoint((*op.reads, *op.writes))
+                else replace(op, replayable=False, reason=_RESIZED)
+                for op in operations
+            )
         return StepGraph(
             operations=operations,
             storages=tuple(self.storages),
             values=tuple(
                 replace(v, storable=newest.get(v.storage) == v.id or v.storage in stays) for v in self.values
             ),
-            saved=tuple(self.saved),
+            saved=tuple(
+                replace(s, droppable=False, forced=False) if s.value in resized else s for s in self.saved
+            ),
             events=tuple(self.events),
             resident_bytes=sum(s.bytes for s in self.storages if s.producer is None),
             plain_seconds=sum(operation.seconds for operation in operations),

@@ -91,6 +91,8 @@ class StepIndex:
         self.packed_after = [-1] * len(graph.saved)
         """saved tensor -> the forward operation after which it is packed"""
         self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
+        self.resizes: dict[int, list[tuple[int, bool]]] = {}
+        """storage -> the events at which the program empties or fills it"""
         pack, release, forward = [0] * len(graph.saved), [end] * len(graph.saved), -1
         for at, (kind, index) in enumerate(graph.events):
             if kind == "op":
@@ -98,6 +100,8 @@ class StepIndex:
                 forward = index if graph.operations[index].phase == "forward" else forward
             elif kind == "free":
                 self.free_event[index] = at
+            elif kind in ("empty", "fill"):
+                self.resizes.setdefault(index, []).append((at, kind == "fill"))
             elif kind == "pack":
                 pack[index], self.packed_after[index] = at, forward
             elif kind == "release":
@@ -173,6 +177,13 @@ class StepIndex:
         gone = [s for s in graph.storages if s.producer is not None or s.kind == "input"]
         changes = [(self.op_event[s.producer or 0], s.bytes) for s in made]
         changes += [(self.natural_end[s.id], -s.bytes) for s in gone]
+        for sid, resizes in self.resizes.items():
+            there, size, until = True, graph.storages[sid].bytes, self.natural_end[sid]
+            for at, filled in resizes:
+                if at < until and filled is not there:
+                    changes.append((at, size if filled else -size))
+                    there = filled
+            changes += [(until, size)] * (not there)
         self.natural_live = graph.resident_bytes + bytes_over_time(changes, end)
         self.scratch = np.zeros(end, dtype=np.int64)
         for op in graph.operations:

@@ -48,6 +48,7 @@ class Look:
         recorder: its findings name the operations that did not reproduce; what they wrote stayed.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
+        saved: what autograd holds now, by the numbers of the saved tensors.
         watch: follows its backward.
         blind: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
@@ -69,6 +70,7 @@ class Look:
         self.began = time.perf_counter()
         self._on_end = on_end
         self._stack = ExitStack()
+        self.saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
         self.blind = self.ended = False
@@ -93,6 +95,7 @@ class Look:
                 stack.enter_context(recorder)
                 tracer.start()
                 self._stack.callback(tracer.stop)
+                self._stack.callback(private.before_storage_resizes(self._resizes))
                 result = forward(*args, **kwargs)
             tracer.in_region = False
             self.watch.forward_ends(tensors_inside(result))
@@ -136,6 +139,16 @@ class Look:
             if self._on_end is not None:
                 self._on_end(self)
 
+    def _resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """The program is about to resize a storage: what was saved in it is kept from here on."""
+        number = self.tracer.resizes(storage, nbytes)
+        if number is not None:
+            private.unshare(storage)
+            with unseen():
+                for saved in list(self.saved.values()):
+                    if self.tracer.values[self.tracer.saved[saved.number].value].storage == number:
+                        saved.keep(storage)
+
     def released(self, number: int) -> None:
         """Autograd has released a saved tensor."""
         self.tracer.releases(number)
@@ -164,10 +177,16 @@ class Look:
 class _Saved:
     """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
 
-    __slots__ = ("held", "look", "number")
+    __slots__ = ("__weakref__", "held", "look", "number")
 
     def __init__(self, look: Look, number: int, held: Kept | Evicted) -> None:
         self.look, self.number, self.held = look, number, held
+        look.saved[number] = self
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """Keep the tensor, which lies in ``storage``."""
+        if isinstance(self.held, Evicted):
+            self.held = self.held.kept(storage)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
@@ -283,7 +302,11 @@ class _LittleMemory(Recorder):
         key = private.storage_key(tensor)
         entry = self._given.get(key)
         # what is blank is written after it was saved, as rrelu does with its noise: there is nothing to copy
-        if key in self._blank or (entry is None and not (droppable and self._tracer.made(tensor))):
+        if (
+            key in self._blank
+            or self._tracer.is_resized(tensor)
+            or (entry is None and not (droppable and self._tracer.made(tensor)))
+        ):
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
         if value.node is not None and value not in self._evicted:
@@ -327,7 +350,7 @@ class _LittleMemory(Recorder):
         reference = self._held.get(key)
         value = reference() if reference is not None else None
         if value is None:
-            value = LiveValue.stored(on_a_copy(tensor, lazy=True))
+            value = LiveValue.stored(on_a_copy(tensor, lazy=not self._tracer.is_resized(tensor)))
             self._kept_bytes += value.nbytes
             held = self._held
             held[key] = weakref.ref(value)

@@ -24,7 +24,7 @@ AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 class Kept:
     """A saved tensor that is kept."""
 
-    __slots__ = ("mover", "tensor", "version")
+    __slots__ = ("counter", "mover", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, mover: TransferEngine | None = None) -> None:
         self.mover = mover
@@ -33,14 +33,16 @@ class Kept:
         self.tensor = (
             tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
         )
-        self.version = private.version(self.tensor)
+        self.counter = self.tensor  # it shares the version counter of what was saved
+        self.version = private.version(self.counter)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, unless it was overwritten."""
         if self.mover is not None:
             self.mover.begin()
             self.mover.ahead()
-        _check_version(self.tensor, self.version)
+        shape = None if self.counter is self.tensor else self.tensor.shape
+        _check_version(self.counter, self.version, shape)
         return self.tensor
 
 
@@ -72,6 +74,12 @@ class Evicted:
     def __del__(self) -> None:
         if not self.asked:
             self.ref.value.count_off()
+
+    def kept(self, storage: torch.UntypedStorage) -> Kept:
+        """The same saved tensor, kept: it lies in ``storage``, as it did when it was evicted."""
+        found = Kept(self.ref.over(storage))
+        found.counter, found.version = self.witness, self.version
+        return found
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""

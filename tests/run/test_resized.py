@@ -1,0 +1,139 @@
+"""Programs that free the bytes of their own storages and fill them again (`storage.resize_`): such a storage
+is never shared, what is saved in it is kept as the program holds it, no replay touches it, and its bytes
+count while they are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_model import needs_meter
+from torch import nn
+
+import lowtide
+from lowtide.meter import measure
+from lowtide.run.record.tape import LiveValue
+
+N = 32
+
+
+def halves(n: int = N) -> nn.Module:
+    return nn.Sequential(nn.Linear(n, n), nn.Tanh(), nn.Linear(n, n))
+
+
+def joined(block: Any, x: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, -1)
+    a = a + block.f(b)
+    return torch.cat([a, b + block.g(a)], -1)
+
+
+class Inverts(torch.autograd.Function):
+    """Frees its input, and computes it from its output in backward; that rounds otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, block: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.block, ctx.x, ctx.y = block, x, joined(block, x)
+        x.untyped_storage().resize_(0)
+        return ctx.y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        block, x, y = ctx.block, ctx.x, ctx.y
+        a, b = y.chunk(2, -1)
+        b = b - block.g(a)
+        x.untyped_storage().resize_(x.nbytes)
+        x.data.copy_(torch.cat([a - block.f(b), b], -1))
+        with torch.enable_grad():
+            again = x.detach().requires_grad_()
+            out = joined(block, again)
+        ctx.x = ctx.y = None
+        found = torch.autograd.grad(out, [again, *block.parameters()], gradient)
+        return found[0], None, *found[1:]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = halves(), halves()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Inverts.apply(x, self, *self.parameters())  # type: ignore[return-value]
+
+
+class Invertible(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.begin, self.blocks = nn.Linear(2 * N, 2 * N), nn.ModuleList(Block() for _ in range(3))
+        middle = nn.Linear(2 * N, 4 * N), nn.GELU(), nn.LayerNorm(4 * N)
+        self.end = nn.Sequential(*middle, nn.Linear(4 * N, 2 * N), nn.Tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.begin(x).sin()
+        for block in self.blocks:
+            x = block(x)
+        return self.end(x).square().mean()
+
+
+class Drops(nn.Module):
+    """An output's storage is freed once its consumer has run; a hook in backward fills it again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(2 * N, 2 * N) for _ in range(3))
+        self.end = nn.Sequential(nn.Linear(2 * N, 8 * N), nn.GELU(), nn.Linear(8 * N, 2 * N))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            made = torch.tanh(layer(x))
+            dropped = made.sin()
+            used = layer(dropped)
+            dropped.untyped_storage().resize_(0)
+
+            def fill(_: Any, made: torch.Tensor = made, dropped: torch.Tensor = dropped) -> None:
+                dropped.untyped_storage().resize_(made.untyped_storage().nbytes())
+                dropped.data.copy_(made.detach().sin())
+
+            used.register_hook(fill)
+            x = x + self.end(used)
+        return x.square().mean()
+
+
+def trained(model: nn.Module, x: torch.Tensor) -> tuple[list[list[torch.Tensor | None]], int]:
+    """Each step's gradients, and the last one's peak."""
+    gradients, peak = [], 0
+    for _ in range(3):
+        model.zero_grad()
+        peak = measure(lambda: model(x).backward(), timeline=False).peak_bytes
+        gradients.append([one.grad for one in model.parameters()])
+    return gradients, peak
+
+
+@needs_meter
+@pytest.mark.parametrize("budget", ["100%", "90%", "min", None])
+@pytest.mark.parametrize("model", [Invertible, Drops])
+def test_within_any_budget(model: Callable[[], nn.Module], budget: str | None, everything: Any, same: Any):
+    x = torch.rand(256, 2 * N, generator=torch.Generator().manual_seed(1))
+    expected, _ = trained(model(), x)
+    limited = model()
+    options = {"policy": everything} if budget is None else {"budget": budget}
+    handle = lowtide.limit_memory(limited, **options)
+    gradients, peak = trained(limited, x)
+    for plain, own in zip(expected, gradients, strict=True):
+        assert all(map(same, plain, own))
+    assert handle.plan is not None and handle.graph is not None
+    assert {"empty", "fill"} <= {event.kind for event in handle.graph.events}
+    assert abs(handle.graph.resident_bytes + peak - handle.plan.predicted_peak_bytes) <= 8  # a number
+
+
+def test_what_is_emptied_unexpectedly_is_refused_without_a_word_on_shards() -> None:
+    start = torch.ones(4)
+    value = LiveValue.stored(start)
+    start.untyped_storage().resize_(0)
+    with pytest.raises(lowtide.ReplayError, match="resized to 0 bytes") as caught:
+        value.here()
+    assert "shard" not in str(caught.value)
