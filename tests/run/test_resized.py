@@ -120,7 +120,7 @@ def test_within_any_budget(model: Callable[[], nn.Module], budget: str | None, e
     x = torch.rand(256, 2 * N, generator=torch.Generator().manual_seed(1))
     expected, _ = trained(model(), x)
     limited = model()
-    options = {"policy": everything} if budget is None else {"budget": budget}
+    options: dict[str, Any] = {"policy": everything} if budget is None else {"budget": budget}
     handle = lowtide.limit_memory(limited, **options)
     gradients, peak = trained(limited, x)
     for plain, own in zip(expected, gradients, strict=True):
