@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,38 @@ def test_the_measured_peak_is_the_meters_and_the_predicted_one(returns_loss: boo
     assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) <= 16
     compiled(x).sum().backward()  # adds to gradients
     assert handle.measured_peak_bytes > seen.peak_bytes + standing
+
+
+def test_each_compiled_step_above_the_budget_is_said() -> None:
+    compiled, handle = limited(returns_loss=False)
+    x = torch.randn(1024, 32)
+    said: list[list[str]] = []
+    above = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for at in range(9):
+            before = len(caught)
+            compiled.zero_grad(set_to_none=True)
+            kept = [compiled(x) for _ in range(2 if at in (5, 7) else 1)]  # two forwards were not planned for
+            sum(one.sum() for one in kept).backward()
+            del kept
+            texts = [str(one.message) for one in caught[before:]]
+            said.append([text for text in texts if "bytes above the budget of" in text])
+            above.append(handle.measured_peak_bytes > handle.budget_bytes * 1.001)
+    assert above[5] and not above[4], "as the test means it"
+    assert [bool(texts) for texts in said[2:]] == above[2:]
+
+
+def test_an_evaluation_leaves_the_plan_of_the_step_in_force() -> None:
+    compiled, handle = limited()
+    x = torch.randn(1024, 32)
+    compiled(x).backward()
+    plan, whole = handle.plan, handle._whole
+    with torch.no_grad():
+        compiled(x)
+    compiled.zero_grad(set_to_none=True)
+    compiled(x).backward()
+    assert handle._whole is whole and handle.plan == plan, "nothing is recorded and compiled anew"
 
 
 def test_a_compiled_step_is_reported(tmp_path: Path) -> None:

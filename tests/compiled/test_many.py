@@ -64,7 +64,7 @@ def test_budgets_are_held_beyond_dynamos_recompile_limit(returns_loss: bool) -> 
         assert handle.plan is not None and handle.plan.changes_nothing
 
 
-@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+@pytest.mark.filterwarnings("error:.*recompile_limit:lowtide.LowtideWarning")
 def test_blocks_that_are_compiled_one_by_one_have_room_too() -> None:
     x = torch.randn(256, 16, requires_grad=True)
     with torch._dynamo.config.patch(recompile_limit=1):

@@ -11,8 +11,9 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.outcome import After, Outcome, Overruns, after, learn
+from lowtide.run.limit.outcome import After, Outcome, after, learn, said
 from lowtide.run.limit.planned import Planned
+from lowtide.run.messages import Overruns
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.verify import Findings
 
@@ -148,20 +149,20 @@ def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
 
 def test_each_step_above_its_budget_is_told_the_first_ones_at_length() -> None:
     overruns, planned = Overruns(), planned_of(PLAN)
-    said = [overruns.text(ran(planned, OVER), action) for action in (After.PLAN_WITH_LESS, After.STAY) * 5]
-    assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in said)
-    assert [" so far)" in text for text in said] == [False] * 6 + [True] * 4
-    assert "10 of this limit's steps" in said[-1]
-    assert overruns.text(ran(planned, LIMIT), After.NOTE_FITS) == ""
+    texts = [said(overruns, ran(planned, OVER), act) for act in (After.PLAN_WITH_LESS, After.STAY) * 5]
+    assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in texts)
+    assert [" so far)" in text for text in texts] == [False] * 6 + [True] * 4
+    assert "10 of this limit's steps" in texts[-1]
+    assert said(overruns, ran(planned, LIMIT), After.NOTE_FITS) == ""
     step = ran(planned, OVER)
     step.measured_bytes = None
-    assert overruns.text(step, After.NOTHING) == "", "what is not measured"
+    assert said(overruns, step, After.NOTHING) == "", "what is not measured"
 
 
 def test_the_backwards_of_one_step_count_once_and_are_told_as_they_take_more() -> None:
     overruns, step = Overruns(), ran(planned_of(PLAN), OVER)
-    assert overruns.text(step, After.PLAN_WITH_LESS)
-    assert not overruns.text(step, After.PLAN_WITH_LESS), "the second backward took no more"
+    assert said(overruns, step, After.PLAN_WITH_LESS)
+    assert not said(overruns, step, After.PLAN_WITH_LESS), "the second backward took no more"
     step.measured_bytes = OVER + 1
-    assert overruns.text(step, After.ONLY_TELL)
+    assert said(overruns, step, After.ONLY_TELL)
     assert overruns.steps.total() == 1

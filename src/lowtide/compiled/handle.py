@@ -39,13 +39,18 @@ from lowtide.run.limit.arguments import (
 )
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.run.limit.shown import Shown
-from lowtide.run.messages import Once, limit_line
+from lowtide.run.messages import Once, Overruns, limit_line, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_inside
 from lowtide.trace.untouched import untouched, without_history
 from lowtide.traced import honour_regions, wishes_of
 
 _HANDLE = "_lowtide_handle"
+_COMPILED = "it compiled code; later ones run what is compiled"
+_OTHER = (
+    "it ran other graphs or sizes than the steps that were planned for, added to gradients where these did "
+    "not, kept a graph, or something else took memory while it ran"
+)
 
 
 class CompiledHandle(Shown):
@@ -88,6 +93,9 @@ class CompiledHandle(Shown):
         self._run_plain: Callable[..., Any] | None = None
         self._watch: StepWatch | None = None
         self._measured: int | None = None
+        self._overruns = Overruns()
+        self._told = self._untold = 0  # of the latest step: what it was told to have taken, and what it took
+        self._codes = 0  # graphs that were compiled in it
         self._install()
         if compiled is not None:
             compiled.__dict__[_HANDLE] = self
@@ -303,6 +311,7 @@ class CompiledHandle(Shown):
             self = me()
             assert self is not None, "who calls the compiled model holds its handle"
             whole.compiled = True
+            self._codes += 1
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
             if recorded or not captured.is_whole_step(module):
                 if what := given(codecs=self._codecs, tiers=self._tiers):
@@ -310,8 +319,9 @@ class CompiledHandle(Shown):
                         f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
                         "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
                     )
-                whole.mixed |= bool(report.planned)
-                return whole.backend(module, inputs)
+                region = whole.backend(module, inputs)
+                whole.mixed |= bool(report.planned) and region.menu is not None  # else no part of a step
+                return region
             ways = self._codecs, self._tiers, wishes_of(module)
             partitioner = Partitioner(self.budget, standing, self._settings, report, *ways)
             with whole.unseen():
@@ -378,6 +388,18 @@ class CompiledHandle(Shown):
             watch.forward_ends(tensors_inside(result))
         return result
 
+    def _tell_above(self) -> None:
+        """Warn if the latest step took more than the budget, once that is known in bytes."""
+        limit, took, plan = self.budget_bytes, self._untold, self.plan
+        if limit is None or plan is None or took <= max(limit + budgets.slack_bytes(limit), self._told):
+            return
+        why = _COMPILED if self._codes else _OTHER
+        text = self._overruns.text(
+            took, limit, plan.predicted_peak_bytes, why, not self._told, bool(self._told)
+        )
+        self._told = took
+        warn(text, each_time=True)
+
     def _watched(self, args: Any, kwargs: Any) -> StepWatch | None:
         """What measures the step that begins, or goes on with another forward."""
         if not torch.is_grad_enabled():
@@ -391,7 +413,11 @@ class CompiledHandle(Shown):
                 handle = me()
                 if handle is not None and watch.peak_bytes is not None:
                     handle._measured = stood + watch.peak_bytes
+                    handle._untold = max(handle._untold, handle._measured)
+                    handle._tell_above()
 
+            self._tell_above()
+            self._told = self._untold = self._codes = 0
             self._watch = StepWatch(ended, self._device)
         return self._watch
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections import Counter
 
 import torch
 
-from lowtide.budget import format_bytes
+from lowtide import budget as budgets
 from lowtide.plan.data import Plan
 
 OWN_OFF = "turn the model's own gradient checkpointing off"
@@ -18,6 +19,9 @@ OF_GRAPH = (
     "stands until a second backward has run through it, and no plan evicts that"
 )
 """Why steps with second derivatives take so much."""
+
+AT_LENGTH = 3
+"""So many steps are told at length why they took more than their budget; later ones in short."""
 
 ABANDONED = (
     "a step of this limited model ran without the limit: when its forward began, something still held what "
@@ -74,6 +78,41 @@ class Once:
             warn(text or what)
 
 
+class Overruns:
+    """Says of each step that took more than its budget that it did: the first ones at length, later ones in
+    short.
+
+    Attributes:
+        steps: how many took more, by why.
+    """
+
+    def __init__(self) -> None:
+        self.steps: Counter[str] = Counter()
+
+    def text(
+        self, took: int, limit: int, predicted: int, why: str, new: bool = True, same: bool = False
+    ) -> str:
+        """The warning.
+
+        Args:
+            took, limit, predicted: bytes.
+            why: the step took more, or what follows.
+            new: the step was not told of yet.
+            same: it was, for the same reason, and has taken more since.
+        """
+        self.steps[why] += new
+        step = "after another backward the same step" if same else "a planned step"
+        above = f"{took - limit:,} bytes above the budget of {budgets.format_bytes(limit)}"
+        if same:
+            more = ""
+        elif self.steps[why] > AT_LENGTH:
+            more = f" ({self.steps.total()} of this limit's steps took more than theirs so far)"
+        else:
+            more = f": {why}"
+        forecast = f" where {budgets.format_bytes(predicted)} was predicted" if more == f": {why}" else ""
+        return f"{step} took {budgets.format_bytes(took)}{forecast}, {above}{more}"
+
+
 def own_checkpointing(model: torch.nn.Module) -> str:
     """The warning for a model that runs parts of itself under ``torch.utils.checkpoint``."""
     # of Hugging Face models: from 5.23 on, before
@@ -111,10 +150,10 @@ def _is_wrapped(module: torch.nn.Module) -> bool:
 
 def limit_line(model: torch.nn.Module, budget: str | int | None, kinds: int, latest: Plan | None) -> str:
     """The model, its budget, how many kinds of steps are planned, and the latest plan's peak."""
-    given = format_bytes(budget) if isinstance(budget, int) else budget
+    given = budgets.format_bytes(budget) if isinstance(budget, int) else budget
     words = ["no budget" if given is None else f"budget {given}", "nothing planned yet"]
     if kinds:
         words[1] = f"{kinds} kind{'' if kinds == 1 else 's'} of steps planned"
     if latest is not None:
-        words.append(f"latest predicted peak {format_bytes(latest.predicted_peak_bytes)}")
+        words.append(f"latest predicted peak {budgets.format_bytes(latest.predicted_peak_bytes)}")
     return f"<lowtide.Handle of {type(model).__name__}: {', '.join(words)}>"

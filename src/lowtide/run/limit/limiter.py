@@ -30,7 +30,7 @@ from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, Kinds
 from lowtide.run.limit.out_of_memory import out_of_memory
-from lowtide.run.limit.outcome import Outcome, Overruns, learn
+from lowtide.run.limit.outcome import Outcome, learn, said
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
 from lowtide.run.limit.unlimited import (
@@ -43,7 +43,7 @@ from lowtide.run.limit.unlimited import (
     why_unlimited,
 )
 from lowtide.run.look.look import Look, look_aside
-from lowtide.run.messages import ABANDONED, UNMEASURED, warn
+from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
 from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import native_recorder
@@ -440,5 +440,5 @@ class Limiter:
         if peak is not None and not outcome.crowded:  # else it is that of all models together
             outcome.measured_bytes = planned.graph.resident_bytes + planned.plan.slab_bytes + peak
             self.measured_bytes = outcome.measured_bytes
-        if said := self.overruns.text(outcome, learn(kind, outcome)):
-            warn(said, each_time=True)
+        if text := said(self.overruns, outcome, learn(kind, outcome)):
+            warn(text, each_time=True)

@@ -1,12 +1,11 @@
 """What a step under a plan showed, and what follows from it before the next step.
 
-`after` decides, and changes nothing; `learn` carries the decision out. `Overruns` says of each step that took
-more than its budget that it did.
+`after` decides, and changes nothing; `learn` carries the decision out; `said` is what a step that took more
+than its budget is told of.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -14,12 +13,11 @@ from lowtide import budget as budgets
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.planned import Planned
-from lowtide.run.messages import OF_GRAPH
+from lowtide.run.messages import OF_GRAPH, Overruns
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.verify import Findings
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is looked at
-_AT_LENGTH = 3  # steps of which the same follows are explained; later ones are told in short
 
 
 class After(Enum):
@@ -157,38 +155,16 @@ def learn(kind: Kind, outcome: Outcome) -> After:
     return action
 
 
-class Overruns:
-    """Says of each planned step that took more than its budget that it did: the first ones at length, with
-    what follows, later ones in short.
-
-    Attributes:
-        steps: how many took more, by what followed.
+def said(overruns: Overruns, outcome: Outcome, action: After) -> str:
+    """The warning after a backward of a step; empty where the step kept its budget, or where the same was
+    said after an earlier backward of it.
     """
-
-    def __init__(self) -> None:
-        self.steps: Counter[After] = Counter()
-
-    def text(self, outcome: Outcome, action: After) -> str:
-        """The warning after a backward of a step; empty where the step kept its budget, or where the same was
-        said after an earlier backward of it.
-        """
-        plan, took = outcome.planned.plan, outcome.measured_bytes
-        limit = plan.budget_bytes
-        if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
-            return ""
-        before, outcome.told = outcome.told, (action, took)
-        if before == outcome.told:
-            return ""
-        self.steps[action] += before is None
-        above = f"{took - limit:,} bytes above the budget of {budgets.format_bytes(limit)}"
-        if before is not None and before[0] is action:
-            return f"after another backward the same step took {budgets.format_bytes(took)}, {above}"
-        if self.steps[action] > _AT_LENGTH:
-            return (
-                f"a planned step took {budgets.format_bytes(took)}, {above} ({self.steps.total()} of this "
-                "limit's steps took more than theirs so far)"
-            )
-        return (
-            f"a planned step took {budgets.format_bytes(took)} where "
-            f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {above}: {_TOLD[action]}"
-        )
+    plan, took = outcome.planned.plan, outcome.measured_bytes
+    limit = plan.budget_bytes
+    if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
+        return ""
+    before, outcome.told = outcome.told, (action, took)
+    if before == outcome.told:
+        return ""
+    same = before is not None and before[0] is action
+    return overruns.text(took, limit, plan.predicted_peak_bytes, _TOLD[action], before is None, same)
