@@ -167,9 +167,9 @@ PARTS = (
     Part("Llama, eager", CONTENDERS, training("llama", False)),
     Part("deterministic, eager", ("GPT 60 %", "Llama 60 %", "GPT min", "Llama min"), deterministic),
     Part("AdamW", ("default", "fused", "one by one", "GPT 60 %, AdamW counted"), optimizer),
-    Part("GPT, compiled", CONTENDERS, training("gpt", True), 150),
+    Part("GPT, compiled", CONTENDERS, training("gpt", True), 200),
     Part("offload", ("long sequence",), offload, 120),
-    Part("Llama, compiled", CONTENDERS, training("llama", True), 150),
+    Part("Llama, compiled", CONTENDERS, training("llama", True), 200),
 )
 
 
