@@ -116,6 +116,11 @@ class Joint:
         found = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
         return found[: self.forward_outputs], found[self.forward_outputs :]
 
+    def returned(self, forward: bool) -> dict[Key, None]:
+        """The storages that the forward or the backward returns."""
+        nodes = self.outputs[0 if forward else 1]
+        return dict.fromkeys(self.key_of[node] for node in nodes if node in self.key_of)
+
     @cached_property
     def primals(self) -> list[fx.Node]:
         """The forward's inputs, in order."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -57,6 +57,8 @@ class Moment:
         alive: numbers of storages that go in and out of graphs and are there.
         lent: of a backward, what others hold beyond it of its graph's inputs and outputs; ``None`` where
             that is the inputs.
+        own: of a backward, what it is handed of these and nobody holds when it has ended, and the numbers of
+            these storages; no part of ``bytes``.
     """
 
     kind: Literal["forward", "backward", "gap"]
@@ -65,6 +67,7 @@ class Moment:
     waiting: tuple[int, ...] = ()
     alive: frozenset[int] = frozenset()
     lent: frozenset[Key] | None = None
+    own: Mapping[Key, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -73,9 +76,14 @@ class Moment:
 
     def held(self, call: Call, kept: Mapping[Key, int]) -> int:
         """What a call that waits holds here, beyond what stands anyway."""
-        return sum(
-            count for key, count in kept.items() if key not in call.lies or call.lies[key] not in self.alive
-        )
+        standing = self.alive.difference(self.own.values())
+        return sum(count for key, count in kept.items() if call.lies.get(key) not in standing)
+
+    def lent_beside(self, others: Iterable[tuple[Call, Mapping[Key, int]]]) -> frozenset[Key] | None:
+        """What others hold to its end of what a backward is handed, where calls that wait keep this."""
+        held = {call.lies[key] for call, kept in others for key in kept if key in call.lies}
+        more = {key for key, number in self.own.items() if number in held}
+        return self.lent | more if more and self.lent is not None else self.lent
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class Recording:
         self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
-        self._handed: dict[int, int] = {}  # to the backward that runs: number -> bytes
+        self._handed: dict[Key, int] = {}  # to the backward that runs: storage -> bytes
         self._live = standing_bytes
         self._segment: Peak | None = None
         self._open()
@@ -180,9 +188,7 @@ class Recording:
         self._gap()
         tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
         self._watch(call, tangents)
-        self._handed = {
-            call.lies[key]: one.untyped_storage().nbytes() for key, one in given.items() if key in call.lies
-        }
+        self._handed = {key: one.untyped_storage().nbytes() for key, one in given.items() if key in call.lies}
         self._add("backward", call, self._live)
         return call
 
@@ -198,9 +204,10 @@ class Recording:
         self._go_on()
         # what it was given and let go of is its own, no part of what stands beside it
         there, moments = set(self._numbers.values()), self.timeline.moments
-        own = sum(count for number, count in self._handed.items() if number not in there)
+        own = {key: call.lies[key] for key in self._handed if call.lies[key] not in there}
         lent = frozenset(key for key, number in call.lies.items() if number in there)
-        moments[-1] = replace(moments[-1], bytes=moments[-1].bytes - own, lent=lent)
+        level = moments[-1].bytes - sum({number: self._handed[key] for key, number in own.items()}.values())
+        moments[-1] = replace(moments[-1], bytes=level, lent=lent, own=own)
 
     # ---- the meter -------------------------------------------------------------------------------
 

@@ -1,6 +1,8 @@
 """Write all compiled graphs of a step down as one `StepGraph`.
 
-Forwards and backwards stand in the order in which they ran; between them stands what ran outside.
+Forwards and backwards stand in the order in which they ran; between them stands what ran outside. The graph's
+live bytes are those of the recorded step at every moment. What stands at a moment is one storage, written
+anew for each; a storage that goes in or out of graphs and dies within the step is written down by itself.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from torch import fx
 
 from lowtide.compiled.costs import Cost
 from lowtide.compiled.joint import Call, Joint, Key, lazily
-from lowtide.compiled.recording import Moment
+from lowtide.compiled.recording import Moment, Timeline
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
 
@@ -32,54 +35,105 @@ class Step:
 
     Attributes:
         graph: for the planner.
-        value_of: storage -> value.
+        value_of: storage that a call makes -> value.
+        ends: of each moment, how many events there are up to its end.
     """
 
     graph: StepGraph
     value_of: dict[Place, int] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
 
     def stored(self, values: frozenset[int], number: int) -> list[Key]:
         """The storages of one graph that a plan stores."""
         return [key for (k, key), value in self.value_of.items() if k == number and value in values]
 
 
-def step_of(
-    joints: Sequence[Joint],
-    costs: Sequence[Mapping[str, Cost]],
-    moments: Sequence[Moment],
-    device: str,
-) -> Step:
+def step_of(joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], timeline: Timeline) -> Step:
     """Write down a step.
 
     Args:
         joints: its graphs, in the order of their forwards.
         costs: of each graph's calls, by the names of their nodes.
-        moments: what happens in which order, and what stands meanwhile.
-        device: which the budget is about.
+        timeline: what happens in which order, and what stands meanwhile.
     """
-    least = min(moment.bytes for moment in moments if moment.call is not None)
-    writer = _Writer(joints, costs, least)
+    shared = _Shared(joints, costs, timeline)
+    levels = [moment.bytes - shared.bytes_at(moment) for moment in timeline.moments]
+    writer = _Writer(joints, costs, shared, min(levels))
     phase: Phase = "forward"
-    for moment in moments:
+    ends: list[int] = []
+    for moment, level in zip(timeline.moments, levels, strict=True):
+        if moment.kind != "gap":
+            phase = moment.kind
+        writer.begin(moment, level, phase)
         if moment.call is not None:
-            phase = "forward" if moment.kind == "forward" else "backward"
-            writer.stand(moment.bytes, phase)
             writer.half(moment.call, phase)
-        elif moment.bytes > writer.standing:
-            passing = Cost(0.0, moment.bytes - writer.standing)
-            writer.operate("outside", (), phase, cost=passing, reason="outside")
+        ends.append(len(writer.events))
     graph = StepGraph(
         tuple(writer.operations),
         tuple(writer.storages),
         tuple(writer.values),
         tuple(writer.saved),
         tuple(writer.events),
-        resident_bytes=least,
+        resident_bytes=writer.least,
         plain_seconds=sum(op.seconds for op in writer.operations),
-        device=device,
+        device=timeline.device,
     )
-    made = {place: value for place, value in writer.of.items() if graph.values[value].producer is not None}
-    return Step(graph, made)
+    return Step(graph, writer.made, ends)
+
+
+class _Shared:
+    """The storages that go in and out of graphs and die within the step: what graphs make and return, and
+    what a backward is the last to hold. All others stand throughout.
+
+    Args:
+        joints, costs, timeline: as of `step_of`.
+    """
+
+    def __init__(
+        self, joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], timeline: Timeline
+    ) -> None:
+        self._joints, self._costs, self._timeline = joints, costs, timeline
+        self.makes = [
+            {key: call.node.name for call in joint.calls if call.forward for key in call.writes}
+            for joint in joints
+        ]
+
+    @cached_property
+    def sizes(self) -> dict[int, int]:
+        """Their numbers -> bytes."""
+        found: dict[int, int] = {}
+        for call, joint, makes, costs in zip(
+            self._timeline.calls, self._joints, self.makes, self._costs, strict=True
+        ):
+            for key in call.lies.keys() & makes.keys():
+                found[call.lies[key]] = joint.bytes[key] + costs[makes[key]].surplus_bytes
+        for moment in self._timeline.moments:
+            for place, number in self.own(moment).items():
+                found.setdefault(number, self._joints[place[0]].bytes[place[1]])
+        return found
+
+    def own(self, moment: Moment) -> dict[Place, int]:
+        """What a backward is the last to hold, and its numbers."""
+        return {} if moment.call is None else {(moment.call, key): n for key, n in moment.own.items()}
+
+    def number_of(self, place: Place) -> int | None:
+        """The number of a storage that is one of them."""
+        number = self._timeline.calls[place[0]].lies.get(place[1])
+        return number if number in self.sizes else None
+
+    def given(self, moment: Moment) -> list[Place]:
+        """Those that a graph is given, and has not been given before."""
+        if moment.call is None:
+            return []
+        joint = self._joints[moment.call]
+        nodes = joint.primals if moment.kind == "forward" else joint.tangents
+        keys = dict.fromkeys(joint.key_of[node] for node in nodes if node in joint.key_of)
+        return [place for key in keys if self.number_of(place := (moment.call, key)) is not None]
+
+    def bytes_at(self, moment: Moment) -> int:
+        """How many of a moment's bytes are theirs."""
+        there = moment.alive.difference(self.own(moment).values())
+        return sum(size for number, size in self.sizes.items() if number in there)
 
 
 class _Writer:
@@ -87,55 +141,114 @@ class _Writer:
 
     Args:
         joints, costs: as of `step_of`.
+        shared: storages that go in and out of graphs.
         least: bytes that stand throughout.
+
+    Attributes:
+        made: storage that a call makes -> value.
     """
 
-    def __init__(self, joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], least: int) -> None:
-        self.joints, self.costs = joints, costs
+    def __init__(
+        self, joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], shared: _Shared, least: int
+    ) -> None:
+        self.joints, self.costs, self.shared, self.least = joints, costs, shared, least
         self.operations: list[Operation] = []
         self.storages: list[Storage] = []
         self.values: list[Value] = []
         self.saved: list[Saved] = []
         self.events: list[Event] = []
-        self.of: dict[Place, int] = {}
-        self.least = self.standing = least
-        self._around = 0  # the storage of what stands for a while, where more than the least does
+        self.made: dict[Place, int] = {}
+        self._of: dict[Place, int] = {}
+        self._standing: int | None = None  # the storage of what stands at this moment
+        self._there: dict[int, int] = {}  # shared storages that are there: number -> storage
+        self._ending: dict[Key, int] = {}  # those that end within the half that begins: name -> storage
         self._asked: dict[tuple[int, str], list[int]] = {}  # reader -> saved tensors
         self._of_value: dict[int, list[int]] = {}  # saved tensors that backward has not asked for yet
 
-    def stand(self, bytes_: int, phase: Phase) -> None:
-        """From here on another number of bytes stands outside the graphs."""
-        if bytes_ == self.standing:
-            return
-        if self.standing > self.least:
-            self._tell("free", self._around)
-        if bytes_ > self.least:
-            self._around = len(self.storages)
-            self.operate("outside", (), phase, [bytes_ - self.least], reason="outside")
-        self.standing = bytes_
+    def begin(self, moment: Moment, level: int, phase: Phase) -> None:
+        """A moment begins.
 
-    def operate(
+        Args:
+            moment: which.
+            level: the bytes that stand at it, without shared storages.
+            phase: the operations' of this moment.
+        """
+        if self._standing is not None:
+            self._tell("free", self._standing)
+        own, reads = self.shared.own(moment), self._reads(moment)
+        self._end(number for number in [*self._there] if number not in moment.alive)
+        # what the half's own forward has made, and what no call reads, is there as far as the plan stores it
+        self._end(
+            number
+            for place, number in own.items()
+            if number in self._there and (place in self.made or place[1] not in reads)
+        )
+        index = len(self.operations)
+        stands = self._new(level - self.least, phase, index)
+        self._standing = self.values[stands].storage
+        writes = [stands, *(self._enter(place, phase, index) for place in self.shared.given(moment))]
+        self._operation("outside", (), tuple(writes), phase, reason="outside")
+        self._ending = {
+            key: self._there.pop(number) for (_, key), number in own.items() if number in self._there
+        }
+        for key in self._ending.keys() - reads:
+            self._tell("free", self._ending.pop(key))
+
+    def _reads(self, moment: Moment) -> set[Key]:
+        """What the calls of a half read of what they are given."""
+        if moment.call is None:
+            return set()
+        joint, forward = self.joints[moment.call], moment.kind == "forward"
+        return {key for call in joint.calls if call.forward == forward for key in call.reads} | set(
+            joint.returned(forward)
+        )
+
+    def _end(self, numbers: Iterable[int]) -> None:
+        """Nobody but autograd holds these shared storages any more."""
+        for number in list(numbers):
+            self._tell("free", self._there.pop(number))
+
+    def _enter(self, place: Place, phase: Phase, maker: int) -> int:
+        """The value of a shared storage for the graph that is given it. A graph cannot compute again what
+        another one has made, so that is a version of its own.
+        """
+        number = self.shared.number_of(place)
+        assert number is not None
+        if number in self._there:
+            version = sum(value.storage == self._there[number] for value in self.values)
+            value = len(self.values)
+            self.values.append(Value(value, self._there[number], version, maker))
+        else:
+            value = self._new(self.shared.sizes[number], phase, maker)
+            self._there[number] = self.values[value].storage
+        self._of[place] = value
+        return value
+
+    def _new(self, size: int, phase: Phase, maker: int) -> int:
+        """A value in a storage of its own."""
+        value = len(self.values)
+        self.values.append(Value(value, len(self.storages), 0, maker))
+        self.storages.append(Storage(len(self.storages), size, phase, maker))
+        return value
+
+    def _operation(
         self,
         name: str,
         reads: tuple[int, ...],
+        writes: tuple[int, ...],
         phase: Phase,
-        sizes: Sequence[int] = (),
         cost: Cost = NOTHING,
         module: str = "",
         reason: str = "",
-    ) -> range:
-        """An operation whose results have these sizes; says which values they are."""
-        index, first = len(self.operations), len(self.values)
-        for size in sizes:
-            self.values.append(Value(len(self.values), len(self.storages), 0, index))
-            self.storages.append(Storage(len(self.storages), size, phase, index))
-        writes = range(first, len(self.values))
+    ) -> None:
+        """The operation that the next event runs."""
+        index = len(self.operations)
         self.operations.append(
             Operation(
                 index,
                 name,
                 reads,
-                tuple(writes),
+                writes,
                 phase,
                 module,
                 replayable=not reason,
@@ -145,60 +258,59 @@ class _Writer:
             )
         )
         self._tell("op", index)
-        return writes
 
     def half(self, number: int, phase: Phase) -> None:
         """A graph's forward or backward."""
         joint, forward = self.joints[number], phase == "forward"
         calls = [call for call in joint.calls if call.forward] if forward else ordered_backward(joint)
-        outputs = [node for node in joint.outputs[0 if forward else 1] if node is not None]
-        returned = dict.fromkeys(joint.key_of[node] for node in outputs if node in joint.key_of)
+        returned = joint.returned(forward)
         ends: dict[int, list[Key]] = {}
-        last = {key: at for at, call in enumerate(calls) for key in (*call.reads, *call.writes)}
-        for key, at in last.items():
+        for key, at in {
+            key: at for at, call in enumerate(calls) for key in (*call.reads, *call.writes)
+        }.items():
             if key not in returned:
                 ends.setdefault(at, []).append(key)
+        own: dict[Key, int] = {**self._ending}  # storages that end here
         for at, call in enumerate(calls):
             asked = self._asked.get((number, call.node.name), [])
             for one in asked:
                 self._tell("unpack", one)
                 self._tell("release", *self._of_value.pop(self.saved[one].value, []))
             cost, module = self.costs[number][call.node.name], module_of(call)
-            made = self.operate(
-                str(call.node.target),
-                tuple(self._value(number, key) for key in call.reads),
-                phase,
-                [joint.bytes[key] + cost.surplus_bytes for key in call.writes],
-                cost,
-                module,
-                call.reason,
+            index = len(self.operations)
+            reads = tuple(self._value(number, key) for key in call.reads)
+            made = {
+                key: self._new(joint.bytes[key] + cost.surplus_bytes, phase, index) for key in call.writes
+            }
+            self._operation(
+                str(call.node.target), reads, tuple(made.values()), phase, cost, module, call.reason
             )
-            self.of.update(zip(((number, key) for key in call.writes), made, strict=True))
+            for key, value in made.items():
+                self._of[number, key] = self.made[number, key] = value
+                own[key] = self.values[value].storage
             self._tell("done", *asked)
             for key in call.writes if forward else ():
                 for reader in joint.readers.get(key, ()):
-                    self._save(number, joint.root[key], self.of[number, key], module, reader)
-            self._free(number, ends.get(at, ()), phase)
-        if forward:  # what is returned counts as standing outside
-            self._free(number, returned, phase)
+                    self._save(number, joint.root[key], self._of[number, key], module, reader)
+            self._tell("free", *(own.pop(key) for key in ends.get(at, ()) if key in own))
+        for key, storage in own.items():  # what is returned
+            other = self.shared.number_of((number, key)) if forward else None
+            if other is None:  # counts as standing
+                self._tell("free", storage)
+            else:
+                self._there[other] = storage
 
     def _tell(self, kind: EventKind, *numbers: int) -> None:
         self.events += [Event(kind, number) for number in numbers]
 
     def _value(self, number: int, key: Key) -> int:
-        """The value of a storage; one that no call made stood before."""
+        """The value of a storage; one that no call made and nobody was given stands throughout."""
         place = (number, key)
-        if place not in self.of:
-            storage, self.of[place] = len(self.storages), len(self.values)
-            self.storages.append(Storage(storage, 0, "input", None, key))  # it counts as standing outside
-            self.values.append(Value(self.of[place], storage, 0, None))
-        return self.of[place]
-
-    def _free(self, number: int, keys: Iterable[Key], phase: Phase) -> None:
-        for key in keys:
-            storage = self.storages[self.values[self._value(number, key)].storage]
-            if storage.kind == phase:  # what a backward is handed is autograd's
-                self._tell("free", storage.id)
+        if place not in self._of:
+            storage, self._of[place] = len(self.storages), len(self.values)
+            self.storages.append(Storage(storage, 0, "input", None, key))  # it counts as standing
+            self.values.append(Value(self._of[place], storage, 0, None))
+        return self._of[place]
 
     def _save(self, number: int, node: fx.Node, value: int, module: str, reader: Call) -> None:
         index, dtype = len(self.saved), str(node.meta["val"].dtype).removeprefix("torch.")

@@ -19,8 +19,8 @@ from typing import Any
 from lowtide import budget as budgets
 from lowtide.budget import ACTIVATIONS, OUTPUTS, STANDING, with_slack
 from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
-from lowtide.compiled.joint import Joint
-from lowtide.compiled.recording import Call, Moment, Timeline
+from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.recording import Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.variants import Menu, Variant
 from lowtide.graph import StepGraph
@@ -98,9 +98,7 @@ def plan_graph(
         with outside_modes():  # AOTAutograd calls us among fake tensors
             links = missing_links(ways, None, (), menu.device)
         policy = policies.mixed(*ways, links=links, slab=False)
-    moments = [Moment("forward", 0, standing_bytes), Moment("backward", 0, standing_bytes)]
-    alone = Timeline(menu.device, standing_bytes, [Call(0, menu)], moments)
-    return _Planning(alone, [menu], menu.step, policy).plan(budget)
+    return _Planning(menu.timeline, [menu], menu.step, policy).plan(budget)
 
 
 def plan_step(timeline: Timeline, menus: Sequence[Menu], budget: str | int) -> StepPlan:
@@ -117,7 +115,7 @@ def plan_step(timeline: Timeline, menus: Sequence[Menu], budget: str | int) -> S
     for menu in {id(menu): menu for menu in menus}.values():
         menu.look()
     joints, costs = [menu.joint for menu in menus], [menu.costs for menu in menus]
-    step = step_of(joints, costs, timeline.moments, timeline.device)
+    step = step_of(joints, costs, timeline)
     return _Planning(timeline, menus, step).plan(budget)
 
 
@@ -131,22 +129,31 @@ class _Planning:
 
     def _peaks(self, chosen: Sequence[Variant]) -> list[int]:
         """The most live bytes at each moment when each call is cut as chosen."""
-        return [
-            moment.bytes + sum(self._bytes(moment, number, chosen[number]) for number in moment.calls)
-            for moment in self.timeline.moments
-        ]
+        calls, found = self.timeline.calls, []
+        for moment in self.timeline.moments:
+            lent = moment.lent_beside((calls[n], chosen[n].kept) for n in moment.waiting)
+            takes = (self._bytes(moment, number, chosen[number], lent) for number in moment.calls)
+            found.append(moment.bytes + sum(takes))
+        return found
 
     def _peak(self, chosen: Sequence[Variant]) -> int:
         return max(self._peaks(chosen))
 
-    def _bytes(self, moment: Moment, number: int, variant: Variant) -> int:
-        """What a call takes at a moment: while it runs, or while its backward is to come."""
+    def _bytes(self, moment: Moment, number: int, variant: Variant, lent: frozenset[Key] | None) -> int:
+        """What a call takes at a moment: while it runs, or while its backward is to come.
+
+        Args:
+            moment: at which.
+            number: the call's.
+            variant: its cut.
+            lent: what others hold to its end of what a backward is handed.
+        """
         call = self.timeline.calls[number]
         if number != moment.call:
             return moment.held(call, variant.kept) + variant.copied
         if moment.kind == "forward":
             return variant.forward_bytes
-        return variant.backward_bytes(moment.lent)
+        return variant.backward_bytes(lent)
 
     def plan(self, budget: str | int) -> StepPlan:
         """Within a budget."""
@@ -241,7 +248,7 @@ class _Planning:
                 program.row([(column, 1.0), (used[id(menu)][id(one)], -1.0)], 0.0)
         for moment in moments:
             takes = [
-                (column, self._bytes(moment, number, one) / unit)
+                (column, self._bytes(moment, number, one, moment.lent) / unit)
                 for number in moment.calls
                 for one, column in ways[number]
             ]

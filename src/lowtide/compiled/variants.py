@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -17,7 +17,7 @@ from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import moved
 from lowtide.compiled.prediction import Predict, Profiles, predict_calls, predict_generated
-from lowtide.compiled.recording import Moment
+from lowtide.compiled.recording import Call, Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
 from lowtide.plan import make
 from lowtide.plan.data import Compress, Decision, Offload, Plan
@@ -78,7 +78,8 @@ class Menu:
     Attributes:
         device: of its first tensor.
         zeros_bytes: of gradients that autograd makes up for outputs beside the loss.
-        step: the graph alone, for the planner.
+        timeline: of a step that is the graph alone.
+        step: the same for the planner.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class Menu:
         values = (node.meta["val"] for node in joint.primals)
         self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
         # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
-        tangents = [joint.bytes[key] for key in {joint.key_of.get(node) for node in joint.tangents} if key]
-        self.zeros_bytes = sum(tangents) - min(tangents, default=0)  # the least is the loss's
-        standing = standing_bytes or 0
-        moments = Moment("forward", 0, standing), Moment("backward", 0, standing + sum(tangents))
-        self.step = step_of([joint], [self.costs], moments, self.device)
+        tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
+        sizes = [joint.bytes[key] for key in tangents]
+        self.zeros_bytes = sum(sizes) - min(sizes, default=0)  # the least is the loss's
+        self.timeline = _alone(self, standing_bytes or 0, tangents)
+        self.step = step_of([joint], [self.costs], self.timeline)
         self._predict: Predict = (
             predict_calls(joint, self.costs) if options is None else predict_generated(joint, options)
         )
@@ -186,6 +187,14 @@ class Menu:
         )
         both = zip(halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
         return sum(half_seconds(half, traffic, alone, self.device, self._room) for half, traffic in both)
+
+
+def _alone(menu: Menu, standing: int, tangents: Sequence[Key]) -> Timeline:
+    """A step that is one graph alone, whose backward is the last to hold the gradients that it is given."""
+    lies = {key: number for number, key in enumerate(tangents)}
+    forward = Moment("forward", 0, standing)
+    backward = Moment("backward", 0, standing, alive=frozenset(lies.values()), own=lies)
+    return Timeline(menu.device, standing, [Call(0, menu, lies=lies)], [forward, backward])
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
