@@ -359,26 +359,30 @@ def test_what_was_compiled_or_limited_is_compiled_anew(before: str) -> None:
 
 
 def test_a_refusal_says_what_outputs_beside_the_loss_take() -> None:
-    """Autograd makes zeros for the gradient of each, and ``torch.compile`` takes them all."""
+    """Autograd makes zeros for the gradient of each, and they stand until they are read: those of an early
+    one through most of backward.
+    """
 
-    class WithLogits(Model):
+    class WithFirst(Model):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-            logits = x
-            for block in self.blocks:
-                logits = block(logits)
-            return logits.square().mean(), logits
+            first = x = self.blocks[0](x)
+            for block in self.blocks[1:]:
+                x = block(x)
+            return x.square().mean(), first
 
-    model, x = WithLogits(), torch.randn(1024, 32)
+    model, x = WithFirst(), torch.randn(1024, 32)
     with pytest.raises(lowtide.BudgetError) as refused:
         lowtide.compile(model, "1KiB", backend="aot_eager")(x)
     with pytest.raises(lowtide.BudgetError, match="returns the loss alone"):
         lowtide.compile(model, refused.value.smallest_bytes - x.nbytes // 2, backend="aot_eager")(x)
     parts = refused.value.parts
-    assert parts["zeros for outputs beside the loss"] == x.nbytes
+    zeros = parts["zeros for outputs beside the loss"]
+    assert 0 < zeros <= x.nbytes
     assert sum(parts.values()) == pytest.approx(refused.value.smallest_bytes, abs=1)
     with pytest.raises(lowtide.BudgetError) as alone:
         lowtide.compile(Model(), "1KiB", backend="aot_eager")(x)
-    assert "zeros" not in str(alone.value) and alone.value.smallest_bytes < refused.value.smallest_bytes
+    assert "zeros" not in str(alone.value)
+    assert refused.value.smallest_bytes - alone.value.smallest_bytes >= zeros
 
 
 def test_a_malformed_budget_is_refused_at_once() -> None:

@@ -192,8 +192,7 @@ class _Planning:
         if self.menus[0].standing_bytes is not None:
             least = self._chosen(None)
             assert least is not None
-            forward, backward = self._peaks(least)
-            zeros = self.menus[0].zeros_bytes if backward >= forward else 0
+            zeros = self.menus[0].zeros_bytes(least[0])
         shares = {STANDING: standing, OUTPUTS: zeros, ACTIVATIONS: smallest - standing - zeros}
         return budgets.too_small(limit, smallest, shares, plain_peak_bytes=plain_peak)
 

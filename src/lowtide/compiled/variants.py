@@ -77,7 +77,6 @@ class Menu:
 
     Attributes:
         device: of its first tensor.
-        zeros_bytes: of gradients that autograd makes up for outputs beside the loss.
         timeline: of a step that is the graph alone.
         step: the same for the planner.
     """
@@ -97,8 +96,8 @@ class Menu:
         self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
         # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
         tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
-        sizes = [joint.bytes[key] for key in tangents]
-        self.zeros_bytes = sum(sizes) - min(sizes, default=0)  # the least is the loss's
+        loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
+        self._zeros = frozenset(tangents) - {loss}
         self.timeline = _alone(self, standing_bytes or 0, tangents)
         self.step = step_of([joint], [self.costs], self.timeline)
         self._predict: Predict = (
@@ -124,6 +123,12 @@ class Menu:
     def smallest(self) -> frozenset[Key]:
         """What is stored where the graph alone takes the least memory."""
         return frozenset(self.step.stored(make(self.step.graph, None, progress=False).stored, 0))
+
+    def zeros_bytes(self, variant: Variant) -> int:
+        """What the gradients that autograd makes up for outputs beside the loss add to a cut's peak."""
+        inputs = {self.joint.key_of[node] for node in self.joint.primals if node in self.joint.key_of}
+        without = variant.backward_bytes(frozenset(inputs) | self._zeros) if self._zeros else 0
+        return max(0, variant.backward_bytes() - max(without, variant.forward_bytes)) if self._zeros else 0
 
     def plain(self) -> Halves:
         """The halves as `torch.compile` cuts them by itself."""
