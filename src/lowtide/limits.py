@@ -85,7 +85,7 @@ def limit_memory(
     refuse_replicas(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
-    if private.is_compiled(model):
+    if private.is_compiled(model) and "_orig_mod" in model._modules:
         meaningless = {
             "policy": policy is not None,
             "loss_fn": loss_fn is not None,
@@ -100,7 +100,7 @@ def limit_memory(
     refuse_sharded(model)
     optimizer = None if optimizer is None else innermost(optimizer)
     asked = {"budget": budget, "policy": policy or "optimal", "optimizer": optimizer, "progress": progress}
-    limiter = Limiter(model, loss_fn, verify, stores, **asked)
+    limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **asked)
     model.__dict__["forward"] = limiter
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
@@ -127,3 +127,22 @@ def _compiled(
     if before is not None:
         before.remove()
     return limit_compiled(model, budget, optimizer=None if optimizer is None else innermost(optimizer))
+
+
+def compiled_engine(limiter: Limiter, compiling: private.Compiling) -> Any:
+    """Hand the limit of a model that `torch.compile` is around to the compiled engine.
+
+    Raises:
+        PlanError: that engine cannot hold it.
+    """
+    from lowtide.compiled.api import limit_compiled_forward  # importing Inductor takes seconds
+
+    planner = limiter.planner
+    own = {"policy": planner.policy != "optimal", "stores": not limiter.own_stores}
+    own["verify"] = limiter.verify != "first"
+    if asked := [f"{name}=" for name, given in own.items() if given]:
+        raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
+    assert planner.budget is not None, "the optimal policy has one"
+    return limit_compiled_forward(
+        limiter.model, limiter.forward, planner.budget, planner.optimizer, compiling
+    )

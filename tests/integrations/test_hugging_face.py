@@ -175,3 +175,26 @@ def test_a_callback_without_a_budget_is_refused_at_once() -> None:
 
     with pytest.raises(lowtide.BudgetError, match="LimitMemory needs a budget"):
         LimitMemory()
+
+
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+def test_torch_compile_keeps_the_compiler_and_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is held by the compiled engine, with the backend that the Trainer was given."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which a Trainer sets for the whole process
+    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    options: dict[str, Any] = {"epochs": 1, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain = trainer(tmp_path / "plain", epochs=1)
+    plain.train()
+    callback = LimitMemory("90%")
+    limited = trainer(tmp_path / "limited", [callback], **options)
+    limited.train()
+    assert all(map(torch.equal, weights(plain), weights(limited)))
+    held = callback.handle._limiter.around.handle  # type: ignore[union-attr]
+    assert isinstance(held, CompiledHandle) and held._backend == "aot_eager" and held.plan is not None
+    (last,) = [row for row in limited.state.log_history if row.get("step") == 2 and "loss" in row]
+    assert 0 < last["memory_peak_mib"] <= last["memory_budget_mib"] + 0.01
+    assert last["memory_predicted_mib"] <= last["memory_budget_mib"] + 0.01

@@ -257,3 +257,28 @@ def test_two_processes_under_ddp(tmp_path: Path) -> None:
         assert all(map(torch.equal, plain, weights))
         later = [row for row in rows if "memory_peak_mib" in row][1:]
         assert later and all(row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01 for row in later)
+
+
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+def test_a_compiled_module_keeps_its_compiler_and_the_budget(tmp_path: Path) -> None:
+    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.integrations.lightning import LimitMemory
+
+    trained, reads, callback = [], Reads(), LimitMemory("90%")
+    for callbacks, compiled in (([], False), ([callback, reads], True)):
+        module = Module()
+        fitted: Any = torch.compile(module, backend="aot_eager") if compiled else module
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", callbacks=callbacks, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(tmp_path),
+        )  # fmt: skip
+        before = fitted.training_step
+        trainer.fit(fitted, loader())
+        trained.append([p.detach().clone() for p in module.parameters()])
+    assert all(map(torch.equal, *trained))
+    held = callback.handle._limiter.around.handle  # type: ignore[union-attr]
+    assert isinstance(held, CompiledHandle) and held._backend == "aot_eager"
+    assert held.plan is not None and held.plan.replayed
+    for row in reads.rows[3:]:
+        assert 0 < row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01
+    assert module.training_step.__wrapped__ == before, "it is compiled as it was"

@@ -64,6 +64,35 @@ def test_a_limit_before_and_after_prepare(accelerator: Any, before: bool) -> Non
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("mixed", ["no", "bf16"])
+@pytest.mark.parametrize("before", [True, False], ids=["limit first", "prepare first"])
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+def test_accelerates_compiler_plugin_keeps_the_budget(mixed: str, before: bool) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    from lowtide.compiled.handle import CompiledHandle
+
+    AcceleratorState._reset_state(True)
+    plugin = accelerate.utils.TorchDynamoPlugin(backend="aot_eager")
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed, dynamo_plugin=plugin)
+    model, x = net(), torch.randn(256, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = lowtide.limit_memory(model, "90%", optimizer=optimizer) if before else None
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    handle = handle or lowtide.limit_memory(prepared, "90%", optimizer=wrapped)
+    for _ in range(3):
+        accelerator.backward(prepared(x).square().mean())
+        wrapped.step()
+        wrapped.zero_grad()
+    assert handle.plan is not None and handle.plan.replayed and handle.plan.budget_bytes is not None
+    assert handle.measured_peak_bytes is not None
+    assert handle.measured_peak_bytes <= handle.plan.budget_bytes
+    engine = handle if isinstance(handle, CompiledHandle) else handle._limiter.around.handle
+    assert engine._backend == "aot_eager" and lowtide.handle_of(prepared) is handle
+    AcceleratorState._reset_state(True)
+
+
 def epochs(accelerator: Any, folder: Path, limited: bool, first: int = 0) -> list[torch.Tensor]:
     """Two epochs with accumulation, evaluated and saved after each, from the epoch ``first`` on. The limit is
     there before the optimizer, and before `prepare`.

@@ -164,13 +164,9 @@ def test_a_limited_model_is_exported_and_traced_as_it_is(planned: bool) -> None:
 
 
 def test_limit_on_a_compiled_model() -> None:
-    """Compiled by a backend of the user's, or in place, a model is opaque as a whole."""
+    """Compiled by a backend of the user's, a model is opaque as a whole."""
     with pytest.raises(lowtide.PlanError, match="a budget can be held for inductor, aot_eager"):
         lowtide.limit_memory(torch.compile(Model(), backend=Backend()), "100%")
-    model = Model()
-    model.compile(backend="aot_eager")
-    with pytest.raises(lowtide.PlanError, match="compiled in place"):
-        lowtide.limit_memory(model, "100%")
     with pytest.raises(lowtide.PlanError, match="knows no policy="):
         lowtide.limit_memory(torch.compile(Model(), backend="aot_eager"), "100%", policy="full")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from lowtide.compiled.partitioner import Partitioner
 from lowtide.errors import PlanError, expect
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload
-from lowtide.private import compile_settings, inductor, is_compiled, uncompiled
+from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled
 from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.handle import handle_of
 from lowtide.traced import honour_regions
@@ -123,21 +123,44 @@ def limit_compiled(
     settings that it was made with.
 
     Raises:
-        PlanError: it was compiled in place (``model.compile()``), or with another backend.
+        PlanError: it was compiled with another backend.
     """
-    made = compile_settings(compiled)
-    if made is None:
-        raise PlanError(
-            "this model was compiled in place (model.compile()), and a limit cannot be put on that: call "
-            "lowtide.compile(model, budget) in place of it"
-        )
-    model, backend, options, how = made
+    model, backend, options, how = compile_settings(compiled)
+    _check_backend(backend)
+    return CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
+
+
+def limit_compiled_forward(
+    model: torch.nn.Module,
+    forward: Callable[..., Any],
+    budget: str | int,
+    optimizer: torch.optim.Optimizer | None,
+    compiling: Compiling,
+) -> CompiledHandle:
+    """Hold a budget for a model that `torch.compile` is around: its forward runs through the handle.
+
+    Args:
+        model: the model.
+        forward: its own.
+        budget: as of `lowtide.compile`.
+        optimizer: its state counts, too.
+        compiling: what compiles, and with what.
+
+    Raises:
+        PlanError: it is compiled with another backend, or with CUDA graphs.
+    """
+    _check_backend(compiling.backend)
+    how = {"fullgraph": compiling.fullgraph}
+    options = compiling.options
+    return CompiledHandle(model, None, budget, compiling.backend, optimizer, options, how, forward=forward)
+
+
+def _check_backend(backend: str) -> None:
     if backend not in BACKENDS:
         raise PlanError(
             f"this model was compiled with the backend {backend!r}: a budget can be held for "
             f"{', '.join(BACKENDS)}"
         )
-    return CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
 
 
 def compile_options(budget: str | int) -> dict[str, Any]:

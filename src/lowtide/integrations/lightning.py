@@ -51,6 +51,7 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self.budget, self.module, self.options = budget, module, options
         self.handle: Handle | None = None
         self._peaks: Peaks | None = None
+        self._before: Any = None  # what stood in the place of the module's training_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The optimizers are there now, with their state when training is resumed."""
@@ -61,12 +62,14 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
                 "without their state. Give LimitMemory(..., optimizer=None) if that is as it should be"
             )
         only = optimizers[0] if len(optimizers) == 1 else None
+        options = {"optimizer": only, **self.options}
         if self.module is None and pl_module.automatic_optimization:
+            self._before = pl_module.__dict__.get("training_step")
             limited = TrainingStep(pl_module)
+            self.handle = limit_memory(limited, self.budget, **options)
             pl_module.training_step = limited.in_place
         else:
-            limited = _called(pl_module, self.module)
-        self.handle = limit_memory(limited, self.budget, **{"optimizer": only, **self.options})
+            self.handle = limit_memory(_called(pl_module, self.module), self.budget, **options)
         self._peaks = Peaks(self.handle)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -83,6 +86,8 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self.handle.remove()
         if isinstance(self.handle.model, TrainingStep):
             pl_module.__dict__.pop("training_step", None)
+            if self._before is not None:
+                pl_module.__dict__["training_step"] = self._before
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Training ends here, too."""
@@ -91,6 +96,9 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
 
 class TrainingStep(torch.nn.Module):
     """The ``training_step`` of a module as the forward of another, which a limit can be put on.
+
+    Of a module that `torch.compile` returned Lightning has compiled the ``training_step``: then `in_place`
+    compiles this forward with the same, around the limit, so that the compiled engine holds it.
 
     Args:
         module: a LightningModule.
@@ -102,12 +110,17 @@ class TrainingStep(torch.nn.Module):
     def __init__(self, module: Any) -> None:
         super().__init__()
         self.module = module
+        compiler = getattr(module, "_compiler_ctx", None)
         own: Callable[..., Any] = module.training_step
+        called: Callable[..., Any] = self
+        if compiler is not None:
+            own = compiler["original_training_step"]
+            called = compiler["dynamo_ctx"](self)
         self._own = own
 
         @functools.wraps(own)
         def in_place(*args: Any, **kwargs: Any) -> Any:
-            return self(*args, **kwargs)
+            return called(*args, **kwargs)
 
         self.in_place = in_place
 

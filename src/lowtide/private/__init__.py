@@ -58,6 +58,7 @@ from lowtide.private.distributed import (
     wait_for_collective,
 )
 from lowtide.private.dynamo import (
+    Compiling,
     compile_forward,
     compile_in_place,
     compile_settings,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from importlib.util import find_spec
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -26,19 +26,31 @@ def is_compiled(module: torch.nn.Module) -> bool:
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
-def compile_settings(module: Any) -> tuple[torch.nn.Module, str, dict[str, Any], dict[str, Any]] | None:
-    """What was compiled, and with what: the backend's name, Inductor's settings, and the other arguments of
-    `torch.compile`; ``None`` where it was compiled in place.
-    """
-    context = module.__dict__.get("dynamo_ctx")
-    if context is None:
-        return None
-    backend = context.callback
+class Compiling(NamedTuple):
+    """What compiles a call: the backend's name, Inductor's settings, and whether graph breaks are errors."""
+
+    backend: str
+    options: dict[str, Any]
+    fullgraph: bool
+
+
+def _compiling(callback: Any) -> Compiling:
+    backend, whole = callback, False
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        whole |= bool(getattr(backend, "_one_graph", False))
         backend = inner
-    name = getattr(backend, "compiler_name", getattr(backend, "__name__", "unknown"))
+    name = getattr(backend, "compiler_name", getattr(backend, "__name__", type(backend).__name__))
+    return Compiling(name, dict(getattr(backend, "config", {})), whole)
+
+
+def compile_settings(module: Any) -> tuple[torch.nn.Module, str, dict[str, Any], dict[str, Any]]:
+    """What `torch.compile` compiled, and with what: the backend's name, Inductor's settings, and its other
+    arguments.
+    """
+    context = module.dynamo_ctx
+    found = _compiling(context.callback)
     how = {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
-    return module._orig_mod, name, dict(getattr(backend, "config", {})), how
+    return module._orig_mod, found.backend, found.options, how
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -110,19 +122,19 @@ def compiled_call(module: torch.nn.Module) -> str:
 
 
 @contextmanager
-def out_of_dynamo() -> Iterator[bool]:
-    """Python code in the block is not compiled, whatever is outside; says whether it would have been.
+def out_of_dynamo() -> Iterator[Compiling | None]:
+    """Python code in the block is not compiled, whatever is outside; says what would have compiled it.
 
     What a compiled call calls back (hooks on saved tensors, for one) would otherwise be compiled itself. A
     compiled call in the block runs compiled.
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
-        yield False
+        yield None
         return
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
     before = set_eval_frame(None)
     try:
-        yield before not in (None, False)
+        yield None if before in (None, False) else _compiling(before)
     finally:
         set_eval_frame(before)
 
@@ -155,7 +167,7 @@ def skipped_by_dynamo(function: Any) -> Any:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = (
-        "a limited model runs eagerly; lowtide.compile takes a budget, and handle.remove() the limit off"
+        "a limited model is compiled by itself within its budget; handle.remove() takes the limit off"
     )
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     leave = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +22,20 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.shown import Shown
 from lowtide.run.messages import limit_line
+
+
+def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
+    """The compiled engine's member of that name, where that engine holds the limit."""
+
+    @functools.wraps(member)
+    def found(self: Handle, *args: Any, **kwargs: Any) -> Any:
+        compiled = self._limiter.around.handle
+        if compiled is None:
+            return member(self, *args, **kwargs)
+        theirs = getattr(compiled, member.__name__)
+        return theirs(*args, **kwargs) if inspect.ismethod(theirs) else theirs
+
+    return found
 
 
 class Handle(Shown):
@@ -40,6 +56,7 @@ class Handle(Shown):
         return limit_line(self.model, self._limiter.planner.budget, len(self.plans), self.plan)
 
     @property
+    @_of_engine
     def plan(self) -> Plan | None:
         """The plan of the latest step, or ``None`` before the first has ended. Its
         `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
@@ -48,6 +65,7 @@ class Handle(Shown):
         return latest.calibrated() if latest is not None else None
 
     @property
+    @_of_engine
     def budget_bytes(self) -> int | None:
         """The budget in bytes, one for all kinds of steps: of ``"60%"``, ``"min"`` or ``"auto"`` the most
         that any kind was planned for since it was given; ``None`` before, and without a budget. A kind's own
@@ -58,38 +76,45 @@ class Handle(Shown):
         return budgets.one_for_all(planner.budget, in_force)
 
     @property
+    @_of_engine
     def measured_peak_bytes(self) -> int | None:
         """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
         ``None`` before, and where a running peak cannot be measured."""
         return self._limiter.measured_bytes
 
     @property
+    @_of_engine
     def graph(self) -> StepGraph | None:
         """The step graph that `plan` was made for."""
         latest = self._limiter.kinds.latest
         return latest.graph if latest is not None else None
 
     @property
+    @_of_engine
     def optimizer_bytes(self) -> int:
         """What of `StepGraph.resident_bytes` is the optimizer's state."""
         return self._limiter.planner.optimizer_bytes
 
     @property
+    @_of_engine
     def plans(self) -> dict[StepKey, Plan]:
         """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
         known = self._limiter.kinds.known
         return {key: kind.planned.calibrated() for key, kind in known.items() if kind.planned is not None}
 
     @property
+    @_of_engine
     def plannings(self) -> int:
         """How many plans were searched for so far."""
         return self._limiter.planner.solved
 
     @property
+    @_of_engine
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they do not reproduce, with the reason."""
         return dict(self._limiter.planner.kept)
 
+    @_of_engine
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are
         put back.
@@ -111,6 +136,8 @@ class Handle(Shown):
         limiter = self._in_force()
         with limiter.kinds.lock:
             limiter.planner.set_budget(budget)
+        if limiter.around.handle is not None:
+            limiter.around.handle.set_budget(budget)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer's state and step from the next step on, in place of the one counted so far:
@@ -132,6 +159,8 @@ class Handle(Shown):
         check_optimizer(self.model, optimizer)
         with limiter.kinds.lock:
             limiter.planner.set_optimizer(None if optimizer is None else innermost(optimizer))
+        if limiter.around.handle is not None:
+            limiter.around.handle.set_optimizer(optimizer)
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
@@ -209,6 +238,8 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     compiled = model.__dict__.get("_lowtide_handle")
     if compiled is not None:
         return compiled
+    if private.is_compiled(model) and "_orig_mod" in model._modules:  # what torch.compile returned
+        return handle_of(model._modules["_orig_mod"])  # type: ignore[arg-type]
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)

@@ -27,6 +27,7 @@ from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors, settle
 from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.limit.around import Around, Engine, Refused
 from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, Kinds
 from lowtide.run.limit.out_of_memory import out_of_memory
@@ -34,7 +35,6 @@ from lowtide.run.limit.outcome import Outcome, learn, said
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
 from lowtide.run.limit.unlimited import (
-    AROUND_COMPILED,
     SHARED,
     UNREACHED,
     Engagement,
@@ -75,6 +75,7 @@ class Limiter:
 
     Args:
         model, loss_fn, verify, stores: as of `limit_memory`.
+        engine: holds the limit where `torch.compile` is around the model; ``None`` runs it eagerly.
         asked: as of `Planner`: budget, policy, optimizer, progress.
 
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
@@ -83,6 +84,7 @@ class Limiter:
     Attributes:
         planner: makes the plans.
         kinds: the kinds of steps so far, and what is planned for each.
+        around: runs the steps that `torch.compile` is around.
         shared: other limited models take part in the same steps; each is planned for its own part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
     """
@@ -93,9 +95,10 @@ class Limiter:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         verify: Verify,
         stores: Stores | None,
+        engine: Engine | None = None,
         **asked: Any,
     ) -> None:
-        self.model, self.loss_fn = model, loss_fn
+        self.model, self.loss_fn, self.engine = model, loss_fn, engine
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
@@ -109,13 +112,14 @@ class Limiter:
         self.kinds = Kinds(self.planner, self.verify)
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.overruns = Overruns()
+        self.around = Around(self.engine, self.planner.tell)
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.shared = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names, planner = ("model", "loss_fn", "verify", "original", "removed"), self.planner
+        names, planner = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.planner
         asked = {"budget": planner.budget, "policy": planner.policy, "progress": planner.progress}
         return {
             "asked": asked,
@@ -169,10 +173,24 @@ class Limiter:
             args = args[1:]
         if self.local.inside or self.removed:
             return self.forward(*args, **kwargs)
-        with private.out_of_dynamo() as compiled:
-            if compiled:
-                self.planner.tell(AROUND_COMPILED)
-            return self._call(args, kwargs, compiled)
+        with private.out_of_dynamo() as compiling:
+            if compiling is not None and self._may_compile():
+                try:
+                    with self._inside():
+                        return self.around.run(self, compiling, args, kwargs)
+                except Refused:
+                    pass
+            return self._call(args, kwargs, compiling is not None)
+
+    def _may_compile(self) -> bool:
+        """Whether this model decides about its own step, and it is no lazy one that has yet to begin."""
+        if governed() or torch.compiler.is_exporting():  # pyright: ignore
+            return False
+        if self.around.handle is None:
+            if any(map(torch.nn.parameter.is_lazy, self.model.parameters())):
+                return False
+            self.engagement.end()
+        return True
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
         if keeps_nothing():

@@ -15,9 +15,6 @@ from lowtide.run.messages import warn
 from lowtide.run.record.recorder import Recorder
 from lowtide.trace.results import tensors_inside
 
-AROUND_COMPILED = (
-    "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled"
-)
 SHARED = (
     "several limited models take part in one step: each is planned for its own part, and what they take "
     "together is not held against a budget. To have one budget for all, put one limit on a module that runs "

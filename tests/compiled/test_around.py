@@ -1,0 +1,152 @@
+"""`torch.compile` around a limited model: the compiled engine holds the limit, with the backend as given."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.compiled.handle import CompiledHandle
+from lowtide.meter import peak, resident_bytes
+
+
+class Model(nn.Module):
+    def __init__(self, returns_loss: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
+        )
+        self.returns_loss = returns_loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean() if self.returns_loss else x
+
+
+class Layers(nn.Sequential):
+    """Of a class whose forward is PyTorch's own, which Dynamo passes over by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "123"))
+
+
+X = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
+
+
+def step(called: Any, model: nn.Module) -> tuple[list[torch.Tensor], int]:
+    """Gradients of a step, and its peak with what stood before it."""
+    model.zero_grad(set_to_none=True)
+    standing = resident_bytes(model) + X.nbytes
+    with peak("cpu") as seen:
+        called(X).square().mean().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], standing + seen.peak_bytes
+
+
+def engine(handle: Any) -> CompiledHandle | None:
+    return handle._limiter.around.handle
+
+
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+@pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks", "fullgraph"])
+@pytest.mark.parametrize("make", [Model, lambda: Model(False), Layers], ids=["loss", "outputs", "torch.nn"])
+def test_the_limit_is_held_by_the_compiled_engine(make: Callable[[], nn.Module], fullgraph: bool) -> None:
+    model = make()
+    wanted, plain = step(twin := copy.deepcopy(model), twin)
+    handle = lowtide.limit_memory(model, "min")
+    compiled: Any = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    for _ in range(3):
+        found, took = step(compiled, model)
+        assert all(map(torch.equal, wanted, found))
+    held = engine(handle)
+    assert held is not None and held._backend == "aot_eager"
+    assert handle.plan is held.plan and handle.plan.replayed and len(handle.plans) == 1
+    assert handle.measured_peak_bytes == took < 0.8 * plain
+    assert took <= handle.plan.budget_bytes + 16
+    assert lowtide.handle_of(compiled) is handle
+    with torch.no_grad():
+        assert torch.equal(compiled(X), twin(X))
+
+
+def test_a_limit_that_comes_after_and_another_budget() -> None:
+    model = Model()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    step(compiled, model)
+    handle = lowtide.limit_memory(model, "100%")  # as a callback does, which sees the model alone
+    _, whole = step(compiled, model)
+    handle.set_budget("min")
+    step(compiled, model)
+    assert step(compiled, model)[1] <= handle.plan.budget_bytes < 0.8 * whole
+    with handle.paused():
+        assert step(compiled, model)[1] >= 0.99 * whole
+    handle.remove()
+    assert step(compiled, model)[1] >= 0.99 * whole
+    assert lowtide.handle_of(compiled) is None
+
+
+def test_a_model_that_was_compiled_in_place() -> None:
+    model = Model()
+    model.compile(backend="aot_eager")
+    handle = lowtide.limit_memory(model, "min")
+    for _ in range(2):
+        _, took = step(model, model)
+    assert engine(handle) is not None and took <= handle.plan.budget_bytes
+
+
+def test_a_limit_on_what_is_compiled_around_a_limited_model() -> None:
+    model = Model()
+    lowtide.limit_memory(model, "100%")
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    handle = lowtide.limit_memory(compiled, "min")
+    assert "forward" not in model.__dict__ and lowtide.handle_of(compiled) is handle
+    step(compiled, model)
+    assert step(compiled, model)[1] <= handle.plan.budget_bytes
+
+
+def own_backend(module: Any, inputs: Any) -> Any:
+    return module
+
+
+@pytest.mark.parametrize(
+    ("options", "how", "why"),
+    [
+        ({}, {"backend": own_backend}, "a budget can be held for inductor, aot_eager"),
+        ({"policy": "full"}, {"backend": "aot_eager"}, "knows no policy="),
+        ({}, {"mode": "reduce-overhead"}, "CUDA graphs"),
+    ],
+    ids=["backend", "policy", "cudagraphs"],
+)
+def test_what_it_cannot_hold_runs_eagerly_and_says_why(options: Any, how: Any, why: str) -> None:
+    model = Model()
+    wanted, _ = step(twin := copy.deepcopy(model), twin)
+    handle = lowtide.limit_memory(model, "80%", **options)
+    compiled: Any = torch.compile(model, **how)
+    with pytest.warns(lowtide.LowtideWarning, match=f"run eagerly under the limit: .*{why}"):
+        step(compiled, model)
+    found, took = step(compiled, model)
+    assert engine(handle) is None and all(map(torch.equal, wanted, found))
+    assert took <= handle.plan.budget_bytes + 16
+
+
+def test_what_pytorch_compiles_nothing_of_runs_eagerly_and_says_why() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.lstm(x[:64])[0]
+
+    model = Recurrent()
+    handle = lowtide.limit_memory(model, "100%")
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    with torch._dynamo.config.patch(allow_rnn=False):
+        with pytest.warns(lowtide.LowtideWarning, match="eagerly under the limit: PyTorch compiled nothing"):
+            step(compiled, model)
+        step(compiled, model)
+    assert engine(handle) is None and handle.plan is not None
