@@ -137,3 +137,25 @@ def test_two_sizes_are_bounded_by_their_product_where_only_that_counts() -> None
 @pytest.mark.parametrize("most", [2, 333, 10**5])
 def test_the_largest_size_is_exact(most: int) -> None:
     assert largest((2,), lambda s: most**2 - s[0] ** 2) == (most,)
+
+
+@pytest.mark.parametrize("summed", [True, False], ids=["one graph", "recorded"])
+def test_a_share_that_is_too_small_for_a_small_step_is_of_the_largest(summed: bool) -> None:
+    """The last batch of an epoch: parameters are most of it, and it fits where larger ones do."""
+
+    class Net(torch.nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return x.square().mean() if summed else x
+
+    model = Net(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU())
+    compiled = lowtide.compile(model, "90%", backend="aot_eager")
+    for rows in (1024, 1024, 8, 8):
+        compiled.zero_grad(set_to_none=True)
+        compiled(torch.randn(rows, 64)).sum().backward()
+    largest, smallest = lowtide.handle_of(compiled).plans
+    assert smallest.budget_bytes == largest.budget_bytes
+    with pytest.raises(lowtide.BudgetError):  # nothing larger was planned for
+        lowtide.handle_of(compiled).set_budget("90%")
+        for _ in range(2):
+            compiled(torch.randn(8, 64)).sum().backward()

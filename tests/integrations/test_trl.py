@@ -86,3 +86,19 @@ def test_sft_is_saved_and_goes_on_bit_by_bit(tmp_path: Path, adapter: bool) -> N
     trained(tmp_path / "limited", [LimitMemory("98%")], adapter, False, steps=2, **saves)
     resumed = trained(tmp_path / "limited", [LimitMemory("98%")], adapter, False, steps=4, **saves)
     assert len(plain) > 0 and all(map(torch.equal, plain, resumed))
+
+
+@pytest.mark.slow
+def test_torch_compile_keeps_the_compiler_and_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which a Trainer sets for the whole process
+    callback = LimitMemory("98%")
+    compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    weights = trained(tmp_path / "limited", [callback], False, False, **compiled)
+    assert callback.handle is not None and len(weights) > 0
+    held = callback.handle._limiter.around.handle
+    assert isinstance(held, CompiledHandle) and held._backend == "aot_eager" and held.plan is not None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.plan.policies.build import Policy
+
+T = TypeVar("T")
 
 ROUNDS = 6
 """Plans for one budget, each corrected by what the one before would really take."""
@@ -56,6 +60,28 @@ class Correction:
         if self.fits is not None and self.exceeds is not None and not self.fits < found < self.exceeds:
             found = (self.fits + self.exceeds) // 2
         return None if found < 0 or found in (target, self.fits) else found
+
+
+def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: Iterable[Plan]) -> T:
+    """What ``plan`` makes of a budget. Where that is a share and too small for this step, its bytes are those
+    of the largest step so far: a last, small batch has room for what larger ones may take.
+
+    Args:
+        plan: plans within a budget.
+        budget: as of `lowtide.limit_memory`.
+        before: plans for other steps within the same budget.
+
+    Raises:
+        BudgetError: no plan is found that fits.
+    """
+    try:
+        return plan(budget)
+    except BudgetError as error:
+        largest = max((one.budget_bytes or 0 for one in before), default=0)
+        share = isinstance(budget, str) and budget.strip().endswith("%")
+        if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
+            raise
+    return plan(largest)
 
 
 def at_or_smallest(graph: StepGraph, target: int | None, policy: str | Policy = "optimal") -> Plan:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowtide import budget as budgets
+from lowtide.compiled.correction import share_of_largest
 from lowtide.compiled.costs import Size
 from lowtide.compiled.cut import Cutter, Halves
 from lowtide.compiled.dynamic import Numbers, plan_range
@@ -111,7 +112,9 @@ class Partitioner(Cutter):
 
         def plan_at(size_of: Size) -> StepPlan:
             at = joint if size_of is joint.size else replace(joint, size=size_of)
-            return plan_graph(at, self.budget, standing_at(size_of), self.options, self.codecs, self.tiers)
+            rest = standing_at(size_of), self.options, self.codecs, self.tiers
+            before = self._report.planned
+            return share_of_largest(lambda budget: plan_graph(at, budget, *rest), self.budget, before)
 
         if self._trial is not None and not any(partitioning.free_sizes(joint.module)):
             halves = self._trial.cut(joint, standing_at(joint.size), self.options)

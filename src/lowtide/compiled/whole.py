@@ -7,6 +7,7 @@ plan says.
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
 import weakref
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compiled.correction import share_of_largest
 from lowtide.compiled.joint import Key
 from lowtide.compiled.recording import Recording
 from lowtide.compiled.regions import Region, Run, Sizes
@@ -245,7 +247,9 @@ class WholeStep:
         known = self._turns.get(first, [])
         if len(known) != len(graphs) or not all(map(_Turn.serves, known, graphs, self._sizes)):
             menus = list(map(Region.menu_at, graphs, self._sizes))
-            found = plan_step(recording.timeline, menus, self.budget)
+            before = [one.plan for one in self.plans.values()]
+            plan = functools.partial(plan_step, recording.timeline, menus)
+            found = share_of_largest(plan, self.budget, before)
             self.plans[first] = found
             chosen = [one.stored for one in found.chosen]
             self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
