@@ -16,6 +16,9 @@ from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search.mix import MixedPlanner
 from lowtide.plan.search.planner import planner_of
 
+ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
+"""What a plan notes that is not the best that a search could find."""
+
 _FREED = (
     "checkpointing scopes alone take more than this budget, so some of what they evict stays where that "
     "takes less memory"
@@ -81,8 +84,9 @@ def _least_time(graph: StepGraph, budget: int | None = None, seconds: float | No
     with planner.lock:
         limit = planner.smallest.simulation.peak_bytes if budget is None else budget
         best = planner.solve(limit, seconds)
+        notes = (ENDED_EARLY,) if planner.ended_early(best, limit) else ()
         return make_plan(
-            graph, stored=best.stored, policy="optimal", budget=budget,
+            graph, stored=best.stored, policy="optimal", budget=budget, notes=notes,
             simulator=planner.sim, bound=planner.relaxation.bound(limit),
         )  # fmt: skip
 

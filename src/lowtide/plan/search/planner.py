@@ -118,6 +118,10 @@ class Planner:
         self._found_before.append(best)  # a larger budget is never slower
         return min((c for c in self._found_before if c.simulation.peak_bytes <= budget), key=lambda c: c.key)
 
+    def ended_early(self, best: Candidate, budget: int) -> bool:
+        """Whether the latest search, which found ``best``, was given less than it could have used."""
+        return self.effort.over and self.effort.limit < _EFFORT and self._far(best, budget, _GOOD_GAP)
+
     def _searched(self, baselines: list[Candidate], budget: int) -> Candidate | None:
         """The best plan of a step that is too large to try all plans: stage after stage, until one is close
         enough to the bound or enough was simulated.

@@ -169,6 +169,7 @@ class Handle(Shown):
         if limiter.removed:
             return
         limiter.removed = True
+        limiter.kinds.stop()
         private.replicate_by(self.model, None)
         if self.model.__dict__.get("forward") is limiter:
             if limiter.original is None:

@@ -6,12 +6,15 @@ made. Warnings of what was found are given here, once each.
 
 from __future__ import annotations
 
+import gc
 import threading
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
+from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
 from lowtide.run.hidden_costs import checkpoint_bytes, overlapped_bytes, with_earlier_gradients
@@ -102,8 +105,19 @@ class Kinds:
             elif kind.graph is not None and kind.planned is None and kind.refused != self.planner.changes:
                 with suppress(BudgetError):  # the next look may be at a shorter step
                     self._plan(kind, kind.graph, "planned again")
+            elif kind.planned is not None and (better := kind.planned.better()):
+                old = kind.planned
+                kind.planned = Planned(old.key, old.graph, better, old.wanted)
             self.latest = kind.planned or self.latest
             return kind
+
+    def stop(self) -> None:
+        """End the searches that go on."""
+        with self.lock:
+            for kind in self.known.values():
+                if kind.planned is not None and kind.planned.search is not None:
+                    kind.planned.search.stop()
+                    kind.planned.search = None
 
     def _larger(self, key: StepKey) -> Kind | None:
         """The smallest planned kind that is at least as large in every dimension, and otherwise equal."""
@@ -161,10 +175,14 @@ class Kinds:
         kind.graph, kind.refused = graph, self.planner.changes
         with working("planning", past, self.planner.progress) as work:
             work.say(f"planning {len(graph.operations):,} operations")
-            whole, plan = self.planner.plan(graph, kind.margin_bytes)
+            with _no_collection():
+                whole, plan = self.planner.plan(graph, kind.margin_bytes)
             work.done(in_one_line(plan))
         kind.refused, kind.wants_look = None, False
         kind.planned = Planned(kind.key, whole, plan, self.planner.wanted(kind.margin_bytes))
+        if self.planner.unfinished is not None:
+            with suppress(OSError):  # where no process can be started the plan stays
+                kind.planned.search = BackgroundSearch(*self.planner.unfinished)
 
     def _plan_again(self, kind: Kind, graph: StepGraph, past: str) -> None:
         """Plan without another look. Where no plan leaves the margin that steps were seen to need, the
@@ -266,3 +284,17 @@ class Kinds:
         self.planner.kept.update(kept)
         if look.tracer.checkpoints:
             self.tell(own_checkpointing(self.planner.model))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without cyclic garbage collection: a plan is made of many small objects, and no tensor. To look through
+    all that a process holds again and again takes as long as planning does.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowtide.graph import StepGraph
+from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.native import compiled_program
@@ -37,6 +38,7 @@ class Planned:
         timed: watches the step that is being timed, or ``None``.
         seconds: of the steps that were timed, and of recording and replaying in them where the host knows.
         programs: the plan's, as `program` gives it.
+        search: goes on for a better plan, or ``None``.
     """
 
     key: StepKey
@@ -49,6 +51,19 @@ class Planned:
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
     programs: dict[bool, tuple[Sequence[ProgramStep], Any]] = field(default_factory=dict)
+    search: BackgroundSearch | None = field(default=None, repr=False)
+
+    def better(self) -> Plan | None:
+        """The plan that the search has found by now, if it adds less time and holds as much; asked for once
+        that is over.
+        """
+        if self.search is None or not self.search.is_over:
+            return None
+        search, self.search = self.search, None
+        found, plan = search.plan(), self.plan
+        if found is None or found.predicted_extra_seconds >= plan.predicted_extra_seconds:
+            return None
+        return replace(found, budget_bytes=plan.budget_bytes)
 
     def program(self, keeps_all: bool) -> tuple[Sequence[ProgramStep], Any]:
         """The plan's program, and the same as the compiled recorder knows it.

@@ -53,6 +53,8 @@ class Planner:
     Attributes:
         changes: how often another budget or optimizer was given.
         kept: operations that do not reproduce, with the reason: every plan keeps their results.
+        unfinished: the step and the bytes of the latest plan's search, if that ended early and may go on
+            elsewhere: not where ranks share the plan, who would find theirs at different times.
         solved: how many plans took a search. A step that fits as it is takes none.
         agreement: the ranks that share the model and its plans, or ``None``.
         tell: warns of something once.
@@ -70,6 +72,7 @@ class Planner:
         self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
         self.budget, self.optimizer, self.changes = budget, optimizer, 0
         self.kept: dict[str, str] = {}
+        self.unfinished: tuple[StepGraph, int] | None = None
         self.solved = 0
         self.agreement: Agreement | None = None
         self.tell = Once()
@@ -156,6 +159,9 @@ class Planner:
                 raise refusal
         finally:
             del refusal  # an error's traceback holds this frame, which is not to hold the error
+        self.unfinished = None
+        if self.agreement is None and plan.budget_bytes is not None and _ended_early(plan):
+            self.unfinished = graph, plan.budget_bytes
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         self._greatest_plain = plain_peak
@@ -326,6 +332,15 @@ class Planner:
 
         share = optimizer.choose_host_fraction(extra_seconds)
         self._moved_bytes = everything - optimizer.device_state_bytes(share)
+
+
+def _ended_early(plan: Plan) -> bool:
+    """Whether a longer search may find a better plan."""
+    if plan.policy != "optimal":
+        return False
+    from lowtide.plan.policies.chosen import ENDED_EARLY
+
+    return ENDED_EARLY in plan.notes
 
 
 def _with_resident(graph: StepGraph, more: int) -> StepGraph:
