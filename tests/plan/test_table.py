@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from synthetic import transformer
+
 from lowtide.plan.data.table import ModuleRow, fold
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate.holders import MADE, holders_at_peak
 
 
 def rows_of(names: list[str], kept: tuple[str, ...] = ()) -> list[ModuleRow]:
@@ -30,3 +36,12 @@ def test_members_of_one_layer_stay_apart() -> None:
     """The two products of an MLP are no layers."""
     names = ["h.0.mlp.0", "h.0.mlp.2"]
     assert [row.module for row in fold(rows_of(names))] == names
+
+
+def test_a_refusal_names_the_members_of_a_list_within_a_list_as_one() -> None:
+    plain = transformer(4)
+    graph = plain.with_operations(lambda op: replace(op, module=f"0.{op.module}" if op.module else ""))
+    sim = Simulator(graph)
+    found = holders_at_peak(sim, sim.simulate(frozenset(sim.droppable)))
+    most = max((holder for holder in found if holder.name == MADE), key=lambda holder: holder.bytes)
+    assert "0-3" in most.module and most.module.startswith("0.")

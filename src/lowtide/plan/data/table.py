@@ -68,6 +68,21 @@ def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:
     return [row for _, row in sorted(folded, key=lambda one: (one[0], first[id(one[1])]))]
 
 
+def by_members(module: str) -> tuple[str, tuple[int, ...]]:
+    """A module's name with ``#`` for the members of lists that it lies in, and their numbers. A last number
+    counts only where it is the only one: ``mlp.0`` and ``mlp.2`` of a layer are two things.
+
+    >>> by_members("stages.1.blocks.5.mlp.2")
+    ('stages.#.blocks.#.mlp.2', (1, 5))
+    """
+    found = list(_NUMBER.finditer(module))
+    found = found[:1] + [match for match in found[1:] if match.end() < len(module)]
+    kind = module
+    for match in reversed(found):
+        kind = kind[: match.start()] + "#" + kind[match.end() :]
+    return kind, tuple(int(match.group()) for match in found)
+
+
 def _without(module: str, position: int) -> tuple[int, str]:
     """A number in a module's name, and the name with ``#`` in its place; -1 and the name where it has none
     there. Past the first, only a number with something behind it: ``mlp.0`` and ``mlp.2`` are two things.

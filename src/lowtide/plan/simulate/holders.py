@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Plan
-from lowtide.plan.data.table import ranges
+from lowtide.plan.data.table import by_members, ranges
 from lowtide.plan.simulate.replay import Held
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 from lowtide.remedies import (
@@ -33,8 +33,6 @@ _KINDS = {"parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
 
 MADE, RECOMPUTED, PASSING = "activations", "recomputed activations", "gradients of activations"
 FETCHED, SCRATCH = "activations that came back", "scratch of an operation"
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 class _Piece(NamedTuple):
@@ -60,8 +58,8 @@ def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
     for piece in _pieces(sim, simulation):
         if piece.name == LOSS and loss is not None:
             piece = piece._replace(module=loss.module, source=loss.source)
-        pattern = _NUMBER.sub("#", piece.module, count=1)
-        key = (LOSS, "", "") if piece.name == LOSS else (piece.name, pattern, piece.source)
+        kind, _ = by_members(piece.module)
+        key = (LOSS, "", "") if piece.name == LOSS else (piece.name, kind, piece.source)
         groups.setdefault(key, []).append(piece)
     found = [_together(name, pieces) for (name, *_), pieces in groups.items()]
     return sorted(found, key=lambda holder: -holder.bytes)
@@ -69,10 +67,9 @@ def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
 
 def _together(name: str, pieces: list[_Piece]) -> Holder:
     most = max(pieces, key=lambda piece: piece.bytes)
-    module = most.module
-    numbers = sorted({int(found.group()) for piece in pieces if (found := _NUMBER.search(piece.module))})
-    if len(numbers) > 1:
-        module = _NUMBER.sub(ranges(numbers), module, count=1)
+    module, _ = by_members(most.module)
+    for numbers in zip(*(by_members(piece.module)[1] for piece in pieces), strict=True):
+        module = module.replace("#", ranges(sorted(set(numbers))), 1)
     return Holder(name, sum(piece.bytes for piece in pieces), module, most.source, most.form)
 
 
