@@ -177,17 +177,23 @@ class Step {
   }
 }
 
-/** Module names that differ in their first number alone become one: blocks.0-5.mlp. */
+/** Names of members of lists, and of lists within lists, become one: stages.0-1.blocks.0-5.mlp. */
 function folded(modules) {
   const groups = new Map();
   for (const module of modules) {
-    const match = /(^|\.)(\d+)(?=\.|$)/.exec(module);
-    const at = match ? match.index + match[1].length : -1;
-    const pattern = match ? `${module.slice(0, at)}#${module.slice(at + match[2].length)}` : module;
-    if (!groups.has(pattern)) groups.set(pattern, []);
-    if (match) groups.get(pattern).push(Number(match[2]));
+    const numbers = [];
+    const kind = module.replace(/(^|\.)(\d+)(?=\.|$)/g, (found, dot, number, at) => {
+      // a last number counts only where it is the only one: mlp.0 and mlp.2 of a layer are two things
+      if (numbers.length && at + found.length === module.length) return found;
+      numbers.push(Number(number));
+      return `${dot}#`;
+    });
+    if (!groups.has(kind)) groups.set(kind, numbers.map(() => new Set()));
+    numbers.forEach((number, k) => groups.get(kind)[k].add(number));
   }
-  const names = [...groups].map(([pattern, numbers]) => pattern.replace("#", ranges(numbers)));
+  const names = [...groups].map(([kind, lists]) =>
+    lists.reduce((name, list) => name.replace("#", ranges(list)), kind),
+  );
   const shown = names.filter(Boolean).slice(0, 3).join(", ");
   return names.length > 3 ? `${shown} and ${names.length - 3} more` : shown;
 }
