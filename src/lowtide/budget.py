@@ -23,13 +23,14 @@ from .remedies import (
     PARAMETERS,
     STANDING,
     STATE,
+    WORKSPACES,
     Holder,
     in_lines,
     largest,
 )
 from .sizes import SIZES, format_bytes
 
-_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
+_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
 SLACK_SHARE = 1e-3
 """Of a budget, at most `SLACK_BYTES`: left for the few bytes of scalars that a trace does not show."""

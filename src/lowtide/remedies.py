@@ -17,6 +17,7 @@ STATE, STANDING, ACTIVATIONS, LOSS = (
     "least activations",
     "logits and loss",
 )
+WORKSPACES = "cuBLAS workspaces"
 OUTPUTS = "zeros for outputs beside the loss"
 """Names of what stands at a peak, see `lowtide.BudgetError.parts`."""
 
@@ -65,6 +66,8 @@ class Holder:
             return "lowtide.optim.HostOptimizer(..., host_fraction=1)", self.bytes
         if self.name in (PARAMETERS, GRADIENTS, OF_PARAMETERS):
             return "sharing the model between 2 devices (FSDP2)", self.bytes // 2
+        if self.name == WORKSPACES:
+            return "CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment (slower products)", self.bytes
         if self.name in (BUFFERS, STANDING):
             return "", 0
         if self.name == UPDATE:
@@ -80,7 +83,7 @@ def largest(made: Iterable[Holder], parts: Mapping[str, int]) -> tuple[Holder, .
         parts: bytes by name of all that stands there. Of these count what stood before the step, and the
             gradients.
     """
-    stood = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, UPDATE)
+    stood = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, UPDATE)
     found = [*made, *(Holder(name, parts[name]) for name in stood if parts.get(name))]
     return tuple(sorted(found, key=lambda holder: -holder.bytes)[:SHOWN])
 

@@ -320,6 +320,17 @@ def test_the_optimizers_state_counts_before_it_is_there() -> None:
     assert state <= more <= state + 4 * len(list(model.parameters()))
 
 
+def test_the_workspaces_of_cublas_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    def peak() -> int:
+        compiled = lowtide.compile(Model(), "100%", backend="aot_eager")
+        compiled(torch.ones(64, 32)).backward()
+        return lowtide.handle_of(compiled).predicted_peak_bytes
+
+    without = peak()
+    monkeypatch.setattr("lowtide.private.blas_workspace_bytes", lambda device: 1 << 20)
+    assert peak() - without == 2 << 20  # forward's thread has one, and backward's
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [

@@ -4,6 +4,9 @@ allocator's own statistics.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -12,6 +15,14 @@ from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """A test's memory is free when it has ended: autograd's thread holds a step until it runs the next."""
+    yield
+    torch.ones(1, device="cuda", requires_grad=True).mul(2).backward()
+    gc.collect()
 
 
 def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
@@ -44,7 +55,9 @@ def test_gradients_are_bitwise_equal_and_the_peak_is_within_the_budget(budget: s
     torch.cuda.reset_peak_memory_stats()
     model(**batch).loss.backward()
     assert handle.plan is not None
-    assert torch.cuda.max_memory_allocated() <= handle.plan.budget_bytes * 1.01
+    taken = torch.cuda.max_memory_allocated()  # the workspaces of cuBLAS included
+    assert taken <= handle.plan.budget_bytes * 1.01
+    assert abs(taken - handle.plan.predicted_peak_bytes) <= 0.001 * taken
 
 
 def test_a_scope_replays_dropout_from_the_device_generator() -> None:

@@ -67,3 +67,48 @@ def test_a_gpu_is_occupied_while_the_host_goes_on() -> None:
     assert not last.query()
     last.synchronize()
     assert 0.05 < first.elapsed_time(last) < 5
+
+
+GPU = torch.device("cuda:0")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def cublas(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A GPU of capability 9.0, and nothing set in the environment."""
+    for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "TORCH_CUBLASLT_UNIFIED_WORKSPACE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return monkeypatch
+
+
+def test_workspaces_of_cublas_where_pytorch_tells_their_size(cublas: pytest.MonkeyPatch) -> None:
+    cublas.setattr(torch.backends.cuda, "cublas_workspace_size", lambda: 77, raising=False)
+    assert private.blas_workspace_bytes(GPU) == 77
+    cublas.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0")
+    assert private.blas_workspace_bytes(GPU) == 77 + MIB
+    assert private.blas_workspace_bytes(torch.device("cpu")) == 0
+
+
+def test_workspaces_of_cublas_where_pytorch_does_not(cublas: pytest.MonkeyPatch) -> None:
+    cublas.delattr(torch.backends.cuda, "cublas_workspace_size", raising=False)
+    assert private.blas_workspace_bytes(GPU) == 33 * MIB  # one of them is cuBLASLt's
+    cublas.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert private.blas_workspace_bytes(GPU) == 8_519_680 + MIB
+    cublas.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    cublas.setenv("CUBLASLT_WORKSPACE_SIZE", "4096")
+    assert private.blas_workspace_bytes(GPU) == (128 << 10) + 4 * MIB
+    cublas.setattr(torch.version, "cuda", None)
+    assert private.blas_workspace_bytes(GPU) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_workspaces_of_cublas_are_what_a_first_product_leaves() -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        before = torch.cuda.memory_allocated()
+        private.take_blas_workspaces(GPU)
+        assert torch.cuda.memory_allocated() - before == private.blas_workspace_bytes(GPU)
+        private.take_blas_workspaces(GPU)
+        assert torch.cuda.memory_allocated() - before == private.blas_workspace_bytes(GPU)

@@ -180,3 +180,49 @@ def test_an_optimizer_that_does_not_run_on_fake_tensors_is_told_of() -> None:
             optimizer.step()
     said = [str(one.message) for one in caught if "a step of AsksNumPy allocates" in str(one.message)]
     assert len(said) == 1 and "numpy" in said[0] and "lowtide.measure(optimizer.step)" in said[0]
+
+
+EACH = 1 << 20
+"""Bytes of a workspace, where a CPU is given them."""
+
+
+@pytest.fixture
+def workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU keeps a workspace for each thread that multiplies, as CUDA does."""
+    monkeypatch.setattr("lowtide.private.blas_workspace_bytes", lambda device: EACH)
+
+
+def predicted_and_measured() -> tuple[int, int, int]:
+    """The plain step's peak, the plan's, and that of a step under it."""
+    torch.manual_seed(0)
+    model = small()
+    handle = lowtide.limit_memory(model, "100%")
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        model(batch()).backward()
+    return handle.plan.plain_peak_bytes, handle.plan.predicted_peak_bytes, handle.measured_peak_bytes
+
+
+def traced_bytes() -> list[int]:
+    model = small()
+    step = lambda x: model(x)  # noqa: E731
+    return [lowtide.trace(step, batch(), fake=fake, costs=False).resident_bytes for fake in (False, True)]
+
+
+def test_workspaces_of_cublas_count(request: pytest.FixtureRequest) -> None:
+    without = [*predicted_and_measured(), *traced_bytes()]
+    request.getfixturevalue("workspaces")
+    found = [*predicted_and_measured(), *traced_bytes()]
+    assert [one - other for one, other in zip(found, without, strict=True)] == [2 * EACH] * len(found)
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("refuses", ["step", "optimizer"])
+def test_workspaces_of_cublas_are_named_in_a_refusal(refuses: str) -> None:
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters())
+    lowtide.limit_memory(model, "1MiB", optimizer=optimizer if refuses == "optimizer" else None)
+    with pytest.raises(lowtide.BudgetError) as refused:
+        model(batch()).backward()
+    assert refused.value.parts["cuBLAS workspaces"] == 2 * EACH
+    assert "cuBLAS workspaces 2" in str(refused.value)

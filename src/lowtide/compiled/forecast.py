@@ -10,6 +10,7 @@ from lowtide.compiled.backend import FREES_AT_ONCE, compile_graph
 from lowtide.compiled.partitioner import Partitioner, Report
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
+from lowtide.meter.workspaces import workspace_bytes
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
 
@@ -36,7 +37,9 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
     report = Report()
     # what a cache hands out nobody plans
     options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
-    partitioner = Partitioner(budget, lambda: resident_bytes(model), options, report)
+    place = next((one.device for one in model.parameters()), torch.device("cpu"))
+    standing = resident_bytes(model) + workspace_bytes(place)
+    partitioner = Partitioner(budget, lambda: standing, options, report)
 
     def planning(module: Any, inputs: Any) -> Any:
         return compile_graph(module, inputs, options, partitioner, _stop)

@@ -19,6 +19,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost
+from lowtide.meter.workspaces import standing_workspace_bytes, workspace_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
     captured,
@@ -186,7 +187,7 @@ class CompiledHandle(Shown):
     @property
     def optimizer_bytes(self) -> int:
         """What of the step's standing bytes is the optimizer's state."""
-        return self._standing() - resident_bytes(self.model)
+        return self._standing() - resident_bytes(self.model) - workspace_bytes(self._device)
 
     # ---- what is asked for -----------------------------------------------------------------------
 
@@ -296,9 +297,10 @@ class CompiledHandle(Shown):
 
     def _standing(self) -> int:
         standing = resident_bytes(self.model, self._optimizer)
-        if self._optimizer is None:
-            return standing
-        return max(standing, resident_bytes(self.model) + optimizer_need(self._optimizer).state_bytes)
+        if self._optimizer is not None:
+            state = optimizer_need(self._optimizer).state_bytes
+            standing = max(standing, resident_bytes(self.model) + state)
+        return standing + workspace_bytes(self._device)
 
     def _backend_for(self, standing: Callable[[], int]) -> Callable[..., Any]:
         """A backend of its own for each budget: compiled code is shared by what has the same backend.
@@ -369,6 +371,7 @@ class CompiledHandle(Shown):
         if self._whole.more_than_planned and not self._whole_alone:
             self._whole_alone = True
             self._install()
+        standing_workspace_bytes(self._device)  # from before this is watched
         whole, watch = self._whole, self._watched(args, kwargs)
         whole.begin((args, kwargs))
         hits = recompile_limit_hits()

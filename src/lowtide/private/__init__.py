@@ -85,6 +85,7 @@ from lowtide.private.fake import (
 )
 from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks, replicate_by
 from lowtide.private.measuring import (
+    blas_workspace_bytes,
     cpu_device_type,
     cuda_history_events,
     is_cuda_history_recorded,
@@ -93,6 +94,7 @@ from lowtide.private.measuring import (
     on_cuda_out_of_memory,
     record_cuda_history,
     stop_cuda_history,
+    take_blas_workspaces,
 )
 from lowtide.private.storages import (
     base_of,

@@ -1,10 +1,12 @@
-"""What the profiler and the CUDA allocator know beyond their documented interfaces.
+"""What the profiler, the CUDA allocator and cuBLAS know beyond their documented interfaces.
 
-Seen in PyTorch 2.11 to 2.13; the CUDA allocator's history on no GPU yet.
+Seen in PyTorch 2.11 to 2.13; the CUDA allocator's history and cuBLAS's workspaces on no GPU yet.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,7 @@ def is_cuda_history_recorded() -> bool:
 
 def record_cuda_history(max_entries: int) -> None:
     """Begin to record the CUDA allocator's history, without stacks."""
+    torch.cuda.init()
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=max_entries, clear_history=True)
 
 
@@ -53,3 +56,29 @@ def on_cuda_out_of_memory(observer: Callable[[int, int], None]) -> None:
 
 occupy_gpu: Any = torch.cuda._sleep  # pyright: ignore
 """Queue a kernel on the current CUDA stream that does nothing for so many cycles of the GPU's clock."""
+
+
+def blas_workspace_bytes(device: torch.device) -> int:
+    """Bytes of a CUDA device that PyTorch keeps for cuBLAS and cuBLASLt for each thread and stream that
+    multiplies matrices, from the first product on; 0 where there is no cuBLAS.
+    """
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return 0
+    told = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    shared = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0" if told is None else "1") == "1"
+    own = 0 if shared else int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", 1024)) << 10
+    if told is not None:
+        return told() + own
+    parts = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if not parts:
+        hopper = torch.cuda.get_device_capability(device) == (9, 0)
+        parts = [(4096, 8)] if hopper else [(4096, 2), (16, 8)]
+    return sum(int(size) * int(count) << 10 for size, count in parts) + own
+
+
+def take_blas_workspaces(device: torch.device) -> None:
+    """Multiply matrices on this thread, so that it has what `blas_workspace_bytes` counts."""
+    with torch.cuda.device(device):
+        torch.cuda.current_blas_handle()
+        some = torch.ones(16, 16, device=device)
+        torch.addmm(some[0], some, some)

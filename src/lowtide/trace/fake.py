@@ -19,6 +19,7 @@ import torch
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
+from lowtide.meter.workspaces import workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_wrapper_type, op_info, tensors_of
 from lowtide.private import FakeTensor, TorchDispatchMode
 from lowtide.trace.costs.measure import measure_costs
@@ -77,7 +78,8 @@ def trace_fake(
             tracer.closed = True
         del fake_args, fake_kwargs
     tracer.priced = costs(tracer.specs)
-    return tracer.graph()
+    graph = tracer.graph()
+    return replace(graph, resident_bytes=graph.resident_bytes + workspace_bytes(torch.device(device)))
 
 
 class Faker:

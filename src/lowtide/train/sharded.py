@@ -21,6 +21,7 @@ import lowtide
 from lowtide import budget as budgets
 from lowtide import meter
 from lowtide.errors import BudgetError
+from lowtide.meter.workspaces import standing_workspace_bytes
 from lowtide.models import ModelSpec
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradients
 from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
@@ -156,6 +157,7 @@ class ShardedModel(WholeModel):
         optimizer.zero_grad(set_to_none=True)
         need = optimizer_need(optimizer)
         own = meter.resident_bytes(self.model, optimizer, self.ranks.device)
+        own += standing_workspace_bytes(self.ranks.device)
         return own + need.state_bytes + missing_gradient_bytes(optimizer), need.step_bytes
 
     def _measure(self, recomputed: int, optimizer: torch.optim.Optimizer) -> int:

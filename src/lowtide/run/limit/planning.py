@@ -14,6 +14,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import bytes_under, gradient_of
+from lowtide.meter.workspaces import workspace_bytes
 from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab
@@ -249,6 +250,7 @@ class Planner:
         model = self.model
         gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
         wholes = {
+            "workspace": (budgets.WORKSPACES, workspace_bytes(torch.device(graph.device))),
             "": (budgets.STATE, self.optimizer_bytes),
             "parameter": (budgets.PARAMETERS, bytes_under(model.parameters())),
             "buffer": (budgets.BUFFERS, bytes_under(model.buffers())),
@@ -297,6 +299,7 @@ class Planner:
             budgets.PARAMETERS: parameters,
             budgets.GRADIENTS: own - parameters,
             budgets.STATE: need.state_bytes,
+            budgets.WORKSPACES: workspace_bytes(next(self.model.parameters()).device),
             UPDATE: need.step_bytes,
         }
 

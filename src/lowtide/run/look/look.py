@@ -13,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
+from lowtide.meter.workspaces import standing_workspace_bytes
 from lowtide.ops import Call, enter
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import on_a_copy
@@ -63,6 +65,7 @@ class Look:
         verify: bool = True,
         on_end: Callable[[Look], None] | None = None,
     ) -> None:
+        self._workspace_bytes = standing_workspace_bytes(device)
         self.tracer = StepTracer(model, device)
         self.recorder = _LittleMemory(self, verify)
         self.tracer.at_scope = self.recorder.at_scope
@@ -171,7 +174,8 @@ class Look:
         """The step; gradients that it left in the model have their parameters' names."""
         self.close()
         self.tracer.name_gradients()
-        return self.tracer.graph()
+        graph = self.tracer.graph()
+        return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
 
 
 class _Saved:
