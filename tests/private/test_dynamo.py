@@ -66,7 +66,8 @@ def test_out_of_dynamo() -> None:
         assert not compiled
     backend = Backend()
     torch.compile(outer, backend=backend)(torch.ones(3))
-    assert [(one.options, one.fullgraph) for one in seen] == [({}, False)] and backend.compiled == 0
+    assert seen == [private.Compiling(seen[0].backend, {}, False)] and backend.compiled == 0
+    assert "Backend" in seen[0].backend
     torch.compile(inner, backend=backend)(torch.ones(3))
     assert backend.compiled == 1
 
@@ -170,6 +171,27 @@ def test_compile_in_place_reaches_classes_of_torch_nn() -> None:
     for block in blocks:
         block(x)
     assert len(graphs) == 1, "blocks of one kind share a graph"
+
+
+def test_compile_forward_compiles_what_dynamo_passes_over() -> None:
+    """The forward of a class of torch.nn, and one of the user's own."""
+
+    class Own(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    x = torch.randn(2, 4)
+    for module in (torch.nn.Linear(4, 4), Own()):
+        graphs.clear()
+        torch._dynamo.reset()
+        assert torch.equal(private.compile_forward(module.forward, backend=backend)(x), module(x))
+        assert len(graphs) == 1
 
 
 def test_uncut_by_ddp_leaves_one_graph_where_dynamo_makes_one_for_each_bucket() -> None:
