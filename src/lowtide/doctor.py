@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
+from lowtide.words import count_text
+
 State = Literal["ok", "note", "problem"]
 
 OLDEST_TORCH = (2, 11)
@@ -146,7 +148,9 @@ def _devices() -> list[Finding]:
     places = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count() if cuda else 0))]
     for place in places:
         free = available_bytes(place)
-        name = f"{os.cpu_count()} cores" if place == "cpu" else torch.cuda.get_device_name(place)
+        name = (
+            count_text(os.cpu_count() or 1, "core") if place == "cpu" else torch.cuda.get_device_name(place)
+        )
         if free is None:
             means = "give budgets in bytes: the system does not say what is free"
             found.append(Finding(place, name, means, "note"))

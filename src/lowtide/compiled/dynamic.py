@@ -59,8 +59,8 @@ def plan_range(
     free, unknown = partitioning.free_sizes(joint.module)
     if unknown:
         warn(
-            f"{len(unknown)} sizes of a compiled graph follow from data ({', '.join(unknown[:3])}) and were "
-            f"taken for {partitioning.UNKNOWN_SIZE}: steps with larger ones may exceed the budget. "
+            f"sizes of a compiled graph follow from data ({len(unknown)} of them: {', '.join(unknown[:3])}) "
+            f"and were taken for {partitioning.UNKNOWN_SIZE}: steps with larger ones may exceed the budget. "
             "lowtide.limit_memory on the model itself sees the real ones"
         )
     if not free:

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from lowtide.errors import expect
 from lowtide.estimate.errors import EstimateError, divisors
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
+from lowtide.words import count_text
 
 Ways = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"]
 RECOMPUTE = get_args(Ways)
@@ -231,7 +232,8 @@ class Config:
             )
         if self.no_sync and (self.zero < 2 or self.shards == 1 or self.micro_batches == 1):
             raise EstimateError(
-                f"--no-sync with --zero={self.zero} --dp={self.dp} and {self.micro_batches} micro-batches: "
+                f"--no-sync with --zero={self.zero} --dp={self.dp} and "
+                f"{count_text(self.micro_batches, 'micro-batch', 'micro-batches')}: "
                 "it is for gradients that are split, and summed over several micro-batches; leave it out, or "
                 "give --zero 2 or 3, --dp 2 or more and a larger --global-batch"
             )

@@ -20,6 +20,7 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, Stage
 from lowtide.estimate.suggest import Suggestions
 from lowtide.estimate.total import Estimate, reserved
+from lowtide.words import count_text, seconds_text
 
 SHOWN_STAGES = 8
 
@@ -59,14 +60,14 @@ def header(found: Estimate, name: str | None) -> Text:
     shares = [("t", config.tp), ("c", config.cp), ("p", config.pp), ("d", config.dp)]
     split = ", ".join(f"{letter}={size}" for letter, size in shares if size > 1)
     zero = f", ZeRO {config.zero}" if config.zero else ""
-    stages = f", {config.stage_layers} layers a stage" if config.pp > 1 else f", {config.stage_layers} layers"
+    stages = f", {count_text(config.stage_layers, 'layer')}" + " a stage" * (config.pp > 1)
     sequences = f"{config.micro_batch} x {config.seq:,} tokens a micro-batch"
-    batches = f"{config.micro_batches} micro-batches x d={config.dp}" if config.dp > 1 else "micro-batches"
-    count = f"{config.micro_batches} " if config.dp == 1 else ""
+    batches = count_text(config.micro_batches, "micro-batch", "micro-batches")
+    batches += f" x d={config.dp}" if config.dp > 1 else ""
     return Text(
-        f"{name or 'model'}: {found.parameters / 1e9:.2f} B parameters{stages}, on {config.devices} "
-        f"device{'s' if config.devices > 1 else ''}{f' ({split}{zero})' if split else ''}\n"
-        f"{sequences}; a step: {count}{batches} = {config.global_batch} sequences, "
+        f"{name or 'model'}: {found.parameters / 1e9:.2f} B parameters{stages}, on "
+        f"{count_text(config.devices, 'device')}{f' ({split}{zero})' if split else ''}\n"
+        f"{sequences}; a step: {batches} = {count_text(config.global_batch, 'sequence')}, "
         f"{config.global_batch * config.seq:,} tokens",
         style="bold",
     )
@@ -151,7 +152,7 @@ def figures(found: Estimate) -> Table:
     if found.time is not None and found.tokens_per_second is not None:
         share = flops.model / found.config.devices / found.time.total
         of_peak = f", MFU {100 * share / found.config.peak_flops:.0f} %" if found.config.peak_flops else ""
-        table.add_row("predicted step", f"{found.time.total:.3g} s", "efficiencies of published runs")
+        table.add_row("predicted step", seconds_text(found.time.total), "efficiencies of published runs")
         table.add_row(
             "tokens a second and device", f"{found.tokens_per_second:,.0f}", of_peak.removeprefix(", ")
         )

@@ -10,6 +10,7 @@ import typer
 from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
 from lowtide.estimate.command import memory_note, option, parse_memory, parse_recompute, refuse_zero
+from lowtide.words import count_text
 
 
 def suggest_command(
@@ -168,7 +169,8 @@ def _show(
     console.print(f"{looked}.", highlight=False)
     tokens = best.config.global_batch * best.config.seq
     console.print(
-        f"A step is {best.config.global_batch} sequences ({tokens:,} tokens) on all devices together.",
+        f"A step is {count_text(best.config.global_batch, 'sequence')} ({tokens:,} tokens) on all devices "
+        "together.",
         highlight=False,
     )
     console.print("", suggestion_table(found), "", sep="\n")

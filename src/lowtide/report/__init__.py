@@ -5,12 +5,10 @@ as an HTML page, as a picture, or in the form that PyTorch's memory viewer reads
 text.
 """
 
-from lowtide.report.formats import percent_text, seconds_text
 from lowtide.report.picture import terminal_picture
 from lowtide.report.report import Measured, Report, make_report
 from lowtide.report.save import ENDINGS, check_path, save_report
 
 __all__ = [
-    "ENDINGS", "Measured", "Report", "check_path", "make_report", "percent_text", "save_report",
-    "seconds_text", "terminal_picture",
+    "ENDINGS", "Measured", "Report", "check_path", "make_report", "save_report", "terminal_picture",
 ]  # fmt: skip

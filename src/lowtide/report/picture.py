@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rich.text import Text
 
 from lowtide.budget import format_bytes
-from lowtide.report.formats import seconds_text
+from lowtide.words import seconds_text
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = ("red", "green", "blue", "magenta")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.budget import format_bytes
-from lowtide.report.formats import seconds_text
 from lowtide.report.report import Report
+from lowtide.words import seconds_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,6 +15,7 @@ from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Findings, Verify, check_verify
 from lowtide.store.stores import Stores
+from lowtide.words import count_text
 
 
 class apply:
@@ -96,6 +97,7 @@ class apply:
         if kind is None and self.departed and not self._told:
             self._told = True
             warn(
-                f"the step and the plan that is applied differ by {self.departed} operations: its gradients "
-                "are right, its peak is not the plan's. Make a plan from a trace of this step"
+                f"the step and the plan that is applied differ by "
+                f"{count_text(self.departed, 'operation')}: its gradients are right, its peak is not "
+                "the plan's. Make a plan from a trace of this step"
             )

@@ -10,6 +10,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.plan.data import Plan
+from lowtide.words import count_text
 
 OWN_OFF = "turn the model's own gradient checkpointing off"
 """The first remedy where a model checkpoints on its own."""
@@ -101,16 +102,15 @@ class Overruns:
             same: it was, for the same reason, and has taken more since.
         """
         self.steps[why] += new
-        step = "after another backward the same step" if same else "a planned step"
+        size = budgets.format_bytes(took)
         above = f"{took - limit:,} bytes above the budget of {budgets.format_bytes(limit)}"
         if same:
-            more = ""
-        elif self.steps[why] > AT_LENGTH:
-            more = f" ({self.steps.total()} of this limit's steps took more than theirs so far)"
-        else:
-            more = f": {why}"
-        forecast = f" where {budgets.format_bytes(predicted)} was predicted" if more == f": {why}" else ""
-        return f"{step} took {budgets.format_bytes(took)}{forecast}, {above}{more}"
+            return f"after another backward the same step took {size}, {above}"
+        if self.steps[why] > AT_LENGTH:
+            total = self.steps.total()
+            return f"a planned step took {size}, {above} ({total} of this limit's steps took more so far)"
+        forecast = budgets.format_bytes(predicted)
+        return f"a planned step took {size} where {forecast} was predicted, {above}: {why}"
 
 
 def own_checkpointing(model: torch.nn.Module) -> str:
@@ -153,7 +153,7 @@ def limit_line(model: torch.nn.Module, budget: str | int | None, kinds: int, lat
     given = budgets.format_bytes(budget) if isinstance(budget, int) else budget
     words = ["no budget" if given is None else f"budget {given}", "nothing planned yet"]
     if kinds:
-        words[1] = f"{kinds} kind{'' if kinds == 1 else 's'} of steps planned"
+        words[1] = f"{count_text(kinds, 'kind')} of steps planned"
     if latest is not None:
         words.append(f"latest predicted peak {budgets.format_bytes(latest.predicted_peak_bytes)}")
     return f"<lowtide.Handle of {type(model).__name__}: {', '.join(words)}>"

@@ -29,6 +29,7 @@ from lowtide.train.errors import require
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks
+from lowtide.words import count_text
 
 _READINGS = 2
 """Steps that are measured for one way of running: what a collective moves through goes when the other
@@ -134,7 +135,7 @@ class ShardedModel(WholeModel):
             parts = {budgets.PARAMETERS: standing, budgets.ACTIVATIONS: least - standing}
             detail = (
                 f"Parameters are this process's share, with gradients and optimizer state; {choice} of "
-                f"{count} blocks are recomputed."
+                f"{count_text(count, 'block')} recomputed."
             )
             refusal = budgets.too_small(limit, least, parts, detail=detail)
             if not self.options.raises_budget:

@@ -9,10 +9,11 @@ from rich.table import Table
 
 from lowtide.budget import format_bytes
 from lowtide.plan.data import Plan
-from lowtide.report import percent_text, seconds_text, terminal_picture
+from lowtide.report import terminal_picture
 from lowtide.train.compare import Comparison
 from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
+from lowtide.words import count_text, percent_text, seconds_text
 
 PICTURE_WIDTH = 96
 
@@ -45,7 +46,7 @@ def show(result: TrainResult, console: Console) -> None:
 
 
 def _losses(result: TrainResult) -> str:
-    words = [f"{len(result.losses)} steps in {seconds_text(sum(result.step_seconds))}"]
+    words = [f"{count_text(len(result.losses), 'step')} in {seconds_text(sum(result.step_seconds))}"]
     if result.losses:
         words.append(f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
     if result.validation:
@@ -72,7 +73,7 @@ def _held(result: TrainResult) -> str:
     if not over:
         return f"budget {budget} held in every step"
     return (
-        f"[red]budget {budget} exceeded in {len(over)} of {steps} steps, most in step "
+        f"[red]budget {budget} exceeded in {len(over)} of {count_text(steps, 'step')}, most in step "
         f"{result.worst_step}[/red]"
     )
 
@@ -90,10 +91,11 @@ def _rank(rank: dict[str, Any]) -> str:
         )
         words.append(f"budget {format_bytes(rank['budget_bytes'])}{held}")
     if rank.get("blocks_recomputed") is not None:
-        words.append(f"{rank['blocks_recomputed']} of {rank['blocks']} blocks recomputed")
+        words.append(f"{rank['blocks_recomputed']} of {count_text(rank['blocks'], 'block')} recomputed")
     if "in_flight" in rank:
         whole = "all" if rank["window"] is None else min(rank["window"], rank["in_flight"])
-        words.append(f"{whole} of {rank['in_flight']} micro-batches in flight kept whole")
+        batches = count_text(rank["in_flight"], "micro-batch", "micro-batches")
+        words.append(f"{whole} of {batches} in flight kept whole")
     return f"{rank['name']}: {', '.join(words)}"
 
 

@@ -220,5 +220,5 @@ def test_what_steps_took_stands_beside_the_forecast(half: Plan):
         plan.predicted_extra_seconds,
     )
     assert (later.predicted_extra, later.calibrated_extra) == (plan.predicted_extra, 0.25)
-    assert "2000.00 ms plain + 500.00 ms (+25.00 %), calibrated by steps" in str(later)
+    assert "2 s plain + 500 ms (+25.00 %), calibrated by steps" in str(later)
     assert Plan.from_json(later.to_json()) == later and later.gap == plan.gap

@@ -20,7 +20,8 @@ from lowtide.plan.data.decisions import (
     stages,
 )
 from lowtide.plan.data.move import Move
-from lowtide.plan.data.table import ModuleRow, format_seconds, module_in_words, table
+from lowtide.plan.data.table import ModuleRow, module_in_words, table
+from lowtide.words import count_text, seconds_text
 
 _FORMAT = 5
 
@@ -225,11 +226,12 @@ def render(plan: Plan, width: int | None = None) -> str:
         lines.append("bound  none is stated for this policy's moves: policy 'mixed' states one")
     else:
         won = f"at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
-        lines.append(f"bound  + {format_seconds(plan.bound_extra_seconds)}: {won}")
+        lines.append(f"bound  + {seconds_text(plan.bound_extra_seconds)}: {won}")
     if plan.moves:
         lines.append(
-            f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> "
-            f"{_places(plan)}; {format_seconds(plan.transfer_seconds)} of the time is waiting for them and "
+            f"moves  {count_text(len(plan.moves), 'value')}, "
+            f"{format_bytes(sum(m.bytes for m in plan.moves))} -> "
+            f"{_places(plan)}; {seconds_text(plan.transfer_seconds)} of the time is waiting for them and "
             "encoding"
         )
         where = (
@@ -250,7 +252,7 @@ def render(plan: Plan, width: int | None = None) -> str:
 
 def _times(plain_seconds: float, extra_seconds: float) -> str:
     percent = 100 * extra_seconds / plain_seconds if plain_seconds else 0.0
-    return f"{format_seconds(plain_seconds)} plain + {format_seconds(extra_seconds)} ({percent:+.2f} %)"
+    return f"{seconds_text(plain_seconds)} plain + {seconds_text(extra_seconds)} ({percent:+.2f} %)"
 
 
 def _places(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.budget import format_bytes
+from lowtide.words import seconds_text
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
@@ -33,11 +34,6 @@ class ModuleRow:
 def module_in_words(module: str) -> str:
     """A module in words. What no submodule runs, a loss outside among it, is the model itself."""
     return f"module {module!r}" if module else "the model itself"
-
-
-def format_seconds(seconds: float) -> str:
-    """Seconds in milliseconds below ten seconds: ``12.30 ms``."""
-    return f"{seconds:.2f} s" if seconds >= 10 else f"{1000 * seconds:.2f} ms"
 
 
 def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:
@@ -136,7 +132,7 @@ def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
             format_bytes(r.saved_bytes),
             format_bytes(r.kept_bytes),
             str(r.replayed_operations),
-            format_seconds(r.extra_seconds),
+            seconds_text(r.extra_seconds),
         )
         for r in [*rows, _total("total", rows)]
     ]

@@ -27,6 +27,7 @@ from lowtide.run.look.look import Look
 from lowtide.run.messages import OF_GRAPH, OWN_OFF, own_checkpointing, warn
 from lowtide.run.ranks import LEARNING_STEPS
 from lowtide.run.record.verify import Verify
+from lowtide.words import count_text
 
 _LOOKS = 8  # at a kind whose steps differ from one to the next, before the plan for the longest stays
 MOST_KINDS = 24  # are remembered
@@ -174,7 +175,7 @@ class Kinds:
         """
         kind.graph, kind.refused = graph, self.planner.changes
         with working("planning", past, self.planner.progress) as work:
-            work.say(f"planning {len(graph.operations):,} operations")
+            work.say(f"planning {count_text(len(graph.operations), 'operation')}")
             with _no_collection():
                 whole, plan = self.planner.plan(graph, kind.margin_bytes)
             work.done(in_one_line(plan))

@@ -53,6 +53,7 @@ from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
+from lowtide.words import count_text
 
 
 class _Local(threading.local):
@@ -445,7 +446,7 @@ class Limiter:
             outside = time.perf_counter()
         if mover is not None and mover.notes and first:
             warn(
-                f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the "
+                f"codecs do not fit {count_text(len(mover.notes), 'value')}, kept as they are on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
         watch.recording_seconds += inside - begin + time.perf_counter() - outside

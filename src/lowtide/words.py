@@ -1,0 +1,40 @@
+"""Times, shares and counts as people read them; bytes are `lowtide.budget.format_bytes`."""
+
+from __future__ import annotations
+
+
+def seconds_text(seconds: float) -> str:
+    """Seconds with three figures.
+
+    >>> seconds_text(1.234), seconds_text(0.0123), seconds_text(0.9999), seconds_text(83), seconds_text(7500)
+    ('1.23 s', '12.3 ms', '1 s', '1 min 23 s', '2 h 05 min')
+    """
+    size = abs(seconds)
+    if size < 1e-9:
+        return "0 ms"
+    if size >= 59.95:
+        minutes, rest = divmod(round(seconds), 60)
+        return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{seconds:.3g} s" if size >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def percent_text(share: float) -> str:
+    """A signed share of something as percent.
+
+    >>> percent_text(0.0423), percent_text(-0.5)
+    ('+4.2 %', '-50.0 %')
+    """
+    return f"{share * 100:+.1f} %"
+
+
+def count_text(count: int, one: str, several: str = "") -> str:
+    """A number of things.
+
+    Args:
+        count: how many.
+        one, several: the name of one of them, and of several; empty where that takes an s.
+
+    >>> count_text(1, "micro-batch", "micro-batches"), count_text(1200, "step")
+    ('1 micro-batch', '1,200 steps')
+    """
+    return f"{count:,} {one if count == 1 else several or f'{one}s'}"
