@@ -19,6 +19,7 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, Stage
 from lowtide.estimate.suggest import Suggestions
+from lowtide.estimate.tables import Whole
 from lowtide.estimate.total import Estimate, reserved
 from lowtide.words import count_text, seconds_text
 
@@ -167,7 +168,7 @@ def figures(found: Estimate) -> Table:
 
 def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None = None) -> Group:
     """Everything, for a terminal."""
-    parts: list[RenderableType] = [header(found, name), summary_table(found)]
+    parts: list[RenderableType] = [header(found, name), Whole(summary_table(found))]
     if lines:
         parts.append(line_table(found, found.stages[stage]))
     parts.append(figures(found))

@@ -10,6 +10,7 @@ import typer
 from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
 from lowtide.estimate.command import memory_note, option, parse_memory, parse_recompute, refuse_zero
+from lowtide.estimate.tables import Whole
 from lowtide.words import count_text
 
 
@@ -173,7 +174,7 @@ def _show(
         "together.",
         highlight=False,
     )
-    console.print("", suggestion_table(found), "", sep="\n")
+    console.print("", Whole(suggestion_table(found)), "", sep="\n")
     console.print(
         "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, "
         "Z ZeRO's stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest "

@@ -15,6 +15,7 @@ from lowtide.estimate.render import drawing, gib
 from lowtide.estimate.render import title as config_title
 from lowtide.estimate.simulation.compose import FINE_TURNS
 from lowtide.estimate.simulation.simulate import StageSimulation, StepSimulation
+from lowtide.estimate.tables import Whole
 
 _gib = partial(gib, digits=3)
 
@@ -71,7 +72,7 @@ def row_table(stage: StageSimulation) -> Table:
 
 def report(found: StepSimulation) -> Group:
     """Everything, for a terminal."""
-    parts: list[RenderableType] = [stage_table(found)]
+    parts: list[RenderableType] = [Whole(stage_table(found))]
     for stage in found.stages:
         parts.append(row_table(stage))
         peak = stage.timeline.peak
