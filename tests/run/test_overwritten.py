@@ -118,6 +118,55 @@ def test_nothing_is_watched_after_the_step(everything: Any) -> None:
     assert not private.is_key_included(KEY)
 
 
+@pytest.mark.parametrize("place", range(4))
+@pytest.mark.parametrize("change", [through_data, in_place])
+def test_saved_tensors_are_read_as_a_plain_step_reads_them(
+    place: int, change: Change, everything: Any, same: Any
+) -> None:
+    """What autograd saved and the program wrote to afterwards, past the version counter, shows what was written;
+    what was computed from it before does not. Evicted tensors are no exception.
+    """
+
+    class Shows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear, self.out = nn.Linear(N, N), nn.Linear(N, N)
+            self.shown: list[torch.Tensor] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            t = h.tanh()
+            u = self.out(t)
+            v = u.sin()
+            self.shown = [h, t, u, v]
+            return v.square()
+
+    def steps(model: Shows, first: int) -> list[Any]:
+        found: list[Any] = []
+        noise = torch.Generator().manual_seed(1)
+        for step in range(4):
+            model.zero_grad()
+            loss = model(torch.rand(N, N, generator=noise)).sum()
+            if step >= first:
+                change(model.shown[place])
+            try:
+                loss.backward()
+                found.append([one.grad for one in model.parameters()])
+            except RuntimeError as error:
+                found.append(type(error))
+        return found
+
+    for first in (0, 2):
+        limited = Shows()
+        lowtide.limit_memory(limited, policy=everything)
+        for plain, own in zip(steps(Shows(), first), steps(limited, first), strict=True):
+            raised = plain is own is RuntimeError
+            assert raised or (
+                isinstance(own, list) and isinstance(plain, list) and all(map(same, plain, own))
+            )
+
+
 @pytest.mark.slow
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: kernels are registered once."""

@@ -49,6 +49,8 @@ class StepTracer(Tracer, Interceptor):
         others: limited models whose forward ran within this step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         call: the one that is passed on to the recorder, or ``None``: it holds tensors.
+        after_write: called with the tensors that an operation has just overwritten; their version counters
+            have not moved yet.
         opaque: how many compiled submodules are being run.
     """
 
@@ -60,6 +62,7 @@ class StepTracer(Tracer, Interceptor):
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self.opaque = 0
+        self.after_write: Callable[[list[torch.Tensor]], None] = lambda written: None
         self.call: Call | None = None
         self.clock = Clock(device)
         # Bytes come and go in the memory of the step's device: its own meter reads them.
@@ -132,6 +135,8 @@ class StepTracer(Tracer, Interceptor):
             self._meet = index
         self._nodes.append(node)
         self.signatures.append(self._cost)
+        if call.written:
+            self.after_write(call.written)
 
     def _meets(self, first: Any, reads: tuple[int, ...], node: Any) -> bool:
         """Whether a gradient that another node made is the first that is read: the engine adds the second to

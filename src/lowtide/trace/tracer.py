@@ -35,6 +35,7 @@ from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
+_BEHIND = "what autograd saved of it is overwritten through .data"
 _RESIZED = "the program resizes a storage that it reads or writes"
 _INNER = "it runs in a backward inside the step, which is not recorded"
 
@@ -52,6 +53,8 @@ class Tracer:
         operations, storages, values, saved, events: as they will stand in the graph.
         signatures: for each operation, what calls share that cost the same.
         resized: ids of the step's own storages that the program resizes.
+        behind: saved tensors that were overwritten where their version counter does not tell (``.data``): a
+            plain step reads what was written, so they are kept.
         unreleased: how many saved tensors autograd still holds.
         gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
     """
@@ -69,6 +72,7 @@ class Tracer:
         self.in_region = True
         self.closed = False
         self.resized: set[int] = set()
+        self.behind: set[int] = set()
         self.unreleased = 0
         self.gradients: Gradients | None = None
         self._modules: list[str] = []
@@ -413,13 +417,15 @@ class Tracer:
             replace(operation, seconds=costs[signature][0], scratch_bytes=costs[signature][1])
             for operation, signature in zip(self.operations, self.signatures, strict=True)
         )
-        if resized:
-            operations = tuple(
-                op
-                if not op.replayable or resized.isdisjoint((*op.reads, *op.writes))
-                else replace(op, replayable=False, reason=_RESIZED)
-                for op in operations
-            )
+        behind = {self.saved[number].value for number in self.behind}
+        for values, reason in ((resized, _RESIZED), (behind, _BEHIND)):
+            if values:
+                operations = tuple(
+                    op
+                    if not op.replayable or values.isdisjoint((*op.reads, *op.writes))
+                    else replace(op, replayable=False, reason=reason)
+                    for op in operations
+                )
         return StepGraph(
             operations=operations,
             storages=tuple(self.storages),
@@ -427,7 +433,8 @@ class Tracer:
                 replace(v, storable=newest.get(v.storage) == v.id or v.storage in stays) for v in self.values
             ),
             saved=tuple(
-                replace(s, droppable=False, forced=False) if s.value in resized else s for s in self.saved
+                replace(s, droppable=False, forced=False) if s.value in resized or s.value in behind else s
+                for s in self.saved
             ),
             events=tuple(self.events),
             resident_bytes=sum(s.bytes for s in self.storages if s.producer is None),

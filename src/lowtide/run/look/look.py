@@ -74,6 +74,9 @@ class Look:
         self._on_end = on_end
         self._stack = ExitStack()
         self.saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        self._saved_in: dict[int, list[int]] = {}  # storage: its saved tensors
+        self._written: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+        self.tracer.after_write = self._overwritten
         self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
         self.blind = self.ended = False
@@ -148,9 +151,36 @@ class Look:
         if number is not None:
             private.unshare(storage)
             with unseen():
-                for saved in list(self.saved.values()):
-                    if self.tracer.values[self.tracer.saved[saved.number].value].storage == number:
+                for one in self._saved_in.get(number, ()):
+                    if saved := self.saved.get(one):
                         saved.keep(storage)
+
+    def holds(self, saved: _Saved) -> None:
+        """Autograd holds it from here on."""
+        self.saved[saved.number] = saved
+        storage = self.tracer.values[self.tracer.saved[saved.number].value].storage
+        self._saved_in.setdefault(storage, []).append(saved.number)
+
+    def _overwritten(self, written: list[torch.Tensor]) -> None:
+        """An operation has written to what may have been saved before."""
+        self.settle()
+        for tensor in written:
+            number = self.tracer.known(tensor)
+            if number in self._saved_in:
+                storage = weakref.ref(tensor.untyped_storage())
+                self._written += [(one, storage) for one in self._saved_in[number]]
+
+    def settle(self) -> None:
+        """Keep what was saved and then overwritten past its version counter, which has moved by now if it
+        does: a plain step reads what was written.
+        """
+        suspects, self._written = self._written, []
+        for number, reference in suspects:
+            saved, storage = self.saved.get(number), reference()
+            if saved is not None and storage is not None and saved.is_behind():
+                self.tracer.behind.add(number)
+                with unseen():
+                    saved.keep(storage)
 
     def released(self, number: int) -> None:
         """Autograd has released a saved tensor."""
@@ -185,7 +215,11 @@ class _Saved:
 
     def __init__(self, look: Look, number: int, held: Kept | Evicted) -> None:
         self.look, self.number, self.held = look, number, held
-        look.saved[number] = self
+        look.holds(self)
+
+    def is_behind(self) -> bool:
+        """Whether it is evicted, and its version counter says that it was not overwritten."""
+        return isinstance(self.held, Evicted) and private.version(self.held.witness) == self.held.version
 
     def keep(self, storage: torch.UntypedStorage) -> None:
         """Keep the tensor, which lies in ``storage``."""
@@ -195,6 +229,7 @@ class _Saved:
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
         self.look.watch.backward_begins()
+        self.look.settle()
         try:
             with unseen():
                 return self._unpack()
@@ -298,6 +333,7 @@ class _LittleMemory(Recorder):
     def _packed(self, tensor: torch.Tensor) -> Any:
         if self._tracer.closed:
             return Kept(tensor)
+        self._look.settle()
         with unseen():
             number, droppable = self._tracer.packs(tensor)
             return _Saved(self._look, number, self._held_or_evicted(tensor, droppable))

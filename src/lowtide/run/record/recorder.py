@@ -86,13 +86,20 @@ class Recorder(Interceptor):
 
     def boundary(self) -> None:
         """Begin a region: earlier values are its inputs, and are kept where replays need them."""
-        self._given.clear()
         self._watch()
+        self._given.clear()
         self._held.clear()
 
     def _watch(self) -> None:
-        """From here on others see operations: what replays start from is copied before it is overwritten."""
+        """From here on others see operations: what replays start from is copied before it is overwritten, and
+        what was evicted of storages that live on is read from them once they were.
+        """
         self._starts.add(self._held)
+        alive: dict[int, weakref.ref[LiveValue]] = {}
+        for key, (value, storage) in self._given.items():
+            if value.evicted and value.readers:
+                value.shown, alive[key] = storage, weakref.ref(value)
+        self._starts.add(alive)
 
     @contextmanager
     def region(self, director: RegionDirector) -> Iterator[None]:

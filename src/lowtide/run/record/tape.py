@@ -33,11 +33,13 @@ class LiveValue:
         digest: of its bytes, where verification asks for it.
         evicted: whether a saved tensor of it was evicted.
         extent: how many of its storage's bytes were written.
+        shown: of an evicted one, a weak reference to its storage, where that outlives the forward. Once
+            somebody writes to that, a tensor over it: autograd's saved tensors read what was written.
     """
 
     __slots__ = (
         "__weakref__", "cached", "digest", "evicted", "extent", "held", "nbytes", "node", "readers",
-        "version",
+        "shown", "version",
     )  # fmt: skip
 
     def __init__(self, node: Writer | None, nbytes: int) -> None:
@@ -50,6 +52,7 @@ class LiveValue:
         self.readers = 0
         self.evicted = False
         self.digest: int | None = None
+        self.shown: weakref.ref[torch.UntypedStorage] | torch.Tensor | None = None
 
     @classmethod
     def stored(cls, tensor: torch.Tensor) -> LiveValue:
@@ -73,20 +76,26 @@ class LiveValue:
 
     def reads(self, key: int) -> bool:
         """Whether somebody has yet to read it from the storage with that key."""
-        return self.readers > 0 and self.held is not None and private.storage_key(self.held) == key
+        if self.held is None:
+            return self.readers > 0 and self.shown is not None
+        return self.readers > 0 and private.storage_key(self.held) == key
 
     def before_change(self, key: int, how: str) -> None:
         """Its storage changes (`lowtide.writes`): it keeps its bytes for those who have yet to read them.
 
         What is emptied comes back with them before it is read (sharded weights), or `here` raises.
         """
-        held = self.held
-        if held is None or how == "emptied" or not (self.reads(key) and self.unchanged):
+        if how == "emptied" or not self.reads(key):
             return
-        if held.untyped_storage().nbytes() >= self.nbytes:
-            with without_modes(), private.replaying():
+        with without_modes(), private.replaying():
+            held = self.held
+            if held is None:
+                storage = self.shown() if isinstance(self.shown, weakref.ref) else None
+                if storage is not None and how == "written":
+                    self.shown = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+            elif self.unchanged and held.untyped_storage().nbytes() >= self.nbytes:
                 self.held = held.data if how == "swapped" else on_a_copy(held)
-            self.version = private.version(self.held)
+                self.version = private.version(self.held)
 
     def here(self) -> torch.Tensor | None:
         """A tensor on the value's bytes if they are in memory.

@@ -66,7 +66,8 @@ class Evicted {
     if (replays_->asked) replays_->asked();
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
-    Tensor base = here(value_);
+    Tensor base = overwritten_with(value_);
+    if (!base.defined()) base = here(value_);
     if (!base.defined()) base = replayed();
     if (!asked_) {
       asked_ = true;

@@ -11,7 +11,7 @@ struct Classes {
     py::object type;
     Slot node{type, "node"}, nbytes{type, "nbytes"}, extent{type, "extent"}, held{type, "held"},
         version{type, "version"}, cached{type, "cached"}, readers{type, "readers"}, digest{type, "digest"},
-        evicted{type, "evicted"};
+        evicted{type, "evicted"}, shown{type, "shown"};
   } value;
   struct OfNode {
     py::object type;
@@ -37,7 +37,7 @@ inline py::object new_value(py::object node, const Tensor& shows) {
   v.version.set(value, py::int_(0));
   v.readers.set(value, py::int_(0));
   v.evicted.set(value, py::bool_(false));
-  for (const Slot* slot : {&v.held, &v.cached, &v.digest}) slot->set(value, py::none());
+  for (const Slot* slot : {&v.held, &v.cached, &v.digest, &v.shown}) slot->set(value, py::none());
   return value;
 }
 
@@ -77,6 +77,12 @@ inline Tensor here(py::handle value) {
   }
   PyObject* cached = v.cached(value);
   return cached != Py_None ? THPVariable_Unpack(cached) : Tensor();
+}
+
+// What somebody has overwritten it with, if they did.
+inline Tensor overwritten_with(py::handle value) {
+  PyObject* shown = classes->value.shown(value);
+  return THPVariable_Check(shown) ? THPVariable_Unpack(shown) : Tensor();
 }
 
 inline const Call* call_of(py::handle node) {  // or null: Python recorded it
