@@ -60,7 +60,7 @@ class Recorder(Interceptor):
         self.mover = mover
         self.findings = Findings()
         # by storage: values that can be recomputed, values that are held, memory that nothing has written yet
-        self._given: dict[int, tuple[LiveValue, object]] = {}
+        self._given: dict[int, tuple[LiveValue, Any]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
         self._blank: dict[int, object] = {}
         self._starts = writes.Watch()
