@@ -52,7 +52,7 @@ def engine(handle: Any) -> CompiledHandle | None:
     return handle._limiter.around.handle
 
 
-@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks", "fullgraph"])
 @pytest.mark.parametrize("make", [Model, lambda: Model(False), Layers], ids=["loss", "outputs", "torch.nn"])
 def test_the_limit_is_held_by_the_compiled_engine(make: Callable[[], nn.Module], fullgraph: bool) -> None:

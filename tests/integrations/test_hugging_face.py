@@ -177,7 +177,8 @@ def test_a_callback_without_a_budget_is_refused_at_once() -> None:
         LimitMemory()
 
 
-@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
 def test_torch_compile_keeps_the_compiler_and_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

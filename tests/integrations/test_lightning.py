@@ -259,7 +259,7 @@ def test_two_processes_under_ddp(tmp_path: Path) -> None:
         assert later and all(row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01 for row in later)
 
 
-@pytest.mark.filterwarnings("error::lowtide.LowtideWarning")
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
 def test_a_compiled_module_keeps_its_compiler_and_the_budget(tmp_path: Path) -> None:
     from lowtide.compiled.handle import CompiledHandle
     from lowtide.integrations.lightning import LimitMemory
