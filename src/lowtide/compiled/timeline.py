@@ -112,8 +112,8 @@ def plan_step(timeline: Timeline, menus: Sequence[Menu], budget: str | int) -> S
     Raises:
         BudgetError: no plan is found that fits.
     """
-    for menu in {id(menu): menu for menu in menus}.values():
-        menu.look()
+    for menu in dict.fromkeys(one for one in menus if menus.count(one) > 1):
+        menu.look()  # layers that share a graph are cut in few ways, so these are mixed
     joints, costs = [menu.joint for menu in menus], [menu.costs for menu in menus]
     step = step_of(joints, costs, timeline)
     return _Planning(timeline, menus, step).plan(budget)
@@ -205,6 +205,8 @@ class _Planning:
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
+        for menu in dict.fromkeys(self.menus) if self.menus[0].standing_bytes is None else ():
+            menu.look()
         plan, _ = self._meant(1)
         for more in ABOVE_LEAST if self.fused else ():
             self._meant(int(more * plan.predicted_peak_bytes))
