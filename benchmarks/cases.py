@@ -117,6 +117,52 @@ def _hugging_face(name: str, model: str, config: str, values: dict[str, Any], ba
     return Case(name, build, batch)
 
 
+def gpt2(dropout: float = 0.0, size: int = 4, layers: int = 8, width: int = 512) -> Case:
+    """GPT-2 of transformers. Its loss is a graph of its own under ``torch.compile``."""
+
+    def batch() -> dict[str, Any]:
+        torch.manual_seed(1)
+        ids = torch.randint(4096, (size, 256))
+        return {"input_ids": ids, "labels": ids}
+
+    values = dict(
+        vocab_size=4096,
+        n_positions=256,
+        n_embd=width,
+        n_layer=layers,
+        n_head=width // 64,
+        embd_pdrop=dropout,
+        resid_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+        use_cache=False,
+    )
+    return _hugging_face(f"gpt2 {layers}x{width}", "GPT2LMHeadModel", "GPT2Config", values, batch)
+
+
+def llama3(dropout: float = 0.0, size: int = 4, layers: int = 8, width: int = 512) -> Case:
+    """Llama of transformers, with grouped-query attention."""
+
+    def batch() -> dict[str, Any]:
+        torch.manual_seed(1)
+        ids = torch.randint(4096, (size, 256))
+        return {"input_ids": ids, "labels": ids}
+
+    values = dict(
+        vocab_size=4096,
+        hidden_size=width,
+        intermediate_size=(8 * width // 3 + 63) // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=max(1, width // 128),
+        max_position_embeddings=256,
+        attention_dropout=dropout,
+        use_cache=False,
+    )
+    return _hugging_face(f"llama3 {layers}x{width}", "LlamaForCausalLM", "LlamaConfig", values, batch)
+
+
 def bert(dropout: float = 0.1, size: int = 2, layers: int = 4, width: int = 384) -> Case:
     """An encoder, with dropout."""
 
@@ -232,7 +278,8 @@ def of_the_curve(tiny: bool = False) -> list[Case]:
             mixture(dropout, **small),
         ]
 
-    plain = [*made(0.0), resnet(2, 32) if tiny else resnet()]
+    labelled = [gpt2(**small), llama3(**small)]  # the others of transformers are above
+    plain = [*made(0.0), resnet(2, 32) if tiny else resnet(), *labelled]
     return plain + [replace(case, name=f"{case.name}, dropout") for case in made(0.1)]
 
 
