@@ -198,7 +198,7 @@ def cases() -> list[Case]:
         qwen_lora(),
         summed("attention over depth, 12 layers", lambda: OverDepth(12, 64), 2, 64, 64),
         summed("rwkv 2 layers, 96 tokens", lambda: Recurrent(2, 64), 4, 96, 64),
-        summed("gru, 128 tokens", lambda: nn.GRU(64, 64, batch_first=True), 4, 128, 64),
+        summed("gru, 128 tokens", lambda: nn.GRU(64, 64, batch_first=True), 8, 128, 64),
     ]
 
 
@@ -285,7 +285,7 @@ def main() -> None:
     for case in cases():
         for budget in BUDGETS:
             if not any((row["model"], row["budget"]) == (case.name, budget) for row in rows):
-                rows.append(row_of(case, budget, 1 if quick() else 5))
+                rows.append(row_of(case, budget, 1 if quick() else 3))
                 save("first_step", rows)
 
 
