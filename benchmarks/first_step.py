@@ -5,7 +5,8 @@ python -m benchmarks first_step [--quick] [--resume]
 
 Small models, whose steps take 10 ms to a second: there the first step is felt. Every time is a median over
 fresh models, each planned for once; `--quick` takes one. The process has planned another model before, so
-what the first plan of a process imports is not in them.
+what the first plan of a process imports is not in them. Processor time is taken, of all threads: other
+processes count only by the caches and cores that they share.
 """
 
 from __future__ import annotations
