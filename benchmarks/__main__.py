@@ -10,6 +10,7 @@ from lowtide.run.record.native import native_recorder
 
 NAMES = (
     "estimate_published",
+    "estimate_runs",
     "estimate_scale",
     "planning_time",
     "first_step",

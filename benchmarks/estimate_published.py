@@ -199,7 +199,7 @@ def fit_reserve(runs: Iterable[Run]) -> dict[str, float]:
     the estimate, for the rest as nanotron's runs print both.
     """
     gathered = [
-        run.memory_gib / (estimate(run.config).total_bytes / 2**30) - 1
+        run.memory_gib / (max(stage.cached_bytes for stage in estimate(run.config).stages) / 2**30) - 1
         for run in runs
         if run.fit and run.memory_gib is not None and run.config.zero == 3
     ]

@@ -11,7 +11,11 @@ import typer
 
 from lowtide.budget import format_bytes, parse
 from lowtide.errors import BudgetError
+from lowtide.estimate.config import Dtype as Dtypes
+from lowtide.estimate.config import Update as Updates
 from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.losses import Loss as Losses
+from lowtide.estimate.optimizers import Optimizer as Optimizers
 from lowtide.estimate.settings import RUN_SETTINGS, SHAPE_SETTINGS
 
 Mlp = Literal["gelu", "swiglu", "squared-relu"]
@@ -82,10 +86,11 @@ Attention = Annotated[
 ]
 Dropout = Annotated[float | None, option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
 Dtype = Annotated[
-    Literal["bf16", "bf16-true", "fp16", "fp32", "autocast"] | None,
+    Dtypes | None,
     option(
-        "Of weights and activations; autocast: float32 weights, bfloat16 products; bf16-true: of the "
-        "optimizer's state, too, without a float32 copy of the weights."
+        "Of weights and activations; autocast: float32 weights, bfloat16 products; mixed: float32 weights "
+        "that FSDP casts where it gathers them; bf16-true: bfloat16 of the optimizer's state, too, without a "
+        "float32 copy of the weights. [default: bf16]"
     ),
 ]
 GradientDtype = Annotated[
@@ -98,7 +103,24 @@ ReduceDtype = Annotated[
         "In which gradients are summed over data-parallel ranks (traffic only). [default: the gradients']"
     ),
 ]
-Optimizer = Annotated[Literal["adam", "adamw", "momentum", "sgd"] | None, option("[default: adam]")]
+Optimizer = Annotated[
+    Optimizers | None,
+    option(
+        "8bit: states of one byte; paged: states leave the device but for the update (bitsandbytes). "
+        "[default: adam]"
+    ),
+]
+Update = Annotated[
+    Updates | None,
+    option(
+        "How PyTorch updates: foreach takes one more copy of Adam's second moment. [default: foreach, its "
+        "default; fused where there are master weights]"
+    ),
+]
+InBackward = Annotated[
+    Switch,
+    option("Each parameter is updated in backward, and its gradient freed.", "--optimizer-in-backward"),
+]
 OffloadOptimizer = Annotated[
     float | None, option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]")
 ]
@@ -107,11 +129,12 @@ PartitionActivations = Annotated[
 ]
 OffloadActivations = Annotated[Switch, option("Keep activations on the host.", "--offload-activations")]
 Loss = Annotated[
-    Literal["torch", "torch-uncast", "in-place", "compiled", "chunked"] | None,
+    Losses | None,
     option(
-        "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), in place "
-        "(Megatron's and lowtide's), torch's compiled, or in --loss-chunks pieces with the output layer. "
-        "[default: torch at t = 1, in-place above]"
+        "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), on a copy held "
+        "beside them (upcast), transformers', in place (Megatron's and lowtide's; -copy: Unsloth's), torch's "
+        "compiled, in --loss-chunks pieces of the tokens or the vocabulary with the output layer, or Liger's "
+        "(fused-linear). [default: torch at t = 1, in-place above]"
     ),
 ]
 LossChunks = Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")]
@@ -270,6 +293,8 @@ def estimate_command(
     dtype: Dtype = None,
     gradient_dtype: GradientDtype = None,
     optimizer: Optimizer = None,
+    update: Update = None,
+    optimizer_in_backward: InBackward = None,
     offload_optimizer: OffloadOptimizer = None,
     partition_activations: PartitionActivations = None,
     offload_activations: OffloadActivations = None,

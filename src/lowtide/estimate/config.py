@@ -10,21 +10,17 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lowtide.errors import expect
-from lowtide.estimate.errors import EstimateError, divisors
+from lowtide.estimate.checks import Ways, check_together
+from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.losses import LOSSES, Form, Loss
+from lowtide.estimate.optimizers import OPTIMIZERS, Optimizer
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
-from lowtide.words import count_text
 
-Ways = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"]
-RECOMPUTE = get_args(Ways)
 Recompute = Ways | int
 Attention = Literal["unfused", "fused", "flash-3"]
-Loss = Literal["auto", "torch", "torch-uncast", "in-place", "compiled", "chunked"]
-Dtype = Literal["bf16", "bf16-true", "fp16", "fp32", "autocast"]
+Dtype = Literal["bf16", "bf16-true", "fp16", "fp32", "autocast", "mixed"]
 GradientDtype = Literal["auto", "bf16", "fp16", "fp32"]
-Optimizer = Literal["adam", "adamw", "momentum", "sgd"]
-
-OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
-"""Tensors that an optimizer keeps per parameter, master weights not counted."""
+Update = Literal["auto", "fused", "foreach", "for-loop"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
@@ -33,6 +29,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "gradient_dtype": get_args(GradientDtype),
     "reduce_dtype": get_args(GradientDtype),
     "optimizer": get_args(Optimizer),
+    "update": get_args(Update),
     "loss": get_args(Loss),
 }
 _SIZES = {
@@ -80,24 +77,29 @@ class Config:
         dtype: of weights and activations. Below float32 the optimizer keeps a float32 master copy of the
             weights, but under ``bf16-true`` (Lightning's word): there weights, gradients and the optimizer's
             state are bfloat16, and nothing else is kept. ``autocast`` is float32 weights and residual stream
-            with bfloat16 products.
+            with bfloat16 products. ``mixed`` is float32 weights that FSDP casts to bfloat16 where it gathers
+            them (its ``MixedPrecision``; with ``zero=3``).
         gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter,
             2205.05198, Figure 1) and the weights' own where it is (16 bytes, 1910.02054) or has no master
             copy.
         reduce_dtype: in which sharded gradients are summed over the data-parallel ranks: FSDP's
             ``reduce_dtype``; ``auto`` is the gradients' own. Changes traffic, not bytes.
-        optimizer: ``adam`` and ``adamw`` keep two values a parameter, ``momentum`` one, ``sgd`` none.
+        optimizer: ``adam`` and ``adamw`` keep two values a parameter, ``momentum`` one, ``sgd`` none;
+            ``adamw-8bit`` two of one byte, and a float32 scale for each block of 256; ``paged-adamw`` and
+            ``paged-adamw-8bit`` leave the device but for the update.
+        update: how an optimizer of PyTorch updates: ``foreach`` all parameters at once, for which Adam makes
+            one more copy of its second moment; ``fused`` and ``for-loop`` without. ``auto`` is ``foreach``
+            (PyTorch's default), and ``fused`` where there is a master copy (Megatron, DeepSpeed).
+        optimizer_in_backward: each parameter is updated when its gradient is made, which is freed then.
         offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload,
             between is Twin-Flow.
         partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them
             (ZeRO-R's P_a).
         offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
             P_a+cpu).
-        loss: how cross entropy is computed. ``torch``: `torch.nn.functional.cross_entropy` on float32 logits,
-            14 bytes a logit in bfloat16 at its peak; ``torch-uncast``: the same on logits left in the dtype
-            that they have, 8; ``in-place``: Megatron's and lowtide's, 6; ``compiled``:
-            torch's under `torch.compile`, 6; ``chunked``: tokens pass the output layer in ``loss_chunks``
-            pieces, recomputed in backward. ``auto`` is ``torch`` at t = 1 and ``in-place`` above.
+        loss: how cross entropy is computed: a name of `lowtide.estimate.losses.LOSSES`. ``auto`` is
+            ``torch`` at t = 1 and ``in-place`` above.
+        loss_chunks: pieces of a chunked loss.
         keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather
             than gather them again in backward (Megatron and lowtide).
         gather_logits: every tensor-parallel rank gathers the whole vocabulary's logits for the loss (plans of
@@ -141,6 +143,8 @@ class Config:
     gradient_dtype: GradientDtype = "auto"
     reduce_dtype: GradientDtype = "auto"
     optimizer: Optimizer = "adam"
+    update: Update = "auto"
+    optimizer_in_backward: bool = False
     offload_optimizer: float = 0.0
     partition_activations: bool = False
     offload_activations: bool = False
@@ -187,138 +191,7 @@ class Config:
         if self.global_batch == 0:
             object.__setattr__(self, "global_batch", self.micro_batch * self.dp * self.pp)
         check_size("--global-batch", self.global_batch, 1 << 40)
-        self._check_model()
-        self._check_parallel()
-        self._check_recompute()
-
-    def _check_model(self) -> None:
-        model, tp = self.model, self.tp
-        if model.positions == "learned" and self.seq > model.sequence:
-            raise EstimateError(
-                f"--seq={self.seq} is longer than the {model.sequence} positions that the model has learned: "
-                "choose at most that"
-            )
-        for name, size in (("heads", model.heads), ("ffn", model.ffn)):
-            if size % tp:
-                raise EstimateError(
-                    f"--tp={tp} does not divide --{name}={size}: choose a divisor "
-                    f"({divisors(math.gcd(model.heads, model.ffn))})"
-                )
-        if model.kv_heads % tp and tp % model.kv_heads:
-            raise EstimateError(
-                f"--tp={tp} and --kv-heads={model.kv_heads}: one has to divide the other, so that every rank "
-                f"holds whole heads (of the divisors of the heads: {divisors(model.heads)})"
-            )
-        if self.unfused_mlp and model.mlp != "swiglu":
-            raise EstimateError(
-                f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave "
-                "it out"
-            )
-
-    def _check_parallel(self) -> None:
-        if self.sequence_parallel and self.tp == 1:
-            raise EstimateError(
-                "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence "
-                "among; give --tp 2 or more"
-            )
-        if self.overlap_tensor and self.tp == 1:
-            raise EstimateError(
-                "--overlap-tensor with --tp=1: there are no collectives to overlap; give --tp 2 or more"
-            )
-        if self.gather_logits and (self.tp == 1 or self.loss_kind == "chunked"):
-            raise EstimateError(
-                f"--gather-logits with --tp={self.tp} --loss={self.loss}: it is for --tp of 2 or more and a "
-                "loss that is not chunked; leave it out"
-            )
-        if self.no_sync and (self.zero < 2 or self.shards == 1 or self.micro_batches == 1):
-            raise EstimateError(
-                f"--no-sync with --zero={self.zero} --dp={self.dp} and "
-                f"{count_text(self.micro_batches, 'micro-batch', 'micro-batches')}: "
-                "it is for gradients that are split, and summed over several micro-batches; leave it out, or "
-                "give --zero 2 or 3, --dp 2 or more and a larger --global-batch"
-            )
-        if self.no_sync and self.zero == 3 and self.pp > 1:
-            raise EstimateError(
-                f"--no-sync with --zero=3 --pp={self.pp}: a pipeline's gradients are reduced once as it is; "
-                "leave it out"
-            )
-        if self.cp > 1 and not self.fused_attention:
-            raise EstimateError(
-                f"--cp={self.cp} passes keys and values around a ring, which a fused kernel does: give "
-                "--attention fused"
-            )
-        split = self.tp * self.cp if self.sequence_parallel else self.cp
-        if self.seq % split:
-            by = "--tp" if self.cp == 1 else "--cp x --tp" if self.sequence_parallel else "--cp"
-            raise EstimateError(
-                f"--seq={self.seq} does not divide by {by}={split}, among whose ranks it is split: choose a "
-                f"multiple of {split}"
-            )
-        if self.keep_gathered and not self.sequence_parallel:
-            raise EstimateError(
-                "--keep-gathered without --sequence-parallel: nothing is gathered; give both or neither"
-            )
-        layers = self.model.layers
-        if self.interleave > 1 and self.pp == 1:
-            raise EstimateError(
-                f"--interleave={self.interleave} with --pp=1: there is no pipeline to interleave; give --pp "
-                "2 or more"
-            )
-        if layers % (self.pp * self.interleave):
-            raise EstimateError(
-                f"--layers={layers} do not divide by --pp={self.pp} x --interleave={self.interleave}: choose "
-                f"them so that their product is one of {divisors(layers)}"
-            )
-        step = self.micro_batch * self.dp
-        if self.global_batch % step:
-            raise EstimateError(
-                f"--global-batch={self.global_batch} is no multiple of --micro-batch={self.micro_batch} x "
-                f"--dp={self.dp}: choose a multiple of {step}"
-            )
-        if self.interleave > 1 and self.micro_batches % self.pp:
-            raise EstimateError(
-                f"--interleave={self.interleave}: the {self.micro_batches} micro-batches of a step do not "
-                f"divide by --pp={self.pp}; choose a --global-batch that is a multiple of {step * self.pp}"
-            )
-        if self.keep_output_tensors and self.pp == 1:
-            raise EstimateError(
-                "--keep-output-tensors with --pp=1: no stage sends its outputs anywhere; leave it out, or "
-                "give --pp 2 or more"
-            )
-
-    def _check_recompute(self) -> None:
-        given, stage_layers = self.recompute, self.stage_layers
-        if isinstance(given, int) and not isinstance(given, bool):
-            if not 1 <= given <= stage_layers or given % self.interleave:
-                many = f", in steps of --interleave={self.interleave}" if self.interleave > 1 else ""
-                raise EstimateError(
-                    f"--recompute={given}: a number of layers of each pipeline stage, from 1 to "
-                    f"{stage_layers}{many}"
-                )
-        elif given not in RECOMPUTE:
-            raise EstimateError(
-                f"--recompute={given!r}: choose {', '.join(RECOMPUTE)} or a number of layers of each stage"
-            )
-        if self.partition_activations:
-            if given not in ("full", "sqrt"):
-                raise EstimateError(
-                    f"--partition-activations with --recompute={given}: it splits the layer inputs that full "
-                    "recomputation keeps; give --recompute full"
-                )
-            if self.tp == 1:
-                raise EstimateError(
-                    "--partition-activations with --tp=1: there are no tensor-parallel ranks to split "
-                    "among; give --tp 2 or more"
-                )
-            if self.sequence_parallel:
-                raise EstimateError(
-                    "--partition-activations with --sequence-parallel: layer inputs are already split along "
-                    "the sequence; choose one of the two"
-                )
-        if self.loss_chunks != 8 and self.loss != "chunked":
-            raise EstimateError(
-                f"--loss-chunks={self.loss_chunks} without --loss chunked: give both or neither"
-            )
+        check_together(self)
 
     @property
     def devices(self) -> int:
@@ -334,6 +207,25 @@ class Config:
     def loss_kind(self) -> str:
         """What ``auto`` stands for, or ``loss`` itself."""
         return self.loss if self.loss != "auto" else "torch" if self.tp == 1 else "in-place"
+
+    @property
+    def loss_form(self) -> Form:
+        """How the loss is computed."""
+        return LOSSES[self.loss_kind]
+
+    @property
+    def chunks(self) -> int:
+        """Pieces that the loss is computed in. ``fused-linear`` (Liger) takes as many as make a piece's
+        logits about as large as the hidden states.
+        """
+        if self.loss_kind == "fused-linear":
+            return -(-self.model.vocab // self.model.hidden)
+        return self.loss_chunks if self.loss_form.pieces else 1
+
+    @property
+    def update_kind(self) -> str:
+        """What ``auto`` stands for, or ``update`` itself."""
+        return self.update if self.update != "auto" else "fused" if self.master_bytes else "foreach"
 
     @property
     def recomputed_share(self) -> Fraction:
@@ -388,7 +280,12 @@ class Config:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a weight."""
+        """Bytes of a weight that is trained."""
+        return 4 if self.dtype == "mixed" else self.residual_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a weight as FSDP gathers it."""
         return self.residual_bytes
 
     @property
@@ -400,16 +297,34 @@ class Config:
         return 4 if self.gradient_dtype == "fp32" else 2
 
     @property
+    def gradients_stand(self) -> bool:
+        """Whether gradients are there while a loss is computed: where earlier micro-batches left theirs, and
+        where they have a buffer of their own, in another dtype than the weights (Megatron's).
+        """
+        buffer = self.gradient_bytes > self.weight_bytes
+        return not self.optimizer_in_backward and (self.micro_batches > 1 or buffer)
+
+    @property
     def reduced_bytes(self) -> int:
         """Bytes of a gradient as it is summed over the data-parallel ranks."""
         return {"auto": self.gradient_bytes, "fp32": 4}.get(self.reduce_dtype, 2)
 
     @property
-    def optimizer_bytes(self) -> int:
+    def master_bytes(self) -> int:
+        """Bytes of a parameter's float32 master copy; 0 where the weights are that, or there is none."""
+        return 4 if self.weight_bytes < 4 and self.dtype != "bf16-true" else 0
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of an element of the optimizer's state, where it is not of 8 bits."""
+        return 2 if self.dtype == "bf16-true" else 4
+
+    @property
+    def optimizer_bytes(self) -> Fraction:
         """Bytes of optimizer state of a parameter, float32 master copy included."""
-        if self.dtype == "bf16-true":
-            return 2 * OPTIMIZER_STATES[self.optimizer]
-        return 4 * OPTIMIZER_STATES[self.optimizer] + (4 if self.weight_bytes < 4 else 0)
+        form = OPTIMIZERS[self.optimizer]
+        value = form.value_bytes or Fraction(self.state_bytes)
+        return form.states * value + self.master_bytes
 
     @property
     def local_kv_width(self) -> int:

@@ -12,6 +12,7 @@ from lowtide.estimate.lines import KORTHIKANTI, Line, Term
 from lowtide.estimate.schedule import micro_batches_in_flight
 
 SECTION = f"{KORTHIKANTI} Sec. 4.3"
+LIGER = f"{SECTION}; fused linear cross entropy: 2410.10989 Sec. 3.2"
 
 
 def loss_terms(config: Config) -> list[Term]:
@@ -19,18 +20,16 @@ def loss_terms(config: Config) -> list[Term]:
     e, x = config.element_bytes, config.residual_bytes
     hidden = Fraction(config.tokens * config.model.hidden, config.replication)
     over, over_t = "" if config.replication == 1 else "/t", "" if config.tp == 1 else "/t"
-    over_v = "" if config.gather_logits else over_t
-    logits = Term("logits in float32", 4 * logit_elements(config), f"4sbv{over_v}", SECTION, "loss")
-    if config.loss_kind in ("compiled", "torch-uncast"):
-        logits = Term("logits", e * logit_elements(config), f"{e}sbv{over_v}", SECTION, "loss")
-    if config.loss_kind == "chunked":
-        logits = Term(
-            "loss and its chunks' sums",
-            Fraction(4 * config.tokens),
-            "4sb",
-            SECTION,
-            "loss",
-            "the logits of a chunk are recomputed in backward",
+    form = config.loss_form
+    logits = [_logits(config)]
+    if form.pieces:
+        note = "" if not form.again else "the logits of a chunk are recomputed in backward"
+        name = "loss and its chunks' sums"
+        logits = [Term(name, Fraction(4 * config.tokens), "4sb", SECTION, "loss", note)]
+    if form.input_gradient:
+        made = "made in forward, piece by piece"
+        logits.append(
+            Term("gradient of the output layer's input", e * hidden, f"{e}sbh{over}", LIGER, "loss", made)
         )
     copies = []
     if config.keep_gathered:
@@ -43,8 +42,31 @@ def loss_terms(config: Config) -> list[Term]:
         *copies,
         Term("input of the last norm", x * hidden, f"{x}sbh{over}", SECTION, "loss"),
         Term("input of the output layer", e * hidden, f"{e}sbh{over}", SECTION, "loss"),
-        logits,
+        *logits,
     ]
+
+
+def _logits(config: Config) -> Term:
+    """What autograd keeps of whole logits."""
+    over = "" if config.gather_logits or config.tp == 1 else "/t"
+    size, _ = loss_bytes(config)
+    name = "logits in float32" if size != config.element_bytes else "logits"
+    note = f"{config.loss_kind}: {config.loss_form.what}"
+    return Term(name, size * logit_elements(config), f"{size}sbv{over}", SECTION, "loss", note)
+
+
+def loss_bytes(config: Config) -> tuple[int, int]:
+    """Bytes a logit that the loss keeps, and above that at its fullest moment: of a piece's logits where
+    they are there piece by piece.
+
+    >>> from lowtide.estimate.settings import configure
+    >>> [loss_bytes(configure("llama3-8b", loss=kind)) for kind in ("torch", "in-place", "compiled")]
+    [(4, 10), (4, 2), (2, 4)]
+    """
+    e, form = config.element_bytes, config.loss_form
+    low = e if e < 4 else 0
+    parallel = config.tp > 1 and not config.gather_logits
+    return form.kept(e, low), form.above(e, low) + (form.parallel(e) if parallel else 0)
 
 
 def logit_elements(config: Config) -> Fraction:

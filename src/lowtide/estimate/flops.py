@@ -83,7 +83,7 @@ def iteration_flops(config: Config) -> Flops:
         logit_flops(config, batch),
     )
     model = 3 * (layers * layer + logits)
-    again = recomputed_flops(config, batch) + (logits if config.loss_kind == "chunked" else 0)
+    again = recomputed_flops(config, batch) + (logits if config.loss_form.again else 0)
     extra = 2 * layers * core if config.recompute == "selective" else 0
     return Flops(model, model + again + extra, model + again)
 

@@ -153,11 +153,11 @@ FRAMEWORKS = {
     for one in (
         Framework(
             "lowtide", (0, 3), (0,), ("none", "full"), ("auto", "chunked"), (0.0,), _lowtide,
-            dict(dtype="autocast", unfused_mlp=True, interleave=1), frozenset(LOWTIDE_MODELS),
+            dict(dtype="autocast", update="fused", unfused_mlp=True, interleave=1), frozenset(LOWTIDE_MODELS),
         ),
         Framework(
             "torchtitan", (3,), (), ("none", "selective-op", "full"), ("compiled",), (0.0,), _torchtitan,
-            dict(compile=True, interleave=1, pp=1, reduce_dtype="fp32"),
+            dict(compile=True, update="fused", interleave=1, pp=1, reduce_dtype="fp32"),
             frozenset({"llama3-8b", "llama3-70b", "llama3-405b"}), keep_gathered=True,
         ),
         Framework(

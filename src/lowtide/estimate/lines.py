@@ -10,6 +10,11 @@ from typing import Any, Literal
 
 Kind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
 Place = Literal["model", "layers", "ends"]
+Moment = Literal["loss", "backward", "update"]
+MOMENTS: tuple[Moment, ...] = ("loss", "backward", "update")
+"""The moments of a step one of which is its peak: the loss, with all that autograd keeps; the fullest of
+backward; the optimizer's update.
+"""
 KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "temporaries")
 
 KORTHIKANTI = "arXiv 2205.05198"
@@ -32,6 +37,7 @@ class Line:
         note: what else should be known about it.
         place: ``layers`` for what the transformer layers keep (Equations 1 to 6), ``ends`` for embedding,
             last norm and output layer (Section 4.3), ``model`` for the rest.
+        at: how many of the bytes stand at each of `MOMENTS`; all of them at each where ``None``.
     """
 
     kind: Kind
@@ -41,13 +47,17 @@ class Line:
     source: str
     note: str = ""
     place: Place = "model"
+    at: tuple[int, int, int] | None = None
+
+    @property
+    def moments(self) -> dict[Moment, int]:
+        """Bytes that stand at each moment."""
+        return dict(zip(MOMENTS, self.at or (self.bytes,) * 3, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {
-            name: getattr(self, name)
-            for name in ("kind", "place", "name", "bytes", "formula", "source", "note")
-        }
+        names = ("kind", "place", "name", "bytes", "formula", "source", "note", "moments")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +82,9 @@ class Term:
         """The line of ``times`` such terms."""
         place: Place = "ends" if self.part in ("embedding", "loss", "output") else "layers"
         notes = "; ".join(filter(None, (self.note, note)))
-        return Line(
-            "activations", self.name, ceil(self.bytes * times), self.formula, self.source, notes, place
-        )
+        size = ceil(self.bytes * times)
+        at = (size, 0 if self.part == "loss" else size, 0)  # the loss lets go of its tensors first
+        return Line("activations", self.name, size, self.formula, self.source, notes, place, at)
 
 
 def total(terms: Iterable[Term]) -> Fraction:
@@ -138,18 +148,43 @@ class Stage:
 
     @property
     def temporaries_bytes(self) -> int:
-        """What the peak of the step stands above all the rest."""
-        return self.bytes("temporaries")
+        """What activations and temporaries of the loss or of backward stand above `activations_bytes`."""
+        return self.activation_peak_bytes - self.activations_bytes
 
     @property
     def activation_peak_bytes(self) -> int:
         """Activations and temporaries: what a memory profile shows above weights, gradients and optimizer."""
-        return self.activations_bytes + self.temporaries_bytes
+        made = [line for line in self.lines if line.kind in ("activations", "temporaries")]
+        moments = (sum(line.moments[name] for line in made) for name in ("loss", "backward"))
+        return max(self.activations_bytes, *moments)
+
+    @property
+    def moments(self) -> dict[Moment, int]:
+        """Bytes that stand in the loss, in backward and in the optimizer's update."""
+        return {name: sum(line.moments[name] for line in self.lines) for name in MOMENTS}
+
+    @property
+    def peak_at(self) -> Moment:
+        """The moment of the peak."""
+        moments = self.moments
+        return max(MOMENTS, key=lambda name: moments[name])
 
     @property
     def total_bytes(self) -> int:
-        """The peak."""
-        return sum(line.bytes for line in self.lines)
+        """The peak: the largest of the moments."""
+        return max(self.moments.values())
+
+    @property
+    def cached_bytes(self) -> int:
+        """The peak as PyTorch's allocator has it: the gradients of a step before leave small blocks, which
+        stay reserved, and none of which can hold logits.
+        """
+        spare = dict.fromkeys(MOMENTS, 0)
+        for line in self.lines:
+            if line.kind == "gradients" and line.moments["update"]:
+                for name, standing in line.moments.items():
+                    spare[name] += line.bytes - standing
+        return max(size + spare[name] for name, size in self.moments.items())
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
@@ -159,9 +194,11 @@ class Stage:
             "parameters": self.parameters,
             "micro_batches_in_flight": float(self.micro_batches_in_flight),
             "whole_micro_batches": self.whole_micro_batches,
-            **{f"{kind}_bytes": self.bytes(kind) for kind in KINDS},
+            **{f"{kind}_bytes": getattr(self, f"{kind}_bytes") for kind in KINDS},
             "layer_activations_bytes": self.layer_activations_bytes,
             "activation_peak_bytes": self.activation_peak_bytes,
             "total_bytes": self.total_bytes,
+            "moments": self.moments,
+            "peak_at": self.peak_at,
             "lines": [line.to_json() for line in self.lines],
         }

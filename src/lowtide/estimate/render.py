@@ -17,7 +17,7 @@ from rich.text import Text
 from lowtide.budget import format_bytes
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
-from lowtide.estimate.lines import KINDS, Stage
+from lowtide.estimate.lines import KINDS, MOMENTS, Stage
 from lowtide.estimate.suggest import Suggestions
 from lowtide.estimate.tables import Whole
 from lowtide.estimate.total import Estimate, reserved
@@ -78,7 +78,7 @@ def summary_table(found: Estimate) -> Table:
     """One row a pipeline stage. Fits 80 characters."""
     config = found.config
     table = Table(
-        title="GiB on one device of each pipeline stage",
+        title="GiB on one device of each pipeline stage; total: at the peak, where not all stands",
         title_justify="left",
         header_style="bold",
         box=SIMPLE_HEAD,
@@ -91,7 +91,7 @@ def summary_table(found: Estimate) -> Table:
     for name in names:
         table.add_column(name, justify="right", style="bold" if name == "reserved" else "", no_wrap=True)
     for stage in _stages(found):
-        held = reserved(config, stage.total_bytes)
+        held = reserved(config, stage)
         row: list[str | Text] = [str(stage.index), *(gib(stage.bytes(kind)) for kind in KINDS)]
         row += [gib(stage.total_bytes), gib(held)]
         if config.memory_bytes is not None:
@@ -140,6 +140,12 @@ def figures(found: Estimate) -> Table:
     table.add_column(justify="right")
     table.add_column(style="dim")
     flops = found.flops
+    moments = ", ".join(f"{name} {gib(size)}" for name, size in found.moments.items())
+    fullest = max(found.stages, key=lambda stage: stage.total_bytes)
+    table.add_row("GiB at each moment", moments, f"the largest is the peak: {fullest.peak_at}")
+    loss = found.loss
+    piece = " of a piece" if loss["pieces"] > 1 else ""
+    table.add_row("loss", f"{loss['kind']}, {loss['bytes_a_logit']} bytes a logit{piece}", loss["what"])
     table.add_row("model FLOPs a step", flops_text(flops.model), "arXiv 2205.05198 Eq. 7")
     table.add_row(
         "hardware FLOPs a step",
@@ -195,10 +201,10 @@ def show(
 
 
 def to_csv(found: Estimate) -> str:
-    """Every line of every stage: stage, kind, place, name, bytes, formula, source, note."""
+    """Every line of every stage: stage, kind, place, name, bytes, formula, source, note, bytes a moment."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(("stage", "kind", "place", "name", "bytes", "formula", "source", "note"))
+    writer.writerow(("stage", "kind", "place", "name", "bytes", "formula", "source", "note", *MOMENTS))
     for stage in found.stages:
         for line in stage.lines:
             writer.writerow(
@@ -211,6 +217,7 @@ def to_csv(found: Estimate) -> str:
                     line.formula,
                     line.source,
                     line.note,
+                    *line.moments.values(),
                 )
             )
     return text.getvalue()

@@ -25,7 +25,7 @@ from typing import Any, get_args
 
 from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
-from lowtide.estimate.edges import logit_elements
+from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import (
     attention_flops,
@@ -38,7 +38,6 @@ from lowtide.estimate.lines import total
 from lowtide.estimate.schedule import bubble_share
 from lowtide.estimate.states import stage_parameters
 from lowtide.estimate.traffic import Link, stage_traffic
-from lowtide.estimate.working import loss_moment_bytes
 
 HOST_ADAM_BYTES_PER_SECOND = 110e9
 """What the host's Adam reads and writes a second, at 28 bytes a parameter (arXiv 2101.06840, Table 4: 93 to
@@ -181,7 +180,7 @@ def step_work(config: Config, device: Device) -> Work:
     layers, logits, attention = _flops(config)
     away = config.offload_optimizer
     parameters = stage_parameters(config, 0) / (config.shards if config.zero else 1)
-    states = config.optimizer_bytes + config.gradient_bytes + config.weight_bytes
+    states = float(config.optimizer_bytes) + config.gradient_bytes + config.weight_bytes
     host_rate = HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)
     return Work(
         config=config,
@@ -254,7 +253,7 @@ def _flops(config: Config) -> tuple[float, float, float]:
     again = config.recomputed_share + (1 if config.recompute == "selective" else 0)
     linear = 3.0 * (layers * layer_flops(config, batch) - core)
     linear += recomputed_flops(config, batch) - float(core * again)
-    logits = logit_flops(config, batch) * (4 if config.loss_kind == "chunked" else 3)
+    logits = logit_flops(config, batch) * (4 if config.loss_form.again else 3)
     backward = ATTENTION_BACKWARD if config.fused_attention else 2
     return linear, logits, float(core * (1 + again)) + core * backward
 
@@ -268,8 +267,10 @@ def _activation_bytes(config: Config) -> float:
 
 def _loss_bytes(config: Config) -> float:
     """Bytes that the loss moves in a step."""
-    kept = config.element_bytes if config.loss_kind in ("compiled", "torch-uncast") else 4
-    return 2 * float(logit_elements(config)) * (kept + loss_moment_bytes(config)) * config.micro_batches
+    kept, above = loss_bytes(config)
+    if config.loss_form.pieces:
+        kept = 4
+    return 2 * float(logit_elements(config)) * (kept + above) * config.micro_batches
 
 
 def _cast_bytes(config: Config) -> float:

@@ -35,6 +35,25 @@ def stage_parameters(config: Config, stage: int) -> int:
     return count
 
 
+def trained_parameters(config: Config, stage: int) -> int:
+    """Parameters on one device of a stage that the optimizer updates, before ZeRO splits them."""
+    return stage_parameters(config, stage)
+
+
+def first_gradients(config: Config, stage: int) -> Fraction:
+    """Share of a stage's gradients that stand as backward begins: of the output layer and of one layer; with
+    the optimizer in backward, of the largest matrix alone.
+    """
+    model, t = config.model, config.tp
+    table = -(-model.vocab // t) * model.hidden if stage == config.pp - 1 else 0
+    layer = model.layer_matrix_parameters(t) + model.layer_shared_parameters()
+    if config.optimizer_in_backward:
+        found = max(table, model.hidden * max(model.ffn, model.query_width) // t)
+    else:
+        found = table + layer
+    return min(Fraction(1), Fraction(found, trained_parameters(config, stage)))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelStates:
     """Bytes of weights, gradients and optimizer state on one device."""
@@ -57,7 +76,7 @@ def model_states(
     offload: float = 0.0,
     weight_bytes: int = 2,
     gradient_bytes: int = 2,
-    optimizer_bytes: int = 12,
+    optimizer_bytes: int | Fraction = 12,
     no_sync: bool = False,
 ) -> ModelStates:
     """Bytes of the model states of ``parameters`` parameters (Psi) on each of ``dp`` devices (N_d).
@@ -124,7 +143,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         ),
         Line(
             "optimizer", f"{parts}{config.optimizer} state", ceil(states.optimizer),
-            f"{optimizer}Ψ{host}{'/d' if zero >= 1 else ''}",
+            f"{float(optimizer):.4g}Ψ{host}{'/d' if zero >= 1 else ''}",
             (figure if zero >= 1 else plain) + away,
         ),
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from lowtide.estimate.config import Config, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.frameworks import Framework, framework
+from lowtide.estimate.lines import Stage
 from lowtide.estimate.presets import preset_name
 from lowtide.estimate.settings import SHAPE_SETTINGS, configure
 from lowtide.estimate.shape import check_size
@@ -128,11 +129,11 @@ class Suggestions:
         return self.fitting > 0
 
 
-def peak_bytes(config: Config) -> int:
-    """Peak of the device that needs most: the first stage has the embedding and most in flight, the last one
+def fullest_stages(config: Config) -> list[Stage]:
+    """Those of the stages that may need most: the first has the embedding and most in flight, the last one
     the loss.
     """
-    return max(stage_estimate(config, stage).total_bytes for stage in {0, config.pp - 1})
+    return [stage_estimate(config, stage) for stage in sorted({0, config.pp - 1})]
 
 
 def suggest(
@@ -195,11 +196,12 @@ def suggest(
     stated = tuple((name, value) for name, value in given.items() if name not in (*VARIED, "seq"))
 
     def suggestion(config: Config) -> Suggestion:
-        need = peak_bytes(config)
+        stages = fullest_stages(config)
+        need, held = max(stage.total_bytes for stage in stages), max(reserved(config, one) for one in stages)
         together = min(devices, device.node) * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
         command = way.command(str(model), config, device.node)
         time = step_time(config, device)
-        return Suggestion(config, need, reserved(config, need), time, together, command, stated)
+        return Suggestion(config, need, held, time, together, command, stated)
 
     ways = list(_spare(base, given, way))
     plain, sparest = ways[0], ways[-1]

@@ -60,6 +60,7 @@ def suggest_command(
     dtype: options.Dtype = None,
     gradient_dtype: options.GradientDtype = None,
     optimizer: options.Optimizer = None,
+    update: options.Update = None,
     offload_optimizer: Annotated[
         float | None,
         option(

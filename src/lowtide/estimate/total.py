@@ -9,17 +9,17 @@ from typing import Any
 
 from lowtide.estimate.config import Config, check_config
 from lowtide.estimate.devices import Device
-from lowtide.estimate.edges import edge_lines
+from lowtide.estimate.edges import edge_lines, loss_bytes
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import Flops, iteration_flops, utilization
 from lowtide.estimate.layer import kept_terms, layer_terms
-from lowtide.estimate.lines import Line, Stage, total
+from lowtide.estimate.lines import Line, Moment, Stage, total
 from lowtide.estimate.schedule import layers_in_flight, micro_batches_in_flight
 from lowtide.estimate.settings import describe
 from lowtide.estimate.speed import StepTime, step_time
 from lowtide.estimate.states import host_bytes, model_states, stage_parameters, state_lines
 from lowtide.estimate.traffic import Traffic, stage_traffic
-from lowtide.estimate.working import offload_lines, temporary_lines
+from lowtide.estimate.working import at_moments, offload_lines, temporary_lines, update_lines
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,29 @@ class Estimate:
         return max(stage.total_bytes for stage in self.stages)
 
     @property
+    def moments(self) -> dict[Moment, int]:
+        """Bytes in the loss, in backward and in the optimizer's update, of the device that needs most."""
+        return max(self.stages, key=lambda stage: stage.total_bytes).moments
+
+    @property
+    def loss(self) -> dict[str, Any]:
+        """How the loss is computed: its kind, in words, and bytes a logit at its fullest moment (of a piece's
+        logits where they are there piece by piece).
+        """
+        config = self.config
+        return {
+            "kind": config.loss_kind,
+            "what": config.loss_form.what,
+            "bytes_a_logit": sum(loss_bytes(config)),
+            "pieces": config.chunks,
+        }
+
+    @property
     def reserved_bytes(self) -> int:
         """What PyTorch's allocator holds of the device that needs most, the gaps between its blocks
         included.
         """
-        return reserved(self.config, self.total_bytes)
+        return max(reserved(self.config, stage) for stage in self.stages)
 
     @property
     def mean_states_bytes(self) -> float:
@@ -125,6 +143,8 @@ class Estimate:
                 for stage, items in zip(self.stages, self.traffic, strict=True)
             ],
             "total_bytes": self.total_bytes,
+            "moments": self.moments,
+            "loss": self.loss,
             "reserved_bytes": self.reserved_bytes,
             "mean_states_bytes": self.mean_states_bytes,
             "fits": self.fits,
@@ -142,13 +162,13 @@ class Estimate:
         }
 
 
-def reserved(config: Config, allocated_bytes: int) -> int:
-    """What the allocator reserves for a peak: the share on top is fitted to runs that print it
+def reserved(config: Config, stage: Stage) -> int:
+    """What the allocator reserves on a device of a stage: the share on top is fitted to runs that print it
     (``efficiency.json``), and larger where gathered weights of many sizes come and go.
     """
     shares = fitted()["reserved"]
     gathered = config.zero == 3 and config.shards > 1
-    return ceil(allocated_bytes * (1 + shares["gathered" if gathered else "plain"]))
+    return ceil(stage.cached_bytes * (1 + shares["gathered" if gathered else "plain"]))
 
 
 def activation_lines(config: Config, stage: int) -> list[Line]:
@@ -192,14 +212,19 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
 
 def stage_estimate(config: Config, index: int) -> Stage:
     """One device of one pipeline stage."""
-    lines = (*state_lines(config, index), *activation_lines(config, index), *temporary_lines(config, index))
+    lines = [
+        *state_lines(config, index),
+        *activation_lines(config, index),
+        *temporary_lines(config, index),
+        *update_lines(config, index),
+    ]
     stage = Stage(
         index=index,
         layers=config.stage_layers,
         parameters=stage_parameters(config, index),
         layers_in_flight=layers_in_flight(config, index),
         micro_batches_in_flight=micro_batches_in_flight(config, index),
-        lines=lines,
+        lines=tuple(at_moments(config, index, lines)),
     )
     if config.memory_bytes is None:
         return stage

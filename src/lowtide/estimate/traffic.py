@@ -183,7 +183,8 @@ def _data(config: Config, stage: int) -> list[Traffic]:
     if d == 1:
         return []
     count = Fraction(stage_parameters(config, stage))
-    gradients, weights = _ring(count * config.reduced_bytes, d), _ring(count * config.weight_bytes, d)
+    size = config.gathered_bytes if config.zero == 3 else config.weight_bytes
+    gradients, weights = _ring(count * config.reduced_bytes, d), _ring(count * size, d)
     source = f"{ZERO} Sec. 7"
     if config.zero == 3 and config.pp > 1:
         return [

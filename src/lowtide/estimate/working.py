@@ -2,19 +2,20 @@
 
 Autograd's tensors are all there when the loss is reached; from then on each backward node lets go of what it
 held and makes gradients. The peak is therefore at one of a few moments, and each is written down here with
-the tensors that exist then: the loss, and within the first layer to go backward the last linear layer of the
-MLP, its activation, its first linear layer, and the attention core. Under recomputation the layer's own
-activations come on top.
+the tensors that exist then: the loss; within a layer that goes backward the last linear layer of the
+MLP, its activation, its first linear layer, and the attention core; and the optimizer's update. Under
+recomputation the layer's own activations come on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
 from lowtide.estimate.config import Config
-from lowtide.estimate.edges import logit_elements, loss_terms
+from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.layer import (
     TORCHTITAN,
     checkpoint_term,
@@ -24,41 +25,14 @@ from lowtide.estimate.layer import (
     segment_layers,
 )
 from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
-from lowtide.estimate.states import stage_parameters
-
-
-def loss_moment_bytes(config: Config) -> int:
-    """Bytes a logit above what is kept (`lowtide.estimate.edges.loss_terms`), at the loss.
-
-    PyTorch's cross entropy keeps float32 log-probabilities and makes two float32 gradients of their size,
-    while the caller still holds low-precision logits: 14 bytes in all in bfloat16. DTensor's
-    ``loss_parallel`` (t > 1) makes one more. On logits that are not cast, all of them have the logits' own
-    dtype: 8. Megatron's, in place, has the low-precision logits beside the
-    float32 ones: 6. Compiled, it is one kernel from low-precision logits to their gradient. A chunked loss
-    does all of it for one chunk.
-
-    >>> from lowtide.estimate.settings import configure
-    >>> [loss_moment_bytes(configure("llama3-8b", loss=kind)) for kind in ("torch", "in-place", "compiled")]
-    [10, 2, 4]
-    """
-    e = config.element_bytes
-    held = e if e < 4 else 0
-    parallel = config.tp > 1 and not config.gather_logits
-    if config.loss_kind == "chunked":
-        return 12 if config.tp == 1 else 4 + e
-    if config.loss_kind == "torch":
-        return (12 if parallel else 8) + held
-    if config.loss_kind == "torch-uncast":
-        return (4 if parallel else 3) * e
-    return 4 if config.loss_kind == "compiled" else e
+from lowtide.estimate.optimizers import OPTIMIZERS
+from lowtide.estimate.states import first_gradients, stage_parameters, trained_parameters
 
 
 def loss_moment(config: Config) -> Fraction:
     """Bytes above what is kept, at the loss."""
-    logits = logit_elements(config)
-    if config.loss_kind == "chunked":
-        logits = Fraction(ceil(logits / config.loss_chunks))
-    return logits * loss_moment_bytes(config)
+    pieces = ceil(logit_elements(config) / config.chunks)
+    return Fraction(pieces) * loss_bytes(config)[1]
 
 
 def backward_moments(config: Config) -> Mapping[str, Fraction]:
@@ -118,90 +92,107 @@ def recomputed_bytes(config: Config) -> tuple[Fraction, str]:
 
 
 def temporary_lines(config: Config, stage: int) -> list[Line]:
-    """What the peak of a step stands above all that is kept, on one device of a stage."""
-    last = stage == config.pp - 1
-    freed = total(loss_terms(config)) if last else Fraction(0)
-    recomputed, source = recomputed_bytes(config)
-    moments = {name: more + recomputed - freed for name, more in backward_moments(config).items()}
-    if last:
-        moments["loss"] = loss_moment(config)
-    name, most = max(moments.items(), key=lambda item: item[1])
-    most = max(most, Fraction(0))
-    note = "" if name == "loss" or not freed else "the loss has let go of its tensors by then"
+    """What stands for moments only, on one device of a stage."""
     lines = []
-    if name == "loss":
-        lines.append(
-            Line(
-                "temporaries",
-                "gradients of the loss",
-                ceil(most),
-                _loss_formula(config),
-                f"{KORTHIKANTI} Sec. 4.3, its backward",
-                note,
-            )
-        )
-    elif recomputed:
-        again = min(recomputed, most)
+    if stage == config.pp - 1:
+        source = f"{KORTHIKANTI} Sec. 4.3, its backward"
+        name, size = "gradients of the loss", ceil(loss_moment(config))
+        note = f"{config.loss_kind}: {config.loss_form.what}"
+        lines.append(_at(0, Line("temporaries", name, size, _loss_formula(config), source, note)))
+    recomputed, source = recomputed_bytes(config)
+    name, most = max(backward_moments(config).items(), key=lambda item: item[1])
+    most = max(most + recomputed, Fraction(0))
+    again = min(recomputed, most)
+    if again:
         what = {"selective": "attention core", "sqrt": "segment"}.get(str(config.recompute), "layer")
-        lines.append(
-            Line("temporaries", f"one {what}, recomputed", ceil(again), "kept terms of it", source, note)
-        )
-        if most > again:
-            lines.append(
-                Line(
-                    "temporaries",
-                    f"gradients, at the {name}",
-                    ceil(most - again),
-                    "tensors made by its backward",
-                    "liveness, Sec. 4.1",
-                )
-            )
-    else:
-        lines.append(
-            Line(
-                "temporaries",
-                f"gradients, at the {name}",
-                ceil(most),
-                "tensors made by its backward",
-                "liveness, Sec. 4.1",
-                note,
-            )
-        )
+        one = f"one {what}, recomputed"
+        lines.append(_at(1, Line("temporaries", one, ceil(again), "kept terms of it", source)))
+    if most > again:
+        made = f"gradients, at the {name}"
+        size = ceil(most - again)
+        formula = "tensors made by its backward"
+        lines.append(_at(1, Line("temporaries", made, size, formula, "liveness, Sec. 4.1")))
     if config.pp > 1:
         e = config.residual_bytes
         buffer = Fraction(e * config.tokens * config.model.hidden, config.replication)
-        lines.append(
-            Line(
-                "temporaries",
-                "receive buffers of the pipeline",
-                ceil(2 * buffer),
-                f"2 x {e}sbh",
-                f"{KORTHIKANTI} App. B",
-            )
-        )
-    lines += _zero3(config, stage)
+        size, source = ceil(2 * buffer), f"{KORTHIKANTI} App. B"
+        name = "receive buffers of the pipeline"
+        lines.append(_not_update(Line("temporaries", name, size, f"2 x {e}sbh", source)))
+    lines += [_not_update(line) for line in _zero3(config, stage)]
     return lines
 
 
+def _at(moment: int, line: Line) -> Line:
+    """The line, at one of the moments only."""
+    return replace(line, at=tuple(line.bytes if place == moment else 0 for place in range(3)))
+
+
+def _not_update(line: Line) -> Line:
+    return replace(line, at=(line.bytes, line.bytes, 0))
+
+
+def update_lines(config: Config, stage: int) -> list[Line]:
+    """What the optimizer's update needs beside the states."""
+    copies = OPTIMIZERS[config.optimizer].copies
+    if config.update_kind != "foreach" or not copies or config.optimizer_in_backward:
+        return []
+    count = trained_parameters(config, stage) * (1 - Fraction(config.offload_optimizer))
+    size = ceil(copies * config.state_bytes * count / (config.shards if config.zero else 1))
+    over = "/d" if config.zero else ""
+    name = "square roots of the second moments"
+    formula = f"{copies * config.state_bytes}Ψ{over}"
+    line = Line("temporaries", name, size, formula, "liveness: torch.optim's foreach")
+    return [_at(2, line)] if size else []
+
+
+def at_moments(config: Config, stage: int, lines: Sequence[Line]) -> list[Line]:
+    """The lines with what stands of gradients, layers' activations and paged states at each moment.
+
+    Gradients that nothing holds from before are made while backward lets go of the layers' activations: it
+    is fullest as it begins, with the gradients of the output layer and of one layer, or as it ends, with all
+    of them and the activations of one layer.
+    """
+    kept = sum(line.bytes for line in lines if line.kind == "activations" and line.place == "layers")
+    whole = sum(line.bytes for line in lines if line.kind == "gradients")
+    first = min(whole, ceil(whole * first_gradients(config, stage)))
+    ends = Fraction(1, config.stage_layers)
+    late = not config.gradients_stand and not config.optimizer_in_backward
+    late = late and kept * ends + whole > kept + first
+    found = []
+    for line in lines:
+        if line.kind == "gradients":
+            if config.optimizer_in_backward:
+                line = replace(line, at=(0, first, 0))
+            elif not config.gradients_stand:
+                line = replace(line, at=(0, line.bytes if late else first, line.bytes))
+        elif line.kind == "optimizer" and OPTIMIZERS[config.optimizer].paged:
+            line = _at(2, line)
+        elif late and line.kind == "activations" and line.place == "layers":
+            line = replace(line, at=(line.bytes, ceil(line.bytes * ends), 0))
+        found.append(line)
+    return found
+
+
 def _loss_formula(config: Config) -> str:
-    pieces = " / chunks" if config.loss_kind == "chunked" else ""
+    pieces = f"/{config.chunks}" if config.chunks > 1 else ""
     over = "" if config.tp == 1 or config.gather_logits else "/t"
-    return f"{loss_moment_bytes(config)}sbv{over}{pieces}"
+    return f"{loss_bytes(config)[1]}sbv{over}{pieces}"
 
 
 def _zero3(config: Config, stage: int) -> list[Line]:
     """What fully sharded weights and gradients are gathered into."""
-    if config.zero < 3 or config.shards == 1:
+    e = config.gathered_bytes
+    if config.zero < 3 or (config.shards == 1 and e == config.weight_bytes):
         return []
     model = config.model
     if config.pp > 1:
         count = stage_parameters(config, stage)
-        size, formula = (config.weight_bytes + 4) * count, f"{config.weight_bytes + 4}Ψ"
+        size, formula = (e + 4) * count, f"{e + 4}Ψ"
         note = "micro-batches of a pipeline share one gather, and one reduction of float32 gradients"
         return [Line("temporaries", "gathered weights and gradients", size, formula, FULLY_SHARD, note)]
     layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
     table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
-    size = config.weight_bytes * (2 * layer + table)
+    size = e * (2 * layer + table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
     return [Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)]
 
@@ -218,11 +209,13 @@ def offload_lines(config: Config, lines: list[Line]) -> list[Line]:
         Line(
             line.kind,
             line.name,
-            ceil(line.bytes * share / flying),
+            size,
             f"{line.formula}, 2 layers",
             source,
             note,
             line.place,
+            (size, size, 0),
         )
         for line in lines
+        for size in (ceil(line.bytes * share / flying),)
     ]

@@ -1,0 +1,362 @@
+"""How near `lowtide.estimate` comes to runs that public projects measured, and which it has words for.
+
+python -m benchmarks estimate_runs
+
+Nothing is fitted to these runs. Their settings are the projects' own words
+(``tests/estimate/published/runs_2026.csv``); `words` says them in the words of `configure`. Written is the
+result file; printed are the misses and how many runs are within the marks.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lowtide.estimate import Config, EstimateError, configure, estimate
+from lowtide.estimate.devices import Device, device
+from lowtide.estimate.speed import step_time
+from lowtide.estimate.suggest import RESERVE
+
+TABLE = Path(__file__).parent.parent / "tests" / "estimate" / "published" / "runs_2026.csv"
+TIGHT, WIDE, SPEED = 0.05, 0.10, 0.15
+TOY = 100_000_000
+"""Models of fewer parameters, whose steps wait for their launches: their speeds are left aside."""
+
+_QWEN3 = dict(
+    kv_heads=8, head_width=128, vocab=151936, mlp="swiglu", norm="rmsnorm",
+    positions="rotary", bias=False, qk_norm=True,
+)  # fmt: skip
+_LLAMA = dict(norm="rmsnorm", mlp="swiglu", positions="rotary", bias=False)
+_NEOX = dict(positions="rotary", attention="fused", dropout=0.0, tied=False)
+MODELS: dict[str, dict[str, Any]] = {
+    "mistralai/Mistral-7B-v0.1": {"model": "mistral-7b"},
+    "NousResearch/Meta-Llama-3-8B": {"model": "llama3-8b"},
+    "ibm/PowerLM-3b": dict(_LLAMA, layers=40, hidden=2304, heads=36, ffn=9216, vocab=49152),
+    "bigcode/gpt_bigcode-santacoder (1.1B, MQA)": dict(
+        layers=24, hidden=2048, heads=16, kv_heads=1, vocab=49280, attention="fused"
+    ),
+    "Qwen/Qwen3-0.6B": dict(_QWEN3, layers=28, hidden=1024, heads=16, ffn=3072),
+    "Qwen/Qwen3-4B-Instruct-2507": dict(_QWEN3, layers=36, hidden=2560, heads=32, ffn=9728),
+    "qwen3-0.6b": dict(_QWEN3, layers=28, hidden=1024, heads=16, ffn=3072),
+    "qwen2.5-7b": {"model": "qwen2-7b"},
+    "qwen2.5-32b": dict(_LLAMA, layers=64, hidden=5120, heads=40, kv_heads=8, ffn=27648, vocab=152064,
+                        qkv_bias=True, tied=False),
+    "llama-3.2-1b": {"model": "llama3-1b"},
+    "llama3.1-8b": {"model": "llama3-8b"},
+    "llama3.1-70b": {"model": "llama3-70b"},
+    "phi-1.5 (1.3B)": dict(_NEOX, layers=24, hidden=2048, heads=32, vocab=51200),
+    "StableLM-alpha-3b": dict(_NEOX, layers=16, hidden=4096, heads=32, vocab=50688),
+    "dense 254M h1024 L12 a16 v50000": dict(
+        layers=12, hidden=1024, heads=16, vocab=50000, attention="fused", dropout=0.0
+    ),
+    **{name: {"model": name} for name in ("llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b", "qwen3-8b",
+                                          "qwen3-32b")},
+}  # fmt: skip
+"""Models by the name that the table has: a preset's, or sizes."""
+
+KINDS = {
+    "A100-80GB": "a100", "A100-40GB": "a100-40gb", "A100": "a100", "H100": "h100",
+    "H100 80GB HBM3": "h100", "H200": "h200", "B200": "b200", "B200 (power-limited)": "b200",
+    "GB200": "b200",
+}  # fmt: skip
+"""Devices by the name that the table has. Others have no speed here."""
+
+LOSSES = {
+    "plain logits": "torch",
+    "chunked lm head (RL)": "chunked-vocabulary",
+    "chunked_nll": "chunked",
+    "fused_linear_ce": "fused-linear",
+    "cut_ce": "chunked-vocabulary",
+}
+_PLAIN = {
+    "seq", "micro_batch", "dp", "tp", "pp", "cp", "zero", "global_batch", "recompute",
+}  # fmt: skip
+_RL_PIECE, _TRL_PIECE = 2048, 8192
+"""Entries of the vocabulary that prime-rl's output layer takes at a time (its default then), and tokens that
+TRL's does.
+"""
+
+
+class Unsaid(Exception):
+    """A run that there are no words for; the message says why."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A measured run.
+
+    Attributes:
+        name: source, model, devices and place in the table.
+        grade: A or B where its configuration is whole, C where something is guessed.
+        device: the accelerator; ``None`` where none of its kind is known here.
+        config: what was run.
+        memory_gib: peak on one device; ``None`` where none was published.
+        memory_kind: what kind of peak that is.
+        tokens_per_second: of one device; ``None`` where not published.
+        ran: whether it ran; else it ran out of memory, as far as its source tells.
+        last: whether the memory is the last pipeline stage's.
+    """
+
+    name: str
+    grade: str
+    device: Device | None
+    config: Config
+    memory_gib: float | None
+    memory_kind: str
+    tokens_per_second: float | None
+    ran: bool
+    last: bool
+
+
+def fields(text: str) -> dict[str, str]:
+    """The settings in ``seq=4096 loss=plain logits compile``: words without ``=`` belong to the one before
+    where that is a loss, else they stand alone.
+
+    >>> fields("seq=4096 loss=plain logits optimizer=adamw compile")
+    {'seq': '4096', 'loss': 'plain logits', 'optimizer': 'adamw', 'compile': ''}
+    """
+    found: dict[str, str] = {}
+    last = ""
+    for part in text.split():
+        name, given, value = part.partition("=")
+        if given and not name.startswith("Alpaca"):
+            found[name] = value
+            last = name
+        elif last in ("loss",) and part not in ("optimizer", "compile"):
+            found[last] += f" {part}"
+        else:
+            found[part] = ""
+            last = part
+    return found
+
+
+def words(row: dict[str, str]) -> dict[str, Any]:
+    """A row's settings in the words of `configure`.
+
+    Raises:
+        Unsaid: there are none, or something must be known that the row does not say.
+    """
+    given, source = fields(row["settings"]), row["run"]
+    if source.startswith("Megatron-LM"):
+        return _megatron(row, given)
+    if row["model"] not in MODELS:
+        raise Unsaid("no such model here")
+    if "seq" not in given:
+        raise Unsaid("no length")
+    if "muon" in given.get("optimizer", ""):
+        raise Unsaid("no such optimizer here")
+    found = dict(MODELS[row["model"]])
+    found["attention"] = "flash-3" if given.get("attention") == "flash_attention_3" else "fused"
+    length = re.search(r"\d+", row["settings"].partition("seq=longest")[2] or given["seq"])
+    assert length, row
+    found["seq"] = int(length[0])
+    for name in _PLAIN & given.keys() - {"seq", "recompute"}:
+        number = re.match(r"\d+", given[name])
+        assert number, given
+        found[name] = int(number[0])
+    if "fsdp" in given and given["fsdp"].isdigit():
+        found |= dict(dp=int(given["fsdp"]), zero=3)
+    sharded = "fsdp" in given or "fsdp2" in given or given.get("zero") == "3"
+    if sharded:
+        found["zero"] = 3
+    accumulated = int(given.get("grad_accum", 1))
+    if "global_batch" not in found:
+        found["global_batch"] = found.get("micro_batch", 1) * found.get("dp", 1) * accumulated
+    found["recompute"] = _recompute(source, given)
+    found["offload_activations"] = "offload" in given.get("recompute", "")
+    found["compile"] = "compile" in given or "fused_kernels" in given
+    found["float8"] = any(name.startswith(("float8", "mxfp8", "nvfp4")) for name in given)
+    found["loss"], more = _loss(row, given, found)
+    found |= more
+    found |= _precision(source, given, sharded)
+    found |= _adapters(given)
+    separate = not found["compile"] or source.startswith("fms")  # their kernels leave the MLP alone
+    found["unfused_mlp"] = separate and configure(**MODELS[row["model"]]).model.mlp == "swiglu"
+    return {name: value for name, value in found.items() if value is not False}
+
+
+def _recompute(source: str, given: dict[str, str]) -> str:
+    usual = "selective-op" if source.startswith("torchtitan") else "none"
+    text = given.get("recompute", usual)
+    if text.startswith("selective("):
+        return "selective-layer"
+    return text.partition("+")[0]
+
+
+def _loss(row: dict[str, str], given: dict[str, str], found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """How the loss is computed: what is named, else what the framework does."""
+    source = row["run"]
+    named = given.get("loss", "")
+    if named:
+        kind = LOSSES[named]
+        if kind == "chunked":
+            tokens = found.get("micro_batch", 1) * found["seq"] // found.get("cp", 1)
+            return kind, {"loss_chunks": max(2, tokens // _TRL_PIECE)}
+        if source.startswith("prime-rl") and kind == "chunked-vocabulary":
+            return kind, {"loss_chunks": -(-configure(**MODELS[row["model"]]).model.vocab // _RL_PIECE)}
+        return kind, {}
+    if "ce" in given.get("fused_kernels", "").split("+"):
+        return "in-place-copy", {}
+    if source.startswith("fms"):  # transformers casts no logits of gpt_bigcode
+        return ("torch-uncast" if "bigcode" in row["model"] else "transformers"), {}
+    if source.startswith("litgpt"):
+        return "torch-uncast", {}
+    return ("compiled" if "compile" in given else "torch"), {}
+
+
+def _precision(source: str, given: dict[str, str], sharded: bool) -> dict[str, Any]:
+    """Weights' and states' precision, and how the optimizer updates."""
+    weights = given.get("weights", "")
+    if source.startswith("DeepSpeed"):
+        own = "bf16" in given and "fp32" not in given
+        return {"dtype": "bf16-true" if own else "bf16", "update": "fused"}
+    if weights.startswith("bf16"):
+        return {"dtype": "bf16-true", "update": "foreach"}
+    if weights == "fp32_master_in_fsdp":  # adapters in float32 leave their sum with the stream in float32
+        return {"dtype": "autocast" if "lora" in given else "mixed", "update": "foreach"}
+    if source.startswith("torch"):
+        return {"dtype": "mixed", "update": "fused"}
+    if weights.startswith("fp32") or sharded:
+        return {"dtype": "mixed", "update": "foreach"}
+    if "bf16" in given:
+        return {"dtype": "bf16-true", "update": "foreach"}
+    raise Unsaid("no precision")
+
+
+def _adapters(given: dict[str, str]) -> dict[str, Any]:
+    if "lora" not in given:
+        return {}
+    named = re.fullmatch(r"r(\d+)(?:\[([a-z,]+)\])?", given["lora"])
+    if not named:
+        raise Unsaid("no rank of the adapters")
+    targets = named[2] or "all-linear"
+    return {"lora": int(named[1]), "lora_targets": "q,k,v" if targets == "qkv" else targets}
+
+
+def _megatron(row: dict[str, str], given: dict[str, str]) -> dict[str, Any]:
+    """Megatron-LM's tests on a node of eight; the vocabulary is padded to 128 times the tensor ranks."""
+    if "frozen" in row["model"]:
+        raise Unsaid("frozen parts")
+    tp, pp, cp = (int(given.get(name, 1)) for name in ("tp", "pp", "cp"))
+    vocab = int(given.get("vocab", 50257))
+    local = "mcore_tp" in row["model"]  # its own kernels, not TransformerEngine's
+    found: dict[str, Any] = dict(
+        layers=int(given["L"]), hidden=int(given["h"]), heads=int(given["a"]),
+        vocab=-(-vocab // (128 * tp)) * 128 * tp,
+        kv_heads=int(given.get("kv", given["a"])), tp=tp, pp=pp, cp=cp, dp=8 // (tp * pp * cp),
+        seq=int(given["seq"]), micro_batch=int(given["micro_batch"]),
+        global_batch=int(given["global_batch"]), tied="untie-embeddings-and-output-weights" not in given,
+        zero=1 if "use-distributed-optimizer" in given else 0, recompute=given.get("recompute", "none"),
+        sequence_parallel="sequence-parallel" in given, loss="in-place", dtype="bf16",
+        gradient_dtype="fp32", compile=True,
+        attention="unfused" if local or given.get("attention") == "unfused" else "fused", reentrant=True,
+    )  # fmt: skip
+    if found["micro_batch"] * found["dp"] > found["global_batch"]:
+        raise Unsaid("no number of devices")
+    if "layers_per_vstage" in given:
+        found["interleave"] = found["layers"] // pp // int(given["layers_per_vstage"])
+    return found
+
+
+def read() -> tuple[list[Run], list[tuple[str, str]]]:
+    """The runs that there are words for, and the names of the others with the reason."""
+    runs, others = [], []
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        for place, row in enumerate(csv.DictReader(file)):
+            name = f"{place} {row['run']}: {row['model']} x{row['gpus']}"
+            try:
+                config = configure(**words(row))
+            except (Unsaid, EstimateError) as why:
+                others.append((name, str(why)))
+                continue
+            kind = KINDS.get(row["device"])
+            runs.append(
+                Run(
+                    name, row["grade"], device(kind) if kind else None, config,
+                    float(row["memory_gib"]) if row["memory_gib"] else None, row["memory_kind"],
+                    _speed(row, config), row["outcome"] == "ran", row["run"].startswith("Megatron-LM"),
+                )
+            )  # fmt: skip
+    return runs, others
+
+
+def _speed(row: dict[str, str], config: Config) -> float | None:
+    if row["tokens_per_second_per_device"]:
+        return float(row["tokens_per_second_per_device"])
+    if row["seconds_per_step"]:
+        return config.global_batch * config.seq / config.devices / float(row["seconds_per_step"])
+    return None
+
+
+def scored(run: Run) -> dict[str, Any]:
+    """What was measured beside what is predicted."""
+    found = estimate(run.config)
+    row: dict[str, Any] = {"run": run.name, "grade": run.grade, "kind": run.memory_kind}
+    if not run.ran:
+        room = run.device.memory_bytes * (1 - RESERVE) if run.device else None  # as lowtide suggest does
+        return row | {"ran": False, "said_to_fit": room is not None and found.reserved_bytes <= room}
+    if run.memory_gib is not None and run.memory_kind != "process memory":
+        peak = found.stages[-1].total_bytes if run.last else found.total_bytes
+        if "allocated" not in run.memory_kind and "active" not in run.memory_kind:
+            peak = found.reserved_bytes
+        ours = peak / 2**30
+        row |= {"memory_gib": run.memory_gib, "predicted_gib": round(ours, 2)}
+        row["memory_off"] = round(ours / run.memory_gib - 1, 4)
+    config = run.config
+    toy = config.model.parameters() < TOY
+    if run.tokens_per_second is not None and run.device is not None and not toy:
+        tokens = config.global_batch * config.seq / config.devices
+        ours = tokens / step_time(config, run.device).total
+        row |= {"tokens_per_second": run.tokens_per_second, "predicted_tokens_per_second": round(ours, 1)}
+        row["speed_off"] = round(ours / run.tokens_per_second - 1, 4)
+    return row
+
+
+def summary(rows: Iterable[dict[str, Any]], given: int) -> dict[str, int]:
+    """How many runs have words, and how many are within the marks."""
+    rows = list(rows)
+    memory = [abs(row["memory_off"]) for row in rows if "memory_off" in row]
+    speed = [abs(row["speed_off"]) for row in rows if "speed_off" in row]
+    failed = [row["said_to_fit"] for row in rows if "said_to_fit" in row]
+    return {
+        "runs": given,
+        "expressible": len(rows),
+        "with_memory": len(memory),
+        "memory_within_5": sum(off <= TIGHT for off in memory),
+        "memory_within_10": sum(off <= WIDE for off in memory),
+        "with_speed": len(speed),
+        "speed_within_15": sum(off <= SPEED for off in speed),
+        "failed": len(failed),
+        "failed_but_said_to_fit": sum(failed),
+    }
+
+
+def main() -> None:
+    """Score, print and write."""
+    from benchmarks.common import save
+
+    runs, others = read()
+    rows = [scored(run) for run in runs]
+    whole = [row for row in rows if row["grade"] in "AB"]
+    with open(TABLE, encoding="utf-8", newline="") as file:
+        grades = [row["grade"] for row in csv.DictReader(file)]
+    found = {
+        "all": summary(rows, len(grades)),
+        "A and B": summary(whole, sum(grade in "AB" for grade in grades)),
+    }
+    save("estimate_runs", rows, summary=found, without_words=[list(other) for other in others])
+    for row in rows:
+        told = [f"{row[name]:+.1%}" if name in row else "" for name in ("memory_off", "speed_off")]
+        print(row["run"], row.get("memory_gib", ""), row.get("predicted_gib", ""), *told, sep="  ")
+    for other in others:
+        print("no words:", *other)
+    for name, counts in found.items():
+        print(name, counts)
+
+
+if __name__ == "__main__":
+    main()

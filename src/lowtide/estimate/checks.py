@@ -1,0 +1,177 @@
+"""What has to hold between the settings of a `lowtide.estimate.config.Config`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, get_args
+
+from lowtide.estimate.errors import EstimateError, divisors
+from lowtide.words import count_text
+
+Config = Any
+"""A `lowtide.estimate.config.Config`, which is built on these checks."""
+
+Ways = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"]
+RECOMPUTE = get_args(Ways)
+
+
+def check_together(config: Config) -> None:
+    """Refuse settings that do not hold together.
+
+    Raises:
+        EstimateError: the message names the flags and what would be valid.
+    """
+    _check_model(config)
+    _check_parallel(config)
+    _check_recompute(config)
+    _check_training(config)
+
+
+def _check_model(config: Config) -> None:
+    model, tp = config.model, config.tp
+    if model.positions == "learned" and config.seq > model.sequence:
+        raise EstimateError(
+            f"--seq={config.seq} is longer than the {model.sequence} positions that the model has learned: "
+            "choose at most that"
+        )
+    for name, size in (("heads", model.heads), ("ffn", model.ffn)):
+        if size % tp:
+            raise EstimateError(
+                f"--tp={tp} does not divide --{name}={size}: choose a divisor "
+                f"({divisors(math.gcd(model.heads, model.ffn))})"
+            )
+    if model.kv_heads % tp and tp % model.kv_heads:
+        raise EstimateError(
+            f"--tp={tp} and --kv-heads={model.kv_heads}: one has to divide the other, so that every rank "
+            f"holds whole heads (of the divisors of the heads: {divisors(model.heads)})"
+        )
+    if config.unfused_mlp and model.mlp != "swiglu":
+        raise EstimateError(
+            f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave it out"
+        )
+
+
+def _check_parallel(config: Config) -> None:
+    if config.sequence_parallel and config.tp == 1:
+        raise EstimateError(
+            "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence "
+            "among; give --tp 2 or more"
+        )
+    if config.overlap_tensor and config.tp == 1:
+        raise EstimateError(
+            "--overlap-tensor with --tp=1: there are no collectives to overlap; give --tp 2 or more"
+        )
+    if config.gather_logits and (config.tp == 1 or config.loss_form.pieces):
+        raise EstimateError(
+            f"--gather-logits with --tp={config.tp} --loss={config.loss}: it is for --tp of 2 or more and a "
+            "loss that is not in pieces; leave it out"
+        )
+    if config.no_sync and (config.zero < 2 or config.shards == 1 or config.micro_batches == 1):
+        raise EstimateError(
+            f"--no-sync with --zero={config.zero} --dp={config.dp} and "
+            f"{count_text(config.micro_batches, 'micro-batch', 'micro-batches')}: "
+            "it is for gradients that are split, and summed over several micro-batches; leave it out, or "
+            "give --zero 2 or 3, --dp 2 or more and a larger --global-batch"
+        )
+    if config.no_sync and config.zero == 3 and config.pp > 1:
+        raise EstimateError(
+            f"--no-sync with --zero=3 --pp={config.pp}: a pipeline's gradients are reduced once as it is; "
+            "leave it out"
+        )
+    if config.cp > 1 and not config.fused_attention:
+        raise EstimateError(
+            f"--cp={config.cp} passes keys and values around a ring, which a fused kernel does: give "
+            "--attention fused"
+        )
+    split = config.tp * config.cp if config.sequence_parallel else config.cp
+    if config.seq % split:
+        by = "--tp" if config.cp == 1 else "--cp x --tp" if config.sequence_parallel else "--cp"
+        raise EstimateError(
+            f"--seq={config.seq} does not divide by {by}={split}, among whose ranks it is split: choose a "
+            f"multiple of {split}"
+        )
+    if config.keep_gathered and not config.sequence_parallel:
+        raise EstimateError(
+            "--keep-gathered without --sequence-parallel: nothing is gathered; give both or neither"
+        )
+    layers = config.model.layers
+    if config.interleave > 1 and config.pp == 1:
+        raise EstimateError(
+            f"--interleave={config.interleave} with --pp=1: there is no pipeline to interleave; give --pp "
+            "2 or more"
+        )
+    if layers % (config.pp * config.interleave):
+        raise EstimateError(
+            f"--layers={layers} do not divide by --pp={config.pp} x --interleave={config.interleave}: choose "
+            f"them so that their product is one of {divisors(layers)}"
+        )
+    step = config.micro_batch * config.dp
+    if config.global_batch % step:
+        raise EstimateError(
+            f"--global-batch={config.global_batch} is no multiple of --micro-batch={config.micro_batch} x "
+            f"--dp={config.dp}: choose a multiple of {step}"
+        )
+    if config.interleave > 1 and config.micro_batches % config.pp:
+        raise EstimateError(
+            f"--interleave={config.interleave}: the {config.micro_batches} micro-batches of a step do not "
+            f"divide by --pp={config.pp}; choose a --global-batch that is a multiple of {step * config.pp}"
+        )
+    if config.keep_output_tensors and config.pp == 1:
+        raise EstimateError(
+            "--keep-output-tensors with --pp=1: no stage sends its outputs anywhere; leave it out, or "
+            "give --pp 2 or more"
+        )
+
+
+def _check_recompute(config: Config) -> None:
+    given, stage_layers = config.recompute, config.stage_layers
+    if isinstance(given, int) and not isinstance(given, bool):
+        if not 1 <= given <= stage_layers or given % config.interleave:
+            many = f", in steps of --interleave={config.interleave}" if config.interleave > 1 else ""
+            raise EstimateError(
+                f"--recompute={given}: a number of layers of each pipeline stage, from 1 to "
+                f"{stage_layers}{many}"
+            )
+    elif given not in RECOMPUTE:
+        raise EstimateError(
+            f"--recompute={given!r}: choose {', '.join(RECOMPUTE)} or a number of layers of each stage"
+        )
+    if config.partition_activations:
+        if given not in ("full", "sqrt"):
+            raise EstimateError(
+                f"--partition-activations with --recompute={given}: it splits the layer inputs that full "
+                "recomputation keeps; give --recompute full"
+            )
+        if config.tp == 1:
+            raise EstimateError(
+                "--partition-activations with --tp=1: there are no tensor-parallel ranks to split "
+                "among; give --tp 2 or more"
+            )
+        if config.sequence_parallel:
+            raise EstimateError(
+                "--partition-activations with --sequence-parallel: layer inputs are already split along "
+                "the sequence; choose one of the two"
+            )
+
+
+def _check_training(config: Config) -> None:
+    if config.dtype == "mixed" and config.zero != 3:
+        raise EstimateError(
+            f"--dtype=mixed with --zero={config.zero}: FSDP casts weights where it gathers them; give "
+            "--zero 3, or --dtype autocast"
+        )
+    if config.loss_chunks != 8 and config.loss not in ("chunked", "chunked-vocabulary"):
+        raise EstimateError(
+            f"--loss-chunks={config.loss_chunks} without --loss chunked or chunked-vocabulary: give both or "
+            "neither"
+        )
+    if config.optimizer_in_backward and config.micro_batches > 1:
+        raise EstimateError(
+            f"--optimizer-in-backward with {config.micro_batches} micro-batches: a gradient is gone when its "
+            "parameter is updated, so nothing can be summed; give --global-batch as --micro-batch x --dp"
+        )
+    if config.optimizer_in_backward and config.master_bytes and config.gradient_bytes > config.weight_bytes:
+        raise EstimateError(
+            f"--optimizer-in-backward with --dtype={config.dtype}: gradients have a float32 buffer of their "
+            "own, which stays; give --dtype bf16-true, autocast or fp32, or --gradient-dtype bf16"
+        )
