@@ -66,7 +66,7 @@ def _app(
     pass
 
 
-@app.command()
+@app.command(short_help="Train a language model on text within a memory budget.")
 def train(
     context: typer.Context,
     run_folder: Annotated[
@@ -232,7 +232,7 @@ def train(
         raise typer.Exit(130)
 
 
-@app.command()
+@app.command(short_help="Plan a training step without running it.")
 def plan(
     model: Model = "gpt-small",
     budget: Budget = None,
@@ -265,7 +265,7 @@ def plan(
         typer.echo(str(made))
 
 
-@app.command()
+@app.command(short_help="Say whether this machine is ready, and what to do.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:
@@ -279,10 +279,10 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command("estimate")(estimate_command)
-app.command("simulate")(simulate_command)
-app.command("suggest")(suggest_command)
-app.command("report")(report_command)
+app.command("estimate", short_help="Estimate a step's bytes and FLOPs by closed formulas.")(estimate_command)
+app.command("simulate", short_help="Trace a step of any size without a GPU.")(simulate_command)
+app.command("suggest", short_help="Suggest parallel sizes and more that fit.")(suggest_command)
+app.command("report", short_help="Show a planned step on a page.")(report_command)
 
 
 def _given(context: typer.Context) -> list[str]:

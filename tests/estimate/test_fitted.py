@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks import estimate_published as published
 from published_runs import check_speed, name
 
+from benchmarks import estimate_published as published
 from lowtide.estimate.devices import DEVICES
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.speed import efficiencies

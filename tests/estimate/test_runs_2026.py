@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from benchmarks import estimate_runs as measured
 from benchmarks.common import RESULTS
+
+from benchmarks import estimate_runs as measured
 
 RUNS, OTHERS = measured.read()
 FMS = [run for run in RUNS if "fms-acceleration" in run.name]

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import op_check, op_sweep
 
+from benchmarks import op_check, op_sweep
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from benchmarks import layer_times
 from benchmarks.layer_times import RANKS, Shape, layer_rows
 
+from benchmarks import layer_times
 from lowtide import meter
 
 SHAPE = Shape(width=64, heads=8, sequence=32, batch=2, dtype=torch.bfloat16)

@@ -452,3 +452,17 @@ def test_what_stays_shares_its_bytes_until_one_of_the_two_is_written() -> None:
         assert measured.peak_bytes == whole.nbytes * (1 + written)
         assert whole.any() == (not written) and shared.all()
         assert shared.shape == part.shape and shared.stride() == part.stride()
+
+
+@needs_meter
+def test_the_first_step_is_measured_without_the_optimizers_state_that_it_has_not_yet() -> None:
+    model, x = Net(lambda _, x: x), torch.randn(512, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = lowtide.limit_memory(model, "100%", optimizer=optimizer)
+    for step in range(2):
+        standing = meter.resident_bytes(model, optimizer) + x.nbytes
+        with meter.peak("cpu") as seen:
+            model(x).sum().backward()
+        assert handle.measured_peak_bytes == pytest.approx(standing + seen.peak_bytes, abs=2048), step
+        optimizer.step()
+        optimizer.zero_grad()

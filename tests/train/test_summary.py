@@ -14,6 +14,7 @@ import lowtide
 from lowtide.report.picture import Curve
 from lowtide.train.compare import Comparison, Measured
 from lowtide.train.options import TrainOptions
+from lowtide.train.progress import Progress
 from lowtide.train.result import TrainResult
 from lowtide.train.summary import show
 
@@ -83,3 +84,13 @@ def test_forecast_and_calibrated_times_stand_below_the_measured_one() -> None:
     assert "+10.0 % was forecast before any step" in text and "own steps" not in text
     text = " ".join(shown(None, measured(1.0), None, plan.calibrated(2.0, 0.5)).split())
     assert "+10.0 % was forecast before any step, +25.0 % as the run's own steps took" in text
+
+
+def test_the_speed_that_is_shown_is_that_of_steps_that_do_not_plan() -> None:
+    console = Console(file=StringIO())
+    progress = Progress(console)
+    progress.start(0, 6, "a run")
+    for done, speed in enumerate((10.0, 100.0, 1000.0, 1000.0, 1000.0, 1000.0), start=1):
+        progress.step(done, 1.0, speed, None)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert " 10 tokens/s" in lines[1] and " 100 tokens/s" in lines[2] and " 1,000 tokens/s" in lines[-1]

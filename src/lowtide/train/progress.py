@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
+from collections import deque
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
@@ -16,6 +18,9 @@ NARROW = 80
 
 LINES = 10
 """How many times a run reports itself where there is no terminal."""
+
+STEPS_OF_A_RATE = 9
+"""Of the latest steps the tokens per second that are shown are the median."""
 
 
 def say(console: Console, text: str) -> None:
@@ -38,7 +43,7 @@ class Progress:
         self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._first = self._steps = 0
-        self._smooth_rate: float | None = None
+        self._rates: deque[float] = deque(maxlen=STEPS_OF_A_RATE)
 
     def start(self, first: int, steps: int, what: str) -> None:
         """The run of ``what`` begins after ``first`` of ``steps`` steps."""
@@ -51,10 +56,10 @@ class Progress:
 
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
         """A step has ended; ``peak_bytes`` is the most live memory within it, if known."""
-        if done - self._first > 1:  # the first step plans
-            before = self._smooth_rate or tokens_per_second
-            self._smooth_rate = 0.9 * before + 0.1 * tokens_per_second
-        rate = self._smooth_rate or tokens_per_second
+        if done - self._first == 2:  # the first step plans
+            self._rates.clear()
+        self._rates.append(tokens_per_second)
+        rate = statistics.median(self._rates)  # a step that plans or reads data counts once
         peak = "not counted" if peak_bytes is None else format_bytes(peak_bytes)
         if self._console.is_terminal and not self._console.quiet:
             if self._bar is None:  # only now: planning shows its own progress during the first step

@@ -321,11 +321,11 @@ class Limiter:
         """Take in a look at one of the user's steps, and what that took."""
         optimizer, peak = self.planner.optimizer, look.peak_bytes
         state = self.planner.optimizer_bytes if optimizer is not None and optimizer.state else 0
-        if peak is not None:
-            kind.untold_bytes = max(kind.untold_bytes, graph.resident_bytes + state + peak)
+        taken = None if peak is None else graph.resident_bytes + state + peak
+        kind.untold_bytes = max(kind.untold_bytes, taken or 0)
         self.kinds.take_in(kind, look, graph)
-        if kind.planned is not None and peak is not None:
-            self.measured_bytes = kind.planned.graph.resident_bytes + peak
+        if kind.planned is not None and taken is not None:
+            self.measured_bytes = taken
         self._tell_above(kind)
 
     def _tell_above(self, kind: Kind) -> None:
