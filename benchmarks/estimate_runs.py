@@ -4,7 +4,7 @@ python -m benchmarks estimate_runs
 
 Nothing is fitted to these runs. Their settings are the projects' own words
 (``tests/estimate/published/runs_2026.csv``); `words` says them in the words of `configure`. Written is the
-result file; printed are the misses and how many runs are within the marks.
+result file and the table in docs/estimate.md; printed is each run, and how many are within the marks.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from lowtide.estimate.speed import step_time
 from lowtide.estimate.suggest import RESERVE
 
 TABLE = Path(__file__).parent.parent / "tests" / "estimate" / "published" / "runs_2026.csv"
+DOCS = Path(__file__).parent.parent / "docs" / "estimate.md"
 TIGHT, WIDE, SPEED = 0.05, 0.10, 0.15
 TOY = 100_000_000
 """Models of fewer parameters, whose steps wait for their launches: their speeds are left aside."""
@@ -174,6 +175,10 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     found |= more
     found |= _precision(source, given, sharded)
     found |= _adapters(given)
+    if "lora" in given and not source.startswith("fms"):  # else peft's
+        found["lora_dtype"] = "same"
+    if source.startswith("litgpt"):
+        found["lora_dropout"] = 0.05  # its default
     separate = not found["compile"] or source.startswith("fms")  # their kernels leave the MLP alone
     found["unfused_mlp"] = separate and configure(**MODELS[row["model"]]).model.mlp == "swiglu"
     return {name: value for name, value in found.items() if value is not False}
@@ -335,6 +340,37 @@ def summary(rows: Iterable[dict[str, Any]], given: int) -> dict[str, int]:
     }
 
 
+def by_source(rows: Iterable[dict[str, Any]], others: Iterable[tuple[str, str]]) -> list[list[str]]:
+    """A row of the docs' table for each source: how many runs are within the marks."""
+    rows, others = list(rows), list(others)
+    sources = dict.fromkeys(_source(name) for name in (row["run"] for row in rows))
+    lines = []
+    for source in (*sources, ""):
+        here = [row for row in rows if not source or _source(row["run"]) == source]
+        given = len(here) + sum(not source or _source(name) == source for name, _ in others)
+        found = summary(here, given)
+        cells = [source or "all", f"{found['expressible']} of {given}"]
+        for name, marks in (("memory", (5, 10)), ("speed", (15,))):
+            of = found[f"with_{name}"]
+            cells += [f"{found[f'{name}_within_{mark}']} of {of}" if of else "-" for mark in marks]
+        lines.append(cells)
+    return lines
+
+
+def _source(name: str) -> str:
+    return name.split(": ")[0].split(" ", 1)[1]
+
+
+def write_docs(lines: list[list[str]]) -> None:
+    """The table in docs/estimate.md, between its marks."""
+    head = ["source", "has words", "memory within 5 %", "within 10 %", "tokens a second within 15 %"]
+    text = DOCS.read_text(encoding="utf-8")
+    block = "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
+    start, end = "<!-- runs -->", "<!-- end of runs -->"
+    before, rest = text.split(start, 1)
+    DOCS.write_text(f"{before}{start}\n{block}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")
+
+
 def main() -> None:
     """Score, print and write."""
     from benchmarks.common import save
@@ -349,6 +385,7 @@ def main() -> None:
         "A and B": summary(whole, sum(grade in "AB" for grade in grades)),
     }
     save("estimate_runs", rows, summary=found, without_words=[list(other) for other in others])
+    write_docs(by_source(rows, others))
     for row in rows:
         told = [f"{row[name]:+.1%}" if name in row else "" for name in ("memory_off", "speed_off")]
         print(row["run"], row.get("memory_gib", ""), row.get("predicted_gib", ""), *told, sep="  ")

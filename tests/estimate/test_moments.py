@@ -101,7 +101,10 @@ def test_optimizer_in_backward_holds_one_gradient() -> None:
 def test_paged_states_stand_in_the_update_only() -> None:
     usual, paged = (alone(llama(optimizer=name)) for name in ("adamw-8bit", "paged-adamw-8bit"))
     assert usual["update"] == paged["update"]
-    assert usual["loss"] - paged["loss"] == pytest.approx(2 * P * (1 + 4 / 256), abs=2)
+    state = pytest.approx(2 * P * (1 + 4 / 256), abs=2)
+    assert usual["loss"] - paged["loss"] == state
+    assert estimate(llama(optimizer="paged-adamw-8bit")).host_bytes == state
+    assert estimate(llama(optimizer="adamw-8bit")).host_bytes == 0
 
 
 def _measured(step: Callable[[torch.Tensor, torch.Tensor], list[Any]]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal, get_args
 
+from lowtide.estimate.adapters import LORA_ONLY, targets
 from lowtide.estimate.errors import EstimateError, divisors
 from lowtide.words import count_text
 
@@ -155,6 +156,14 @@ def _check_recompute(config: Config) -> None:
 
 
 def _check_training(config: Config) -> None:
+    targets(config.lora_targets, config.model)
+    for name, usual in LORA_ONLY.items():
+        if not config.lora and getattr(config, name) != usual:
+            flag = f"--{name.replace('_', '-')}" + ("" if name == "dora" else f"={getattr(config, name)}")
+            raise EstimateError(
+                f"{flag} without --lora: all weights are trained, and in their own dtype; give --lora 16 or "
+                "another rank too"
+            )
     if config.dtype == "mixed" and config.zero != 3:
         raise EstimateError(
             f"--dtype=mixed with --zero={config.zero}: FSDP casts weights where it gathers them; give "

@@ -11,6 +11,7 @@ import typer
 
 from lowtide.budget import format_bytes, parse
 from lowtide.errors import BudgetError
+from lowtide.estimate.adapters import Quantize as Quantizes
 from lowtide.estimate.config import Dtype as Dtypes
 from lowtide.estimate.config import Update as Updates
 from lowtide.estimate.errors import EstimateError
@@ -116,6 +117,30 @@ Update = Annotated[
         "How PyTorch updates: foreach takes one more copy of Adam's second moment. [default: foreach, its "
         "default; fused where there are master weights]"
     ),
+]
+Lora = Annotated[
+    int | None,
+    option("Rank of adapters beside frozen weights: LoRA. [default: none, all weights are trained]"),
+]
+LoraTargets = Annotated[
+    str | None,
+    option(
+        "Linear layers with adapters: all-linear, attention, mlp, or of q,k,v,o,gate,up,down. "
+        "[default: all-linear]"
+    ),
+]
+LoraDtype = Annotated[
+    Literal["fp32", "same"] | None,
+    option(
+        "Of adapters: fp32 (peft's: each casts and keeps its input), or the same as trained weights have. "
+        "[default: fp32]"
+    ),
+]
+LoraDropout = Annotated[float | None, option("Dropout of the adapters' inputs. [default: 0]")]
+Dora = Annotated[Switch, option("DoRA: adapters with magnitudes.", "--dora")]
+Quantize = Annotated[
+    Quantizes | None,
+    option("In what frozen matrices are kept: nf4 (QLoRA), int8 or fp8. [default: none]"),
 ]
 InBackward = Annotated[
     Switch,
@@ -295,6 +320,12 @@ def estimate_command(
     optimizer: Optimizer = None,
     update: Update = None,
     optimizer_in_backward: InBackward = None,
+    lora: Lora = None,
+    lora_targets: LoraTargets = None,
+    lora_dtype: LoraDtype = None,
+    lora_dropout: LoraDropout = None,
+    dora: Dora = None,
+    quantize: Quantize = None,
     offload_optimizer: OffloadOptimizer = None,
     partition_activations: PartitionActivations = None,
     offload_activations: OffloadActivations = None,

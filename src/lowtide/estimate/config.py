@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args
 
 from lowtide.errors import expect
+from lowtide.estimate.adapters import Quantize
 from lowtide.estimate.checks import Ways, check_together
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.losses import LOSSES, Form, Loss
@@ -30,6 +31,8 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "reduce_dtype": get_args(GradientDtype),
     "optimizer": get_args(Optimizer),
     "update": get_args(Update),
+    "quantize": get_args(Quantize),
+    "lora_dtype": ("fp32", "same"),
     "loss": get_args(Loss),
 }
 _SIZES = {
@@ -41,6 +44,7 @@ _SIZES = {
     "dp": 1 << 20,
     "cp": 1 << 14,
     "loss_chunks": 1 << 20,
+    "lora": 1 << 16,
 }
 
 
@@ -97,6 +101,18 @@ class Config:
             (ZeRO-R's P_a).
         offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
             P_a+cpu).
+        lora: rank r of adapters beside the layers' linear layers, which alone are trained then; 0: all is.
+            What is frozen has neither gradients nor state, and is float32 in ``fp32`` and ``mixed``, else
+            of two bytes.
+        lora_dtype: of the adapters' weights and state: ``fp32`` (peft's default: each adapter casts its own
+            input, and keeps it), or ``same``: as without adapters, and inputs are shared.
+        lora_targets: which linear layers have adapters: ``all-linear``, ``attention``, ``mlp``, or names of
+            ``q,k,v,o,gate,up,down``.
+        lora_dropout: probability of a dropout of the adapters' inputs. Only whether it is 0 matters: each
+            adapter keeps its own input then, and a mask.
+        dora: adapters with a magnitude of each output (2402.09353).
+        quantize: in what the frozen matrices of the layers are kept (``nf4`` is QLoRA's, ``int8``, ``fp8``);
+            each is cast back to be read.
         loss: how cross entropy is computed: a name of `lowtide.estimate.losses.LOSSES`. ``auto`` is
             ``torch`` at t = 1 and ``in-place`` above.
         loss_chunks: pieces of a chunked loss.
@@ -145,6 +161,12 @@ class Config:
     optimizer: Optimizer = "adam"
     update: Update = "auto"
     optimizer_in_backward: bool = False
+    lora: int = 0
+    lora_targets: str = "all-linear"
+    lora_dtype: Literal["fp32", "same"] = "fp32"
+    lora_dropout: float = 0.0
+    dora: bool = False
+    quantize: Quantize = "none"
     offload_optimizer: float = 0.0
     partition_activations: bool = False
     offload_activations: bool = False
@@ -166,7 +188,7 @@ class Config:
         if self.seq == 0:
             object.__setattr__(self, "seq", self.model.sequence)
         for name, most in _SIZES.items():
-            check_size(flag(name), getattr(self, name), most)
+            check_size(flag(name), getattr(self, name), most, least=0 if name == "lora" else 1)
         for name, known in _CHOICES.items():
             value = getattr(self, name)
             if value not in known or isinstance(value, bool):
@@ -177,6 +199,7 @@ class Config:
                 raise EstimateError(f"{flag(field.name)}={value!r}: true or false is needed")
         for name, most, edge in (
             ("dropout", 1.0, "below 1"),
+            ("lora_dropout", 1.0, "below 1"),
             ("offload_optimizer", 1.0 + 1e-12, "at most 1"),
         ):
             value = getattr(self, name)
@@ -281,7 +304,7 @@ class Config:
     @property
     def weight_bytes(self) -> int:
         """Bytes of a weight that is trained."""
-        return 4 if self.dtype == "mixed" else self.residual_bytes
+        return 4 if self.dtype == "mixed" or self.single_adapters else self.residual_bytes
 
     @property
     def gathered_bytes(self) -> int:
@@ -292,9 +315,29 @@ class Config:
     def gradient_bytes(self) -> int:
         """Bytes of a gradient."""
         if self.gradient_dtype == "auto":
-            summed = self.zero == 0 and self.offload_optimizer == 0 and self.dtype != "bf16-true"
-            return 4 if summed else self.weight_bytes
+            whole = self.zero == 0 and self.offload_optimizer == 0 and not self.lora
+            return 4 if whole and self.dtype != "bf16-true" else self.weight_bytes
         return 4 if self.gradient_dtype == "fp32" else 2
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Bytes of a frozen weight that is not quantised."""
+        return 4 if self.dtype in ("fp32", "mixed") else 2
+
+    @property
+    def single_adapters(self) -> bool:
+        """Whether there are adapters in float32."""
+        return self.lora > 0 and self.lora_dtype == "fp32"
+
+    @property
+    def adapter_copies(self) -> int:
+        """Bytes of an element of the input that each adapter has for itself; 0 where all read the layers'
+        own. Under autocast products cast float32 inputs back; FSDP casts the adapters instead.
+        """
+        cast = self.single_adapters and self.dtype not in ("fp32", "mixed")
+        if not cast and not self.lora_dropout:
+            return 0
+        return 4 if cast and self.dtype != "autocast" else self.element_bytes
 
     @property
     def gradients_stand(self) -> bool:
@@ -317,7 +360,7 @@ class Config:
     @property
     def state_bytes(self) -> int:
         """Bytes of an element of the optimizer's state, where it is not of 8 bits."""
-        return 2 if self.dtype == "bf16-true" else 4
+        return 2 if self.dtype == "bf16-true" and not self.single_adapters else 4
 
     @property
     def optimizer_bytes(self) -> Fraction:

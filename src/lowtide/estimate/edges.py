@@ -28,6 +28,11 @@ def loss_terms(config: Config) -> list[Term]:
         logits = [Term(name, Fraction(4 * config.tokens), "4sb", SECTION, "loss", note)]
     if form.input_gradient:
         made = "made in forward, piece by piece"
+        if not config.lora:
+            size = Fraction(config.gathered_bytes * -(-config.model.vocab // config.tp) * config.model.hidden)
+            note = "summed over the pieces, beside the others"
+            name, formula = "gradient of the output layer's weight", f"{config.gathered_bytes}hv"
+            logits.append(Term(name, size, formula, LIGER, "loss", note))
         logits.append(
             Term("gradient of the output layer's input", e * hidden, f"{e}sbh{over}", LIGER, "loss", made)
         )
@@ -35,7 +40,7 @@ def loss_terms(config: Config) -> list[Term]:
     if config.keep_gathered:
         more = e * Fraction(config.tokens * config.model.hidden * (config.tp - 1), config.tp)
         copies.append(Term("gathered input of the output layer", more, f"{e}sbh(t-1)/t", TENSOR, "loss"))
-    if config.dtype == "autocast":
+    if config.dtype == "autocast" and not config.lora:
         size = Fraction(2 * -(-config.model.vocab // config.tp) * config.model.hidden)
         copies.append(Term("bfloat16 copy of the output layer", size, f"2hv{over_t}", AUTOCAST, "loss"))
     return [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Real
 
 from lowtide.errors import expect
+from lowtide.estimate.adapters import layer_adapters
 from lowtide.estimate.config import Config, check_config
 from lowtide.estimate.errors import EstimateError
 
@@ -53,6 +54,11 @@ def logit_flops(config: Config, sequences: int) -> int:
     return 2 * sequences * config.seq * config.model.hidden * config.model.vocab
 
 
+def adapter_flops(config: Config, sequences: int) -> int:
+    """FLOPs of the forward of one layer's adapters."""
+    return 2 * sequences * config.seq * layer_adapters(config, tp=1) if config.lora else 0
+
+
 def recomputed_flops(config: Config, sequences: int) -> int:
     """FLOPs of the layers' forward that run again, of all layers."""
     model, layers = config.model, config.model.layers
@@ -62,7 +68,7 @@ def recomputed_flops(config: Config, sequences: int) -> int:
         columns = model.kv_width + model.query_width + model.ffn
         return layers * 2 * sequences * config.seq * model.hidden * columns
     last = 2 * sequences * config.seq * model.hidden * model.ffn
-    whole = config.recomputed_share * layer_flops(config, sequences)
+    whole = config.recomputed_share * (layer_flops(config, sequences) + adapter_flops(config, sequences))
     return int(layers * (whole - config.early_share * last))
 
 
@@ -83,6 +89,9 @@ def iteration_flops(config: Config) -> Flops:
         logit_flops(config, batch),
     )
     model = 3 * (layers * layer + logits)
+    if config.lora:  # no weight's gradient but the adapters'
+        adapters = adapter_flops(config, batch)
+        model = layers * (2 * (layer - core) + 3 * core + 3 * adapters) + 2 * logits
     again = recomputed_flops(config, batch) + (logits if config.loss_form.again else 0)
     extra = 2 * layers * core if config.recompute == "selective" else 0
     return Flops(model, model + again + extra, model + again)

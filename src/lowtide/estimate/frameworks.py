@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,25 @@ class Framework:
     settings: dict[str, Any] = field(default_factory=dict)
     models: frozenset[str] | None = None
     keep_gathered: bool = False
+
+
+_ALL_RUN = {
+    "lora": (0,),
+    "quantize": ("none",),
+    "optimizer": ("adam", "adamw", "momentum", "sgd"),
+    "update": ("auto", "fused"),
+}
+"""What the frameworks here run, of what `lowtide.estimate.config.Config` has more of."""
+
+
+def beyond(asked: Mapping[str, Any]) -> list[str]:
+    """Names of the settings that no framework here runs: adapters, optimizers of 8 bits and paged ones, and
+    updates that are not fused.
+
+    >>> beyond({"lora": 16, "tp": 4, "optimizer": "adam"})
+    ['lora']
+    """
+    return [name for name, known in _ALL_RUN.items() if name in asked and asked[name] not in known]
 
 
 def launcher(config: Config, node: int) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 
+from lowtide.estimate.adapters import adapter_terms, frozen_inputs
 from lowtide.estimate.config import Config
 from lowtide.estimate.lines import KORTHIKANTI, Term
 
@@ -91,6 +92,9 @@ def layer_terms(config: Config) -> list[Term]:
                 "each product keeps the copy it read",
             )
         )
+    if config.lora:
+        out = {"bfloat16 copies of the weights", *frozen_inputs(config)}
+        terms = [*(term for term in terms if term.name not in out), *adapter_terms(config)]
     return terms
 
 

@@ -23,11 +23,13 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any, get_args
 
+from lowtide.estimate.adapters import adapter_traffic, layer_bytes, unadapted
 from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import (
+    adapter_flops,
     attention_flops,
     layer_flops,
     logit_flops,
@@ -36,7 +38,7 @@ from lowtide.estimate.flops import (
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import total
 from lowtide.estimate.schedule import bubble_share
-from lowtide.estimate.states import stage_parameters
+from lowtide.estimate.states import trained_parameters
 from lowtide.estimate.traffic import Link, stage_traffic
 
 HOST_ADAM_BYTES_PER_SECOND = 110e9
@@ -179,7 +181,7 @@ def step_work(config: Config, device: Device) -> Work:
     """What one device does in a step."""
     layers, logits, attention = _flops(config)
     away = config.offload_optimizer
-    parameters = stage_parameters(config, 0) / (config.shards if config.zero else 1)
+    parameters = trained_parameters(config, 0) / (config.shards if config.zero else 1)
     states = float(config.optimizer_bytes) + config.gradient_bytes + config.weight_bytes
     host_rate = HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)
     return Work(
@@ -189,7 +191,7 @@ def step_work(config: Config, device: Device) -> Work:
         logits=logits / config.devices,
         attention=attention / config.devices,
         activations=_activation_bytes(config),
-        moved=_loss_bytes(config) + _cast_bytes(config),
+        moved=_loss_bytes(config) + _cast_bytes(config) + _frozen_bytes(config),
         optimizer=(1 - away) * parameters * 2 * states,
         host_optimizer=away * parameters * 28 / host_rate,
         sent=_sent(config),
@@ -251,15 +253,19 @@ def _flops(config: Config) -> tuple[float, float, float]:
     batch, layers = config.global_batch, config.model.layers
     core = attention_flops(config, batch) * layers
     again = config.recomputed_share + (1 if config.recompute == "selective" else 0)
-    linear = 3.0 * (layers * layer_flops(config, batch) - core)
+    linear = (2.0 if config.lora else 3.0) * (layers * layer_flops(config, batch) - core)
+    linear += 3.0 * layers * adapter_flops(config, batch)
     linear += recomputed_flops(config, batch) - float(core * again)
-    logits = logit_flops(config, batch) * (4 if config.loss_form.again else 3)
+    passes = 3 + config.loss_form.again - (config.lora > 0)  # a frozen output layer has no gradient
+    logits = logit_flops(config, batch) * passes
     backward = ATTENTION_BACKWARD if config.fused_attention else 2
     return linear, logits, float(core * (1 + again)) + core * backward
 
 
 def _activation_bytes(config: Config) -> float:
     """Bytes of the layers' activations in a step; of what is recomputed one half more, its forward."""
+    if config.lora:  # pointwise operations pass over what nothing keeps, too
+        config = unadapted(config)
     layer = total(layer_terms(config))
     evicted = layer - sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
     return float(layer + max(evicted, Fraction(0)) / 2) * config.stage_layers * config.micro_batches
@@ -271,6 +277,19 @@ def _loss_bytes(config: Config) -> float:
     if config.loss_form.pieces:
         kept = 4
     return 2 * float(logit_elements(config)) * (kept + above) * config.micro_batches
+
+
+def _frozen_bytes(config: Config) -> float:
+    """Bytes that adapters move, and that are moved to cast quantised weights back: in forward, where it runs
+    again, and in backward.
+    """
+    if not config.lora:
+        return 0.0
+    moved = adapter_traffic(config)
+    if config.quantize != "none":
+        whole = config.element_bytes * config.model.layer_weight_elements(config.tp)
+        moved += (2 + config.recomputed_share) * (layer_bytes(config) + whole)
+    return float(moved * config.stage_layers * config.micro_batches)
 
 
 def _cast_bytes(config: Config) -> float:

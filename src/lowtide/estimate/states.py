@@ -10,9 +10,11 @@ from math import ceil, inf
 from numbers import Real
 
 from lowtide.errors import expect
+from lowtide.estimate.adapters import LORA, QLORA, layer_adapters, layer_bytes, matrices
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import FULLY_SHARD, ZERO, ZERO_OFFLOAD, Line
+from lowtide.estimate.optimizers import OPTIMIZERS
 
 
 def stage_parameters(config: Config, stage: int) -> int:
@@ -37,7 +39,17 @@ def stage_parameters(config: Config, stage: int) -> int:
 
 def trained_parameters(config: Config, stage: int) -> int:
     """Parameters on one device of a stage that the optimizer updates, before ZeRO splits them."""
-    return stage_parameters(config, stage)
+    return config.stage_layers * layer_adapters(config) if config.lora else stage_parameters(config, stage)
+
+
+def frozen_bytes(config: Config, stage: int) -> Fraction:
+    """Bytes of the weights on one device of a stage that are not trained, before ZeRO splits them."""
+    if not config.lora:
+        return Fraction(0)
+    model, layers = config.model, config.stage_layers
+    layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
+    rest = stage_parameters(config, stage) - layers * layer
+    return layers * layer_bytes(config) + config.frozen_bytes * rest
 
 
 def first_gradients(config: Config, stage: int) -> Fraction:
@@ -47,7 +59,11 @@ def first_gradients(config: Config, stage: int) -> Fraction:
     model, t = config.model, config.tp
     table = -(-model.vocab // t) * model.hidden if stage == config.pp - 1 else 0
     layer = model.layer_matrix_parameters(t) + model.layer_shared_parameters()
-    if config.optimizer_in_backward:
+    if config.lora:
+        table, layer = 0, layer_adapters(config)
+    if config.optimizer_in_backward and config.lora:
+        found = max(map(max, matrices(model, t).values())) * config.lora
+    elif config.optimizer_in_backward:
         found = max(table, model.hidden * max(model.ffn, model.query_width) // t)
     else:
         found = table + layer
@@ -108,7 +124,7 @@ def model_states(
 
 def state_lines(config: Config, stage: int) -> list[Line]:
     """The lines of one device of a stage."""
-    count = stage_parameters(config, stage)
+    count = trained_parameters(config, stage)
     weight, optimizer = config.weight_bytes, config.optimizer_bytes
     gradient = config.reduced_bytes if config.no_sync else config.gradient_bytes
     offload, zero = config.offload_optimizer, config.zero
@@ -131,9 +147,20 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         if offload
         else ""
     )
+    frozen = []
+    if config.lora:
+        size = ceil(frozen_bytes(config, stage) / (config.shards if zero >= 3 else 1))
+        kind = "" if config.quantize == "none" else f", the layers' matrices in {config.quantize}"
+        formula = "frozen" + ("/d" if zero >= 3 else "")
+        source = LORA if config.quantize == "none" else QLORA
+        whole = stage_parameters(config, stage)
+        note = f"{whole:,} parameters on this device"
+        frozen = [Line("weights", f"frozen weights{kind}", size, formula, source, note)]
     parts = "master weights and " if weight < 4 and config.dtype != "bf16-true" else ""
+    name = "adapters" if config.lora else "weights"
     return [
-        Line("weights", "weights", ceil(states.weights), f"{weight}Ψ{'/d' if zero >= 3 else ''}",
+        *frozen,
+        Line("weights", name, ceil(states.weights), f"{weight}Ψ{'/d' if zero >= 3 else ''}",
             figure if zero >= 3 else plain, _count(count)),
         Line(
             "gradients", "gradients", ceil(states.gradients),
@@ -151,10 +178,12 @@ def state_lines(config: Config, stage: int) -> list[Line]:
 
 def host_bytes(config: Config, stage: int) -> int:
     """Host memory that one device's share of the offloaded optimizer takes: optimizer state and gradients
-    (2101.06840, Table 1: 14 M).
+    (2101.06840, Table 1: 14 M); of a paged one all of its state.
     """
-    count = Fraction(stage_parameters(config, stage), config.shards if config.zero >= 1 else 1)
-    return ceil(count * Fraction(config.offload_optimizer) * (config.optimizer_bytes + config.gradient_bytes))
+    count = Fraction(trained_parameters(config, stage), config.shards if config.zero >= 1 else 1)
+    away = Fraction(config.offload_optimizer)
+    paged = (1 - away) * config.optimizer_bytes if OPTIMIZERS[config.optimizer].paged else 0
+    return ceil(count * (away * (config.optimizer_bytes + config.gradient_bytes) + paged))
 
 
 def _count(count: int) -> str:

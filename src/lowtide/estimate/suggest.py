@@ -14,7 +14,7 @@ from lowtide.errors import expect, is_count
 from lowtide.estimate.config import Config, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
-from lowtide.estimate.frameworks import Framework, framework
+from lowtide.estimate.frameworks import Framework, beyond, framework
 from lowtide.estimate.lines import Stage
 from lowtide.estimate.presets import preset_name
 from lowtide.estimate.settings import SHAPE_SETTINGS, configure
@@ -275,6 +275,11 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
         raise EstimateError(
             f"--for {way.name}: it has {', '.join(sorted(way.models))}, and not --model {model}; give "
             "--for any"
+        )
+    if way.name != "any" and (more := beyond(asked)):
+        raise EstimateError(
+            f"{flag(more[0])} {asked[more[0]]}: --for {way.name} does not run it; give --for any to see what "
+            "fits. TRL and axolotl (adapters, quantised weights, paged optimizers) and torchtune run it"
         )
     swiglu = (
         configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model.mlp

@@ -61,6 +61,12 @@ def suggest_command(
     gradient_dtype: options.GradientDtype = None,
     optimizer: options.Optimizer = None,
     update: options.Update = None,
+    lora: options.Lora = None,
+    lora_targets: options.LoraTargets = None,
+    lora_dtype: options.LoraDtype = None,
+    lora_dropout: options.LoraDropout = None,
+    dora: options.Dora = None,
+    quantize: options.Quantize = None,
     offload_optimizer: Annotated[
         float | None,
         option(
@@ -92,7 +98,7 @@ def suggest_command(
     from lowtide.estimate.config import flag
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.errors import EstimateError
-    from lowtide.estimate.frameworks import LOWTIDE_MODELS
+    from lowtide.estimate.frameworks import LOWTIDE_MODELS, beyond
     from lowtide.estimate.presets import preset_name
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import VARIED, suggest
@@ -116,7 +122,8 @@ def suggest_command(
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
     model = preset_name(model)
-    chosen = runs_with or ("lowtide" if model in LOWTIDE_MODELS else "any")
+    plain = model in LOWTIDE_MODELS and not beyond(given)
+    chosen = runs_with or ("lowtide" if plain else "any")
     found = suggest(
         model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count,
         runs_with=chosen, **given,

@@ -7,6 +7,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
+from lowtide.estimate.adapters import layer_adapters, targets
 from lowtide.estimate.config import Config, check_config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import edge_lines, loss_bytes
@@ -82,6 +83,9 @@ class Estimate:
         Figure 1 shows.
         """
         config = self.config
+        if config.lora:
+            kinds = ("weights", "gradients", "optimizer")
+            return sum(stage.bytes(kind) for stage in self.stages for kind in kinds) / config.pp
         states = model_states(
             self.parameters,
             dp=config.shards,
@@ -272,6 +276,14 @@ def _notes(config: Config) -> list[str]:
         notes.append(
             "gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 "
             "counts ZeRO's 16"
+        )
+    if config.lora:
+        own = ",".join(targets(config.lora_targets, config.model))
+        count = config.model.layers * layer_adapters(config, tp=1)
+        notes.append(
+            f"adapters of rank {config.lora} on {own}: {count:,} parameters are trained. With recomputation "
+            "the embedding's output has to require gradients (enable_input_require_grads), which takes no "
+            "bytes"
         )
     if config.zero and config.shards == 1:
         notes.append(

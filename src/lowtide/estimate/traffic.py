@@ -17,7 +17,7 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.edges import logit_elements
 from lowtide.estimate.layer import kept_terms
 from lowtide.estimate.lines import FULLY_SHARD, KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
-from lowtide.estimate.states import stage_parameters
+from lowtide.estimate.states import frozen_bytes, trained_parameters
 
 Link = Literal["tensor", "context", "pipeline", "data", "host"]
 
@@ -182,9 +182,12 @@ def _data(config: Config, stage: int) -> list[Traffic]:
     d, n = config.shards, config.micro_batches
     if d == 1:
         return []
-    count = Fraction(stage_parameters(config, stage))
+    count = Fraction(trained_parameters(config, stage))
     size = config.gathered_bytes if config.zero == 3 else config.weight_bytes
     gradients, weights = _ring(count * config.reduced_bytes, d), _ring(count * size, d)
+    if config.zero == 3:
+        cast = min(Fraction(1), Fraction(config.gathered_bytes, config.frozen_bytes))
+        weights += _ring(cast * frozen_bytes(config, stage), d)
     source = f"{ZERO} Sec. 7"
     if config.zero == 3 and config.pp > 1:
         return [
@@ -210,7 +213,7 @@ def _host(config: Config, stage: int) -> list[Traffic]:
     if config.offload_optimizer:
         share = (
             Fraction(config.offload_optimizer)
-            * stage_parameters(config, stage)
+            * trained_parameters(config, stage)
             / (config.shards if config.zero >= 1 else 1)
         )
         source = f"{ZERO_OFFLOAD} Sec. 3"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 
+from lowtide.estimate.adapters import QLORA, largest_matrix, layer_adapters, layer_bytes
 from lowtide.estimate.config import Config
 from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.layer import (
@@ -26,7 +27,7 @@ from lowtide.estimate.layer import (
 )
 from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
 from lowtide.estimate.optimizers import OPTIMIZERS
-from lowtide.estimate.states import first_gradients, stage_parameters, trained_parameters
+from lowtide.estimate.states import first_gradients, frozen_bytes, trained_parameters
 
 
 def loss_moment(config: Config) -> Fraction:
@@ -49,7 +50,7 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     qkv = queries + 2 * Fraction(config.tokens * config.local_kv_width)
     gathered = e * full if config.sequence_parallel else Fraction(0)
     terms = layer_terms(config)
-    down = next(term.bytes for term in terms if term.name.startswith("input of the MLP's last"))
+    down = total(term for term in terms if term.name.startswith("input of the MLP's last"))
     act = sum(
         (
             term.bytes
@@ -118,6 +119,11 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
         size, source = ceil(2 * buffer), f"{KORTHIKANTI} App. B"
         name = "receive buffers of the pipeline"
         lines.append(_not_update(Line("temporaries", name, size, f"2 x {e}sbh", source)))
+    if config.quantize != "none" or config.dora:
+        e, note = config.element_bytes, "the largest matrix, while it is read"
+        what = "cast back" if config.quantize != "none" else "whose norms DoRA takes"
+        line = Line("temporaries", f"weights {what}", e * largest_matrix(config), f"{e}hf", QLORA, note)
+        lines.append(_at(1, line))
     lines += [_not_update(line) for line in _zero3(config, stage)]
     return lines
 
@@ -181,18 +187,21 @@ def _loss_formula(config: Config) -> str:
 
 def _zero3(config: Config, stage: int) -> list[Line]:
     """What fully sharded weights and gradients are gathered into."""
-    e = config.gathered_bytes
+    e = min(config.gathered_bytes, config.frozen_bytes) if config.lora else config.gathered_bytes
     if config.zero < 3 or (config.shards == 1 and e == config.weight_bytes):
         return []
     model = config.model
     if config.pp > 1:
-        count = stage_parameters(config, stage)
-        size, formula = (e + 4) * count, f"{e + 4}Ψ"
+        count = trained_parameters(config, stage)
+        size, formula = (e + 4) * count + ceil(frozen_bytes(config, stage)), f"{e + 4}Ψ"
         note = "micro-batches of a pipeline share one gather, and one reduction of float32 gradients"
         return [Line("temporaries", "gathered weights and gradients", size, formula, FULLY_SHARD, note)]
-    layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
+    whole = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
+    layer = Fraction(e * whole)
+    if config.lora:  # quantised weights are gathered as they are
+        layer = min(layer, layer_bytes(config)) + e * layer_adapters(config)
     table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
-    size = e * (2 * layer + table)
+    size = ceil(2 * layer + e * table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
     return [Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)]
 

@@ -192,7 +192,7 @@ def simulate(
 def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in (
         "offload_optimizer", "offload_activations", "partition_activations", "zero", "keep_gathered",
-        "gather_logits", "compile", "float8", "overlap_tensor",
+        "gather_logits", "compile", "float8", "overlap_tensor", "lora", "optimizer_in_backward",
     ):  # fmt: skip
         if getattr(config, name):
             raise EstimateError(
