@@ -24,6 +24,9 @@ OUTPUTS = "zeros for outputs beside the loss"
 UPDATE = "its update"
 """The same, of the optimizer's own step."""
 
+REDUCED = "gradients on their way"
+"""The same, of what gradients are copied into while ranks add them up, beyond what the update takes."""
+
 OF_PARAMETERS = "gradients of parameters, not added up yet"
 """The same, of what backward has just made."""
 
@@ -68,7 +71,7 @@ class Holder:
             return "sharing the model between 2 devices (FSDP2)", self.bytes // 2
         if self.name == WORKSPACES:
             return "CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment (slower products)", self.bytes
-        if self.name in (BUFFERS, STANDING):
+        if self.name in (BUFFERS, STANDING, REDUCED):
             return "", 0
         if self.name == UPDATE:
             return "an optimizer with fused=True", self.bytes
@@ -83,7 +86,7 @@ def largest(made: Iterable[Holder], parts: Mapping[str, int]) -> tuple[Holder, .
         parts: bytes by name of all that stands there. Of these count what stood before the step, and the
             gradients.
     """
-    stood = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, UPDATE)
+    stood = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, UPDATE, REDUCED)
     found = [*made, *(Holder(name, parts[name]) for name in stood if parts.get(name))]
     return tuple(sorted(found, key=lambda holder: -holder.bytes)[:SHOWN])
 

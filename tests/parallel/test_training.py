@@ -143,6 +143,22 @@ def test_a_budget_holds_on_every_rank_and_changes_no_bit(text: Path) -> None:
         assert comparison["planned"]["peak_bytes"] < comparison["plain"]["peak_bytes"]
 
 
+def averaged(text: Path) -> tuple[int | None, list[int], list[int]]:
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    asked = options(text, dp=2, seq=64, steps=3, grad_accum=1, eval_every=0, budget="min", policy=None)
+    found = train(asked)
+    return found.budget_bytes, found.step_peak_bytes, found.steps_over_budget
+
+
+def test_gradients_that_are_averaged_are_within_the_smallest_budget(text: Path) -> None:
+    """The optimizer's own step is the peak there, and what gradients are copied into stands beside its
+    state.
+    """
+    for budget, peaks, over in on_ranks(2, averaged, text):
+        assert budget is not None and not over
+        assert max(peaks) > 0.97 * budget
+
+
 def compiled(text: Path) -> tuple[list[float], list[float], dict[str, Any]]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     asked = options(text, dp=2, dropout=0.1, batch=8, seq=64, steps=2, eval_every=0)

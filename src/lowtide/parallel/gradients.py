@@ -255,7 +255,8 @@ def reduce_together(
             kind = parameter.grad.dtype, parameter.grad.device
             kinds.setdefault(kind, []).append(_flat_gradient(parameter))
     for (dtype, device), gradients in kinds.items():
-        length = max(1, min(buffer_bytes // dtype.itemsize, sum(gradient.numel() for gradient in gradients)))
+        length = _buffer_length(dtype, (gradient.numel() for gradient in gradients), buffer_bytes)
+        buffer = reduced = None  # the last one's, before there is another
         buffer = torch.empty(length, dtype=dtype, device=device)
         for pieces in _filled(gradients, length):
             at = 0
@@ -268,6 +269,27 @@ def reduce_together(
                 flat[start:stop].copy_(reduced[at : at + stop - start])
                 at += stop - start
     return sum(map(len, kinds.values()))
+
+
+def reduced_bytes(parameters: Iterable[Tensor], buffer_bytes: int = BUFFER_BYTES) -> int:
+    """The most bytes that gradients of these parameters take once more while they are reduced together.
+
+    >>> reduced_bytes([torch.nn.Parameter(torch.ones(3)), torch.ones(5)])
+    12
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    own: Any
+    for own in parameters:
+        if own.requires_grad:
+            local = own.to_local() if hasattr(own, "to_local") else own  # of a sharded one, this share
+            kinds.setdefault((own.dtype, own.device), []).append(local.numel())
+    most = ((kind, _buffer_length(kind[0], counts, buffer_bytes)) for kind, counts in kinds.items())
+    return max((dtype.itemsize * length for (dtype, _), length in most), default=0)
+
+
+def _buffer_length(dtype: torch.dtype, counts: Iterable[int], buffer_bytes: int) -> int:
+    """Elements of the buffer for gradients of so many elements each."""
+    return max(1, min(buffer_bytes // dtype.itemsize, sum(counts)))
 
 
 def _filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:

@@ -7,7 +7,7 @@ A part runs forward and backward of an optimizer step, and leaves gradients that
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,10 +20,15 @@ from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec, build_model
 from lowtide.models.build import HuggingFaceModel
 from lowtide.parallel.data import average_gradients
-from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
+from lowtide.parallel.gradients import (
+    allreduce_sequence_parallel_gradients,
+    partial_gradients,
+    reduced_bytes,
+)
 from lowtide.parallel.grads import clip_grad_norm
 from lowtide.parallel.parallelize import parallelize
 from lowtide.report import Measured, Report
+from lowtide.run.limit.handle import count_reduced
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import DTYPES, OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
@@ -146,6 +151,7 @@ class WholeModel(Part):
         self._handle = lowtide.limit_memory(
             self.model, budget, policy=self.options.policy, optimizer=optimizer
         )
+        count_reduced(self._handle, reduced_over(self.model.parameters(), self.ranks))
 
     def _raise_budget(self, error: BudgetError) -> None:
         """Where the budget may be raised to the smallest that works: do so. The next forward plans within
@@ -235,6 +241,13 @@ class WholeModel(Part):
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "plain_peak_bytes": plan.plain_peak_bytes,
         }
+
+
+def reduced_over(parameters: Iterable[Tensor], ranks: Ranks) -> int:
+    """The bytes that gradients take once more after backward, while ranks add them up or average them."""
+    parameters = list(parameters)
+    averaged = reduced_bytes(parameters) if ranks.data.size > 1 else 0
+    return max(averaged, reduced_bytes(partial_gradients(parameters)))
 
 
 def raised(asked: str | None, error: BudgetError) -> str:

@@ -23,7 +23,12 @@ from lowtide import meter
 from lowtide.errors import BudgetError
 from lowtide.meter.workspaces import standing_workspace_bytes
 from lowtide.models import ModelSpec
-from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradients
+from lowtide.parallel.gradients import (
+    allreduce_sequence_parallel_gradients,
+    mark_partial_gradients,
+    partial_gradients,
+    reduced_bytes,
+)
 from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
 from lowtide.train.errors import require
 from lowtide.train.options import TrainOptions
@@ -159,7 +164,8 @@ class ShardedModel(WholeModel):
         need = optimizer_need(optimizer)
         own = meter.resident_bytes(self.model, optimizer, self.ranks.device)
         own += standing_workspace_bytes(self.ranks.device)
-        return own + need.state_bytes + missing_gradient_bytes(optimizer), need.step_bytes
+        passing = max(need.step_bytes, reduced_bytes(partial_gradients(self.model.parameters())))
+        return own + need.state_bytes + missing_gradient_bytes(optimizer), passing
 
     def _measure(self, recomputed: int, optimizer: torch.optim.Optimizer) -> int:
         """The most that a step's forward and backward take on top of what stands, gradients included in

@@ -5,6 +5,7 @@ are kept whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from lowtide.parallel.window import MicroBatch, StageMemory, measure_micro_batch
 from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
 from lowtide.train.arrangements import DEFAULT_SCHEDULE
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, Part, count_parameters, raised, shared_model
+from lowtide.train.part import Batch, Part, count_parameters, raised, reduced_over, shared_model
 from lowtide.train.ranks import Ranks
 
 
@@ -135,7 +136,8 @@ class Stages(Part):
         fullest = max(self.ranks.gather(plain))  # devices are alike: a percentage is of the fullest one
         fixed = {"keep_all": self.memory.in_flight, "full": 0}.get(self.options.policy or "")
         needed = self.memory.least_bytes if fixed is None else self.memory.peak_bytes(fixed)
-        least = standing + max(needed, need.step_bytes)
+        reduced = reduced_over(chain(*(stage.parameters() for stage in self.modules)), self.ranks)
+        least = standing + max(needed, need.step_bytes, reduced)
         if budgets.asks_for(budget) == "auto":
             limit = self.auto_budget(meter.resident_bytes(self.modules[0], device=device))
         else:

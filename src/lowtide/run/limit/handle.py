@@ -224,6 +224,17 @@ def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory
         budgets.check(budget)
 
 
+def count_reduced(handle: Handle, reduced_bytes: int) -> None:
+    """Count what gradients are copied into while ranks add them up, beside the optimizer's state: it is there
+    after backward, when the optimizer's own step may be the peak.
+
+    Args:
+        handle: of a limit that knows its optimizer; nothing is planned yet.
+        reduced_bytes: the most there is of that at once.
+    """
+    handle._limiter.planner.reduced_bytes = reduced_bytes
+
+
 def handle_of(model: torch.nn.Module) -> Handle | None:
     """The handle of a limited model, the same object that `limit_memory` returned, or ``None`` if it has no
     limit.

@@ -19,7 +19,7 @@ from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
-from lowtide.remedies import UPDATE
+from lowtide.remedies import REDUCED, UPDATE
 from lowtide.run.hidden_costs import overlapped_bytes, with_overhead
 from lowtide.run.limit.optimizer_need import (
     OptimizerNeed,
@@ -59,6 +59,8 @@ class Planner:
         solved: how many plans took a search. A step that fits as it is takes none.
         agreement: the ranks that share the model and its plans, or ``None``.
         tell: warns of something once.
+        reduced_bytes: what gradients are copied into, between backward and the optimizer's step, while ranks
+            add them up.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Planner:
     ) -> None:
         self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
         self.budget, self.optimizer, self.changes = budget, optimizer, 0
+        self.reduced_bytes = 0
         self.kept: dict[str, str] = {}
         self.unfinished: tuple[StepGraph, int] | None = None
         self.solved = 0
@@ -301,6 +304,7 @@ class Planner:
             budgets.STATE: need.state_bytes,
             budgets.WORKSPACES: workspace_bytes(next(self.model.parameters()).device),
             UPDATE: need.step_bytes,
+            REDUCED: max(0, self.reduced_bytes - need.step_bytes),
         }
 
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
