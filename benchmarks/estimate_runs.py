@@ -299,7 +299,7 @@ def _speed(row: dict[str, str], config: Config) -> float | None:
 
 def scored(run: Run) -> dict[str, Any]:
     """What was measured beside what is predicted."""
-    found = estimate(run.config)
+    found = estimate(run.config, run.device)
     row: dict[str, Any] = {"run": run.name, "grade": run.grade, "kind": run.memory_kind}
     if not run.ran:
         room = run.device.memory_bytes * (1 - RESERVE) if run.device else None  # as lowtide suggest does

@@ -28,8 +28,12 @@ def llama(**changes: Any) -> Config:
 
 
 def small(**changes: Any) -> Config:
-    sizes = dict(layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=512, seq=128, mlp="swiglu")
-    more = dict(norm="rmsnorm", positions="rotary", bias=False, tied=False, attention="fused", dropout=0.0)
+    sizes: dict[str, Any] = dict(
+        layers=2, hidden=256, heads=4, kv_heads=2, ffn=512, vocab=512, seq=128, mlp="swiglu"
+    )
+    more: dict[str, Any] = dict(
+        norm="rmsnorm", positions="rotary", bias=False, tied=False, attention="fused", dropout=0.0
+    )
     return configure(**(sizes | more | changes))
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import lowtide
 from lowtide.estimate import Config, EstimateError, configure, estimate
+from lowtide.estimate.devices import device
 from lowtide.estimate.edges import loss_bytes
 from lowtide.estimate.lines import Moment
 from lowtide.estimate.losses import LOSSES
@@ -173,6 +174,21 @@ def test_mixed_weights_are_cast_where_they_are_gathered() -> None:
     assert gathered[0] == gathered[1]
     with pytest.raises(EstimateError, match="--dtype=mixed with --zero=0"):
         llama(dtype="mixed")
+
+
+def test_offloaded_inputs_of_two_layers_stay_in_backward() -> None:
+    within = llama(offload_activations=True)
+    layers = [line for line in estimate(within).stages[0].lines if line.place == "layers"]
+    assert sum(line.moments["backward"] for line in layers) == 2 * INPUT
+
+
+@pytest.mark.parametrize(("name", "mebibytes"), [("h100", 64), ("h200", 64), ("a100", 16.25)])
+def test_cublas_keeps_two_workspaces(name: str, mebibytes: float) -> None:
+    """32 MiB on Hopper and 8.125 on others, for forward's thread and for backward's."""
+    config = llama()
+    here, anywhere = estimate(config, device(name)).stages[0], estimate(config).stages[0]
+    for moment, size in here.moments.items():
+        assert size - anywhere.moments[moment] == mebibytes * 2**20
 
 
 def test_reserved_counts_gradients_that_the_allocator_caches() -> None:

@@ -8,6 +8,8 @@ from lowtide.errors import expect
 from lowtide.estimate.errors import EstimateError, unknown
 
 _GB = 10**9
+_WORKSPACE, _HOPPER_WORKSPACE = (8192 + 128) << 10, 32 << 20
+"""PyTorch's defaults of CUBLAS_WORKSPACE_CONFIG: ``:4096:2:16:8`` of KiB, and 32 MiB on Hopper."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +26,8 @@ class Device:
         node_bandwidth: bytes a second that one device sends over the fast link.
         network_bandwidth: bytes a second that one device sends to other nodes.
         host_bandwidth: bytes a second to the host, one direction.
+        workspaces_bytes: what PyTorch keeps for cuBLAS from the first product on, for forward's thread and
+            for backward's.
         measured: the device of `lowtide.estimate.speed.EFFICIENCIES` whose efficiencies it takes: its own, or
             those of the nearest that runs were published for.
     """
@@ -37,6 +41,7 @@ class Device:
     network_bandwidth: float
     host_bandwidth: float
     measured: str
+    workspaces_bytes: int
 
 
 def _device(
@@ -49,9 +54,9 @@ def _device(
     host: float,
     like: str,
 ) -> Device:
-    return Device(
-        name, tflops * 1e12, int(gib * 2**30), bandwidth * _GB, 8, node * _GB, network * _GB, host * _GB, like
-    )
+    one = _HOPPER_WORKSPACE if name[0] == "h" else _WORKSPACE
+    memory, links = int(gib * 2**30), (node * _GB, network * _GB, host * _GB)
+    return Device(name, tflops * 1e12, memory, bandwidth * _GB, 8, *links, like, 2 * one)
 
 
 DEVICES = {

@@ -189,7 +189,8 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
 
     Args:
         config: what is trained, and how.
-        device: the accelerator: says how long a step is predicted to take.
+        device: the accelerator: says how long a step is predicted to take, and what PyTorch keeps there for
+            cuBLAS.
 
     Example:
         >>> from lowtide.estimate import configure, estimate
@@ -201,7 +202,7 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
         ('input of the attention norm', 'arXiv 2205.05198 Sec. 4.1')
     """
     check_config("estimate", config)
-    stages = tuple(stage_estimate(config, index) for index in range(config.pp))
+    stages = tuple(stage_estimate(config, index, device) for index in range(config.pp))
     return Estimate(
         config=config,
         stages=stages,
@@ -214,14 +215,18 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
     )
 
 
-def stage_estimate(config: Config, index: int) -> Stage:
-    """One device of one pipeline stage."""
+def stage_estimate(config: Config, index: int, device: Device | None = None) -> Stage:
+    """One device of one pipeline stage; with what PyTorch keeps for products where the device is named."""
     lines = [
         *state_lines(config, index),
         *activation_lines(config, index),
         *temporary_lines(config, index),
         *update_lines(config, index),
     ]
+    if device is not None:
+        size, source = device.workspaces_bytes, "liveness: CUBLAS_WORKSPACE_CONFIG"
+        name, note = "workspaces of cuBLAS", "one for forward's thread, one for backward's"
+        lines.append(Line("temporaries", name, size, "2 a device", source, note))
     stage = Stage(
         index=index,
         layers=config.stage_layers,

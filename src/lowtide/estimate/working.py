@@ -161,7 +161,7 @@ def at_moments(config: Config, stage: int, lines: Sequence[Line]) -> list[Line]:
     kept = sum(line.bytes for line in lines if line.kind == "activations" and line.place == "layers")
     whole = sum(line.bytes for line in lines if line.kind == "gradients")
     first = min(whole, ceil(whole * first_gradients(config, stage)))
-    ends = Fraction(1, config.stage_layers)
+    ends = Fraction(1) if config.offload_activations else Fraction(1, config.stage_layers)
     late = not config.gradients_stand and not config.optimizer_in_backward
     late = late and kept * ends + whole > kept + first
     found = []
