@@ -44,8 +44,8 @@ RESERVE_SHARE = 0.1
 
 RESERVE_BYTES = 256 << 20
 
-_FEWEST_BYTES = 1 << 10
-"""A bare number below it is no budget of a training step."""
+_UNITLESS = 100
+"""A bare number up to this is a share or a size whose unit was forgotten: no training step takes so few bytes."""
 
 _MOST_SMALLER = 0.9
 """Share by which a batch can be made smaller and is worth training on."""
@@ -92,7 +92,7 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
         raise BudgetError(f"the budget {text!r} has the unknown unit {unit!r}: {_FORMS}")
     if _UNITS.get(unit) == 1 and number.denominator != 1:
         raise BudgetError(f"the budget {text!r} is not a whole number of bytes: {_FORMS}")
-    if unit == "" and 0 < number <= 100:
+    if unit == "" and 0 < number <= _UNITLESS:
         raise _without_unit(text, number)
     value = int(number * (Fraction(plain_peak_bytes or 0, 100) if unit == "%" else _UNITS[unit]))
     if value <= 0:
@@ -118,17 +118,16 @@ def check(budget: str | int | float) -> None:
             f"the budget {budget!r} is no number of bytes: did you mean '{budget:.0%}'? Else {_FORMS}"
         )
     found = parse(budget, 1 << 60)
-    if bare and found < _FEWEST_BYTES:
+    if bare and found <= _UNITLESS:
         raise _without_unit(budget, Fraction(found))
 
 
 def _without_unit(given: Any, number: Fraction) -> BudgetError:
     """A share or a size whose unit was forgotten."""
     meant = f"{float(number):g}"
-    ways = f"'{meant}%' or '{meant}GiB'" if number <= 100 else f"'{meant}MiB' or '{meant}GiB'"
     return BudgetError(
-        f"the budget {given!r} has no unit, and no step fits into so few bytes: did you mean {ways}? Else "
-        f"{_FORMS}"
+        f"the budget {given!r} has no unit, and no step fits into so few bytes: did you mean '{meant}%' or "
+        f"'{meant}GiB'? Else {_FORMS}"
     )
 
 

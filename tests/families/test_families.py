@@ -145,7 +145,7 @@ def test_within_the_smallest_budget_in_other_families(name: str) -> None:
 def check_within(family: Any, budget: str) -> None:
     model, batch = build(family)
     plain, _ = steps(copy.deepcopy(model), batch)
-    handle, found, peaks = limited(model, batch, 1 if budget == "smallest" else budget)
+    handle, found, peaks = limited(model, batch, "1 B" if budget == "smallest" else budget)
     assert all(map(same, plain, found))
     plan = handle.plan
     assert plan is not None and plan.budget_bytes is not None and handle.graph is not None

@@ -48,7 +48,7 @@ def micro_steps(model: torch.nn.Module, budget: int) -> list[int]:
 def test_a_refusal_says_what_later_steps_may_take_besides() -> None:
     model = small()
     gradients = sum(p.nbytes for p in model.parameters())
-    refusal = refused(model, 1)
+    refusal = refused(model, 101)
     said = re.search(r"those after the first take up to ([\d,]+) bytes more", str(refusal))
     assert said is not None and int(said[1].replace(",", "")) == gradients
     assert "At its peak stands" in refusal.detail and refusal.detail in str(refusal)
@@ -59,7 +59,7 @@ def test_a_refusal_says_what_later_steps_may_take_besides() -> None:
 
 @needs_meter
 def test_the_second_micro_step_is_refused_with_what_will_do_for_all() -> None:
-    first = refused(small(), 1).smallest_bytes
+    first = refused(small(), 101).smallest_bytes
     assert first is not None
     with pytest.raises(BudgetError) as refusal:
         micro_steps(small(), first)
@@ -73,7 +73,7 @@ def test_gradients_that_stand_before_the_first_step_have_all_told_at_once() -> N
     model = small()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    enough = refused(model, 1).smallest_bytes
+    enough = refused(model, 101).smallest_bytes
     assert enough is not None
     model.zero_grad(set_to_none=True)
     assert max(micro_steps(model, enough)) <= enough

@@ -127,7 +127,7 @@ def test_what_a_loss_outside_leaves_is_predicted(case: str, budget: str | int) -
     wanted, _, _ = steps(make, loss_of, None)
     if budget == "smallest":
         with pytest.raises(lowtide.BudgetError) as caught:
-            steps(make, loss_of, 1, holds)
+            steps(make, loss_of, 101, holds)
         assert caught.value.smallest_bytes is not None
         budget = caught.value.smallest_bytes
     found, peaks, handle = steps(make, loss_of, budget, holds)

@@ -82,7 +82,7 @@ def test_two_backwards_of_one_forward_keep_to_the_budget(way: str) -> None:
             del first, second
 
     with pytest.raises(lowtide.BudgetError) as caught:
-        steps(1)
+        steps(101)
     assert caught.value.smallest_bytes is not None
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
