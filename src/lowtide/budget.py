@@ -45,7 +45,7 @@ RESERVE_SHARE = 0.1
 RESERVE_BYTES = 256 << 20
 
 _UNITLESS = 100
-"""A bare number up to this is a share or a size whose unit was forgotten: no training step takes so few bytes."""
+"""A bare number up to this is a share or a size whose unit was forgotten: no step takes so few bytes."""
 
 _MOST_SMALLER = 0.9
 """Share by which a batch can be made smaller and is worth training on."""

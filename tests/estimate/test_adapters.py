@@ -171,8 +171,10 @@ def test_only_adapters_are_reduced() -> None:
 
 def test_suggest_takes_the_words() -> None:
     a100 = device("a100")
-    given: dict[str, Any] = dict(seq=8192, dtype="bf16-true", lora=16, quantize="nf4", optimizer="paged-adamw-8bit",
-                 loss="fused-linear", global_batch=8)  # fmt: skip
+    given: dict[str, Any] = dict(
+        seq=8192, dtype="bf16-true", lora=16, quantize="nf4", optimizer="paged-adamw-8bit",
+        loss="fused-linear", global_batch=8,
+    )  # fmt: skip
     found = suggest("llama3-8b", devices=1, device=a100, memory_bytes=24 * 2**30, **given)
     assert found.fits and "--lora 16" in found.best[0].flags() and "--quantize nf4" in found.best[0].flags()
     whole = suggest("llama3-8b", devices=1, device=a100, memory_bytes=24 * 2**30, seq=8192, global_batch=8,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import lowtide
 from lowtide.interception import unseen
 from lowtide.run import digest as module
-from lowtide.run.digest import digest, same_bytes
+from lowtide.run.digest import Geometry, digest, same_bytes
 
 SIZES = [2, 7, 64, 255, 256, 257, 258, 300, 1000, 1024, 4096, 10_007]
 """In words of eight bytes: below, at and above where tables are summed."""
@@ -151,3 +151,13 @@ def test_the_compiled_half_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatc
                 without.setattr(module, "_compiled", lambda: None)
                 assert digest(bytes_, extent) == compiled
         assert same_bytes(bytes_, bytes_.clone()) and same_bytes(bytes_, other) is (size == 0)
+
+
+def test_chunks_of_one_storage_overlap_only_where_they_share_a_byte() -> None:
+    whole = torch.zeros(4, 6)
+    left, right = whole.chunk(2, 1)
+    rows = whole[1:3]
+    size = whole.untyped_storage().nbytes()
+    assert not Geometry(left).overlaps(Geometry(right), size)
+    assert Geometry(left).overlaps(Geometry(rows), size) and Geometry(rows).overlaps(Geometry(right), size)
+    assert not Geometry(whole[:0]).overlaps(Geometry(whole), size)

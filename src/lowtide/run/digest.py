@@ -58,10 +58,25 @@ class Geometry:
             base = base.as_strided(self.shape, self.strides, self.offset)
         return self._marked(base)
 
+    def overlaps(self, other: Geometry, nbytes: int) -> bool:
+        """Whether some byte of a storage of ``nbytes`` is in both geometries."""
+        size = self.dtype.itemsize
+        if size != other.dtype.itemsize or max(map(_end, (self, other))) * size > nbytes:
+            return True  # nobody needs to know it more exactly
+        marks = torch.zeros(nbytes // size, dtype=torch.bool)
+        marks.as_strided(self.shape, self.strides, self.offset).fill_(True)
+        return bool(marks.as_strided(other.shape, other.strides, other.offset).any())
+
     def _marked(self, base: torch.Tensor) -> torch.Tensor:
         if base.is_conj() is not self.conjugate:
             base = private.conjugated(base)
         return base if base.is_neg() is self.negative else private.negated(base)
+
+
+def _end(where: Geometry) -> int:
+    """The element behind the last one of a geometry."""
+    last = sum((size - 1) * stride for size, stride in zip(where.shape, where.strides, strict=True))
+    return 0 if 0 in where.shape else int(where.offset + last + 1)
 
 
 def _tensor_over(

@@ -25,7 +25,7 @@ from lowtide.interception import interceptors, unseen
 from lowtide.meter.workspaces import standing_workspace_bytes
 from lowtide.ops import Call, enter
 from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.digest import on_a_copy
+from lowtide.run.digest import Geometry, on_a_copy
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Evicted, Kept, unpack
 from lowtide.run.record.recorder import Recorder
@@ -75,7 +75,7 @@ class Look:
         self._stack = ExitStack()
         self.saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._saved_in: dict[int, list[int]] = {}  # storage: its saved tensors
-        self._written: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
+        self._written: list[tuple[int, weakref.ref[torch.UntypedStorage], Geometry]] = []
         self.tracer.after_write = self._overwritten
         self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
@@ -167,19 +167,22 @@ class Look:
         for tensor in written:
             number = self.tracer.known(tensor)
             if number in self._saved_in:
-                storage = weakref.ref(tensor.untyped_storage())
-                self._written += [(one, storage) for one in self._saved_in[number]]
+                where = (weakref.ref(tensor.untyped_storage()), Geometry(tensor))
+                self._written += [(one, *where) for one in self._saved_in[number]]
 
     def settle(self) -> None:
         """Keep what was saved and then overwritten past its version counter, which has moved by now if it
         does: a plain step reads what was written.
         """
         suspects, self._written = self._written, []
-        for number, reference in suspects:
+        for number, reference, where in suspects:
             saved, storage = self.saved.get(number), reference()
-            if saved is not None and storage is not None and saved.is_behind():
-                self.tracer.behind.add(number)
-                with unseen():
+            if saved is None or storage is None or not saved.is_behind():
+                continue
+            with unseen():
+                # chunks of one storage have counters of their own (recurrent layers write to the others)
+                if saved.lies_in(where, storage.nbytes()):
+                    self.tracer.behind.add(number)
                     saved.keep(storage)
 
     def released(self, number: int) -> None:
@@ -220,6 +223,10 @@ class _Saved:
     def is_behind(self) -> bool:
         """Whether it is evicted, and its version counter says that it was not overwritten."""
         return isinstance(self.held, Evicted) and private.version(self.held.witness) == self.held.version
+
+    def lies_in(self, where: Geometry, nbytes: int) -> bool:
+        """Whether what is written at ``where`` in its storage of ``nbytes`` is a part of it."""
+        return not isinstance(self.held, Evicted) or where.overlaps(self.held.ref, nbytes)
 
     def keep(self, storage: torch.UntypedStorage) -> None:
         """Keep the tensor, which lies in ``storage``."""
