@@ -303,11 +303,29 @@ def too_small(
         detail,
         budget_bytes=budget_bytes,
         parts=parts,
+        plain_peak_bytes=plain_peak_bytes,
         policy=policy,
         remedies=[smallest, *_remedies(smallest_bytes - budget_bytes, parts, policy)],
         made=made,
         holders=in_lines(largest(made, parts)) if made else (),
     )
+
+
+def renamed(error: BudgetError, parts: Mapping[str, int]) -> BudgetError:
+    """The same refusal by `too_small`, with other names for what stands at the peak."""
+    assert error.budget_bytes is not None and error.smallest_bytes is not None
+    found = too_small(
+        error.budget_bytes,
+        error.smallest_bytes,
+        parts,
+        policy=error.policy,
+        plain_peak_bytes=error.plain_peak_bytes,
+        detail=error.detail,
+        made=error.made,
+    )
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:

@@ -25,6 +25,7 @@ class BudgetError(LowtideError):
         smallest_bytes: the smallest budget that a plan is known for; ``None`` when the text was malformed.
         parts: what stands at the peak of that plan, in bytes by name ("parameters", "least activations");
             empty where that is not known.
+        plain_peak_bytes: the plain step's peak, where the message says a share of it.
         policy: the policy that cannot meet it; empty where it was left to the planner how to.
         remedies: what to do, any one of them.
         holders: the three that hold most at the peak, by module and line, each with what would free how much.
@@ -49,6 +50,7 @@ class BudgetError(LowtideError):
         *,
         budget_bytes: int | None = None,
         parts: Mapping[str, int] | None = None,
+        plain_peak_bytes: int | None = None,
         policy: str = "",
         remedies: Sequence[str] = (),
         holders: Sequence[str] = (),
@@ -58,6 +60,7 @@ class BudgetError(LowtideError):
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.parts = dict(parts or {})
+        self.plain_peak_bytes = plain_peak_bytes
         self.policy = policy
         self.remedies = tuple(remedies)
         self.holders, self.made = tuple(holders), tuple(made)

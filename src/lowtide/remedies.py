@@ -36,6 +36,9 @@ CHUNKS = 8
 SHOWN = 3
 """Holders that are named: the largest."""
 
+WORTH = 0.01
+"""Of the largest holder's bytes, what another has to have to be named."""
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -79,16 +82,20 @@ class Holder:
 
 
 def largest(made: Iterable[Holder], parts: Mapping[str, int]) -> tuple[Holder, ...]:
-    """The largest holders at a peak.
+    """The largest holders at a peak, without those that are nothing beside the first.
 
     Args:
         made: what the step itself made.
         parts: bytes by name of all that stands there. Of these count what stood before the step, and the
             gradients.
+
+    >>> [holder.name for holder in largest([Holder("activations", 2 << 20)], {PARAMETERS: 25 << 30})]
+    ['parameters']
     """
     stood = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, UPDATE, REDUCED)
     found = [*made, *(Holder(name, parts[name]) for name in stood if parts.get(name))]
-    return tuple(sorted(found, key=lambda holder: -holder.bytes)[:SHOWN])
+    most = sorted(found, key=lambda holder: -holder.bytes)[:SHOWN]
+    return tuple(holder for holder in most if holder.bytes >= WORTH * most[0].bytes)
 
 
 def in_lines(holders: Sequence[Holder]) -> list[str]:

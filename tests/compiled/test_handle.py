@@ -182,3 +182,21 @@ def test_a_notebook_shows_it() -> None:
     assert "nothing planned" in handle._repr_html_()
     compiled(torch.randn(64, 32)).backward()
     assert "<pre>plan by policy" in handle._repr_html_()
+
+
+@pytest.mark.parametrize("returns_loss", [True, False], ids=["one graph", "recorded"])
+def test_a_refusal_names_what_holds_the_memory(returns_loss: bool) -> None:
+    model, x = Model(returns_loss), torch.randn(1024, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    compiled = lowtide.compile(model, "100KiB", backend="aot_eager", optimizer=optimizer)
+    with pytest.raises(lowtide.BudgetError) as refused:
+        compiled(x).sum().backward()
+    parts, parameters = refused.value.parts, sum(p.nbytes for p in model.parameters())
+    assert parts["parameters"] == parameters and parts["inputs"] == x.nbytes
+    assert parts["optimizer state"] == pytest.approx(2 * parameters, rel=0.01)
+    assert "what else stands" not in parts
+    assert sum(parts.values()) == pytest.approx(refused.value.smallest_bytes, rel=0.01)
+    holder = refused.value.holders[0]
+    assert "in module 'blocks." in holder and "frees about" in holder
+    assert "At its peak stands operation aten." in str(refused.value)
+    assert "% of the plain step's peak" in str(refused.value)

@@ -15,7 +15,7 @@ from lowtide.compiled.moving import stores
 from lowtide.compiled.partitioner import Partitioner, Report
 from lowtide.compiled.stood import Stood
 from lowtide.compiled.whole import UNCOMPILED, WholeStep
-from lowtide.errors import LowtideError, PlanError
+from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost
@@ -32,6 +32,7 @@ from lowtide.private import (
     room_for_backends,
     uncut_by_ddp,
 )
+from lowtide.remedies import INPUTS, STANDING
 from lowtide.run.limit.arguments import (
     check_optimizer,
     no_replicas,
@@ -40,6 +41,7 @@ from lowtide.run.limit.arguments import (
 )
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.run.limit.shown import Shown
+from lowtide.run.limit.standing import standing_by_name
 from lowtide.run.messages import Once, Overruns, limit_line, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_inside
@@ -302,6 +304,16 @@ class CompiledHandle(Shown):
             standing = max(standing, resident_bytes(self.model) + state)
         return standing + workspace_bytes(self._device)
 
+    def _named(self, error: BudgetError) -> BudgetError:
+        """A refusal with names for what stands before the step; what has none of these are its inputs."""
+        if error.smallest_bytes is None or STANDING not in error.parts:
+            return error
+        model, gradients, state = self.model, self._stood.gradient_bytes, self.optimizer_bytes
+        parts = standing_by_name(error.parts, model, gradients, state, self._device)
+        if inputs := parts.pop(STANDING, 0):
+            parts[INPUTS] = inputs
+        return budgets.renamed(error, parts)
+
     def _backend_for(self, standing: Callable[[], int]) -> Callable[..., Any]:
         """A backend of its own for each budget: compiled code is shared by what has the same backend.
 
@@ -340,7 +352,11 @@ class CompiledHandle(Shown):
             handle = me()
             return 0 if handle is None else handle._standing()
 
-        self._whole = WholeStep(self.budget, standing, self._settings, self._device)
+        def named(error: BudgetError) -> BudgetError:
+            handle = me()
+            return error if handle is None else handle._named(error)
+
+        self._whole = WholeStep(self.budget, standing, self._settings, self._device, named)
         self._stood = Stood(self.model, self._optimizer, self._device, standing)
         self._run = self._compiled_with(
             backend=self._backend_for(standing), **{**counted_apart(), **self._how}
@@ -382,7 +398,7 @@ class CompiledHandle(Shown):
             whole.stop()
             inner = getattr(error, "inner_exception", None)
             if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
-                raise inner from None
+                raise (self._named(inner) if isinstance(inner, BudgetError) else inner) from None
             raise
         whole.end(result, recompile_limit_hits() > hits)
         if whole.ran_uncompiled and self.compiled is not None:

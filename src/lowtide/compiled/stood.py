@@ -20,6 +20,9 @@ class Stood:
         optimizer: whose state comes with its first step, or ``None``.
         device: whose memory counts.
         standing: counts parameters, buffers, gradients and the optimizer's state.
+
+    Attributes:
+        gradient_bytes: of the gradients that stood before the latest step.
     """
 
     def __init__(
@@ -31,6 +34,7 @@ class Stood:
     ) -> None:
         self._parameters = list(model.parameters())
         self._optimizer, self._device, self._standing = optimizer, device, standing
+        self.gradient_bytes = 0
         self._always: tuple[int, int] | None = None  # parameters with state, and the bytes that do not change
 
     def __call__(self, *given: Any) -> int:
@@ -40,6 +44,7 @@ class Stood:
         if self._always is None or self._always[0] != states:
             self._always = states, self._standing() - gradients
         here = [one for one in tensors_inside(given) if one.device.type == self._device.type]
+        self.gradient_bytes = gradients
         return self._always[1] + gradients + _bytes(here)
 
 

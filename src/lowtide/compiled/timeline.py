@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide import budget as budgets
-from lowtide.budget import ACTIVATIONS, OUTPUTS, STANDING, with_slack
+from lowtide.budget import with_slack
 from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.recording import Moment, Timeline
@@ -31,6 +31,10 @@ from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.table import ModuleRow
 from lowtide.plan.moves.placements import missing_links
 from lowtide.plan.policies import make_plan
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate.holders import holders_at_peak, parts_of
+from lowtide.plan.simulate.refusal import at_peak
+from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, STANDING
 from lowtide.trace.costs.roofline import outside_modes
 
 FIRST = 0.985
@@ -193,8 +197,21 @@ class _Planning:
             least = self._chosen(None)
             assert least is not None
             zeros = self.menus[0].zeros_bytes(least[0])
-        shares = {STANDING: standing, OUTPUTS: zeros, ACTIVATIONS: smallest - standing - zeros}
-        return budgets.too_small(limit, smallest, shares, plain_peak_bytes=plain_peak)
+        plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
+        sim = Simulator(self.step.graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+        simulation = sim.simulate(plan.stored)
+        found, shares = parts_of(sim, simulation), {STANDING: standing, OUTPUTS: zeros}
+        for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
+            shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))
+        shares[ACTIVATIONS] = smallest - sum(shares.values())
+        return budgets.too_small(
+            limit,
+            smallest,
+            {name: count for name, count in shares.items() if count},
+            plain_peak_bytes=plain_peak,
+            detail=f"At its peak stands {at_peak(simulation)}.",
+            made=holders_at_peak(sim, simulation),
+        )
 
     def _meant(self, target: int) -> tuple[Plan, tuple[Variant, ...]]:
         """A plan of the step for so many bytes, or the smallest, and what it means for each call."""

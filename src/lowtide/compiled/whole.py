@@ -24,6 +24,7 @@ from lowtide.compiled.joint import Key
 from lowtide.compiled.recording import Recording
 from lowtide.compiled.regions import Region, Run, Sizes
 from lowtide.compiled.timeline import StepPlan, plan_step
+from lowtide.errors import BudgetError
 from lowtide.meter import measurable, storages
 from lowtide.private import captured, tree_leaves
 from lowtide.run.messages import Once
@@ -78,6 +79,7 @@ class WholeStep:
         standing: bytes that stand when a step begins, its inputs apart.
         options: Inductor's settings; ``None`` under ``aot_eager``.
         device: whose memory counts.
+        named: a refusal with names for what stands before the step.
 
     Attributes:
         plans: by the first graph of a step.
@@ -93,7 +95,9 @@ class WholeStep:
         standing: Callable[[], int],
         options: dict[str, Any] | None,
         device: torch.device,
+        named: Callable[[BudgetError], BudgetError],
     ) -> None:
+        self._named = named
         self.budget, self.options, self.device = budget, options, device
         self.plans: dict[Region, StepPlan] = {}
         self.regions: list[Region] = []
@@ -249,7 +253,10 @@ class WholeStep:
             menus = list(map(Region.menu_at, graphs, self._sizes))
             before = [one.plan for one in self.plans.values()]
             plan = functools.partial(plan_step, recording.timeline, menus)
-            found = share_of_largest(plan, self.budget, before)
+            try:
+                found = share_of_largest(plan, self.budget, before)
+            except BudgetError as error:
+                raise self._named(error) from None
             self.plans[first] = found
             chosen = [one.stored for one in found.chosen]
             self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))

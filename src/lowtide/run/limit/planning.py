@@ -19,7 +19,7 @@ from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
-from lowtide.remedies import REDUCED, UPDATE
+from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, REDUCED, UPDATE, WORKSPACES
 from lowtide.run.hidden_costs import overlapped_bytes, with_overhead
 from lowtide.run.limit.optimizer_need import (
     OptimizerNeed,
@@ -27,6 +27,7 @@ from lowtide.run.limit.optimizer_need import (
     missing_gradient_bytes,
     optimizer_need,
 )
+from lowtide.run.limit.standing import standing_by_name
 from lowtide.run.messages import Once
 from lowtide.run.ranks import Agreement, agreement_of, agreement_over
 from lowtide.trace.tracer import with_collectives
@@ -250,23 +251,14 @@ class Planner:
 
     def _named(self, parts: Mapping[str, int], graph: StepGraph) -> dict[str, int]:
         """What stands at a peak, by name, with the state and what the step itself does not touch."""
-        model = self.model
-        gradients = [g for p in model.parameters() if (g := gradient_of(p)) is not None]
-        wholes = {
-            "workspace": (budgets.WORKSPACES, workspace_bytes(torch.device(graph.device))),
-            "": (budgets.STATE, self.optimizer_bytes),
-            "parameter": (budgets.PARAMETERS, bytes_under(model.parameters())),
-            "buffer": (budgets.BUFFERS, bytes_under(model.buffers())),
-            "gradient": (budgets.GRADIENTS, bytes_under(gradients)),
-        }
-        found = dict(parts)
-        rest = found.pop(budgets.STANDING, 0)
-        for kind, (name, whole) in wholes.items():
-            in_graph = sum(storage.bytes for storage in graph.storages if storage.kind == kind)
-            more = min(rest, max(0, whole - in_graph))
-            found[name] = found.get(name, 0) + more
-            rest -= more
-        return {name: count for name, count in (found | {budgets.STANDING: rest}).items() if count}
+        kinds = {"workspace": WORKSPACES, "parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
+        told = dict.fromkeys(kinds.values(), 0)
+        for storage in graph.storages:
+            if storage.kind in kinds:
+                told[kinds[storage.kind]] += storage.bytes
+        model, device = self.model, torch.device(graph.device)
+        gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
+        return standing_by_name(parts, model, gradients, self.optimizer_bytes, device, told)
 
     # ---- the optimizer ---------------------------------------------------------------------------
 
