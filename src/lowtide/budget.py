@@ -273,6 +273,8 @@ def too_small(
         >>> print(str(error).splitlines()[0])
         the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take
         13.0 GiB
+        >>> print(str(too_small(12 * 10**9, 13 << 30, {"parameters": 13 << 30})).splitlines()[0])
+        the budget of 12 GB (11.2 GiB) is too small: parameters 13.0 take 13.0 GiB
     """
     total = sum(parts.values())
     needed_bytes = total or smallest_bytes
@@ -281,6 +283,9 @@ def too_small(
         digits += 1  # for the two to differ
     budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
     budget = f"{budget} {unit}" if budget_bytes >= SIZES[unit] / 10 else format_bytes(budget_bytes)
+    if budget_bytes % 10**6 == 0 and budget_bytes % SIZES["MiB"]:  # as it was written
+        giga = budget_bytes >= 10**9
+        budget = f"{budget_bytes / (10**9 if giga else 10**6):g} {'GB' if giga else 'MB'} ({budget})"
     words = [
         f"{name} {text}"
         for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
