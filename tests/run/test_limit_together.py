@@ -14,6 +14,7 @@ import pytest
 import torch
 from small_model import N, batch, small
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 
@@ -269,3 +270,86 @@ def test_a_loss_kept_after_an_error_in_its_backward_takes_no_part_in_steps_of_ot
     del loss
     other(batch()).backward()
     assert handle.measured_peak_bytes is not None
+
+
+def test_an_outer_limit_whose_plan_changes_nothing_decides_for_an_inner_one(twins: Any) -> None:
+    """The inner one was planned for, too, and both were said to be held no more."""
+
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.exp()) * 2
+
+    pair = twins(Outer(), budget="100%")
+    inner = lowtide.limit_memory(pair.limited.inner, "90%")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            pair.step(lambda model: model(batch()), seed)
+    assert pair.handle.plan.changes_nothing and inner.plan is None
+
+
+def test_a_limited_model_in_a_scope_is_told_that_the_scope_decides(twins: Any) -> None:
+    model = small()
+    handle = lowtide.limit_memory(model, "90%")
+    with pytest.warns(lowtide.LowtideWarning, match="runs inside lowtide.checkpoint"):
+        lowtide.checkpoint(model, batch()).backward()
+    assert handle.plan is None
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints two models, what it computes around them, and itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first, self.second = small(), small(layers=2)
+        self.linear = nn.Linear(N, N)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x.sin() * self.first(x.cos()))) * self.second(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return checkpoint(self.part, x, use_reentrant=self.reentrant).sum()  # pyright: ignore
+
+
+@pytest.mark.filterwarnings("ignore:a planned step took")  # what runs again takes its own, too
+@pytest.mark.parametrize("budget", ["100%", "80%", None])
+def test_limited_models_within_a_checkpoint(budget: str | None, everything: Any, same: Any) -> None:
+    """The checkpoint counts what its two forwards save: it raised `CheckpointError` from the second step on,
+    where a plan evicts.
+    """
+    torch.manual_seed(0)
+    plain = Checkpointed(reentrant=False)
+    limited = copy.deepcopy(plain)
+    options: dict[str, Any] = {"policy": everything} if budget is None else {"budget": budget}
+    handle = lowtide.limit_memory(limited.first, **options)
+    for seed in range(4):
+        for model in (plain, limited):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            model(batch()).backward()
+        pairs = zip(plain.parameters(), limited.parameters(), strict=True)
+        assert all(same(a.grad, b.grad) for a, b in pairs)
+    assert handle.plan is not None and bool(handle.plan.replayed) is (budget != "100%")
+
+
+def test_a_limited_model_whose_forward_a_backward_runs(same: Any) -> None:
+    """A reentrant checkpoint runs its one forward with gradients there: planning raised `IndexError`."""
+    torch.manual_seed(0)
+    plain = Checkpointed(reentrant=True)
+    limited = copy.deepcopy(plain)
+    handle = lowtide.limit_memory(limited.first, "80%")
+    with pytest.warns(lowtide.LowtideWarning, match="runs within a backward") as caught:
+        for seed in range(3):
+            for model in (plain, limited):
+                torch.manual_seed(seed)
+                model.zero_grad()
+                model(batch()).backward()
+            pairs = zip(plain.parameters(), limited.parameters(), strict=True)
+            assert all(same(a.grad, b.grad) for a, b in pairs)
+    assert len(caught) == 1 and handle.plan is None

@@ -13,7 +13,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -35,17 +35,21 @@ from lowtide.run.limit.outcome import Outcome, learn, said
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
 from lowtide.run.limit.unlimited import (
+    IN_BACKWARD,
     SHARED,
     UNREACHED,
     Engagement,
     governed,
+    governing,
     keeps_nothing,
+    why_governed,
     why_unlimited,
 )
 from lowtide.run.look.look import Look, look_aside
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
 from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
@@ -87,6 +91,7 @@ class Limiter:
         kinds: the kinds of steps so far, and what is planned for each.
         around: runs the steps that `torch.compile` is around.
         shared: other limited models take part in the same steps; each is planned for its own part.
+        visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
     """
 
@@ -117,7 +122,7 @@ class Limiter:
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
-        self.shared = False
+        self.shared = self.visible = False
 
     def __getstate__(self) -> dict[str, Any]:
         names, planner = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.planner
@@ -198,19 +203,27 @@ class Limiter:
             return self._plainly(args, kwargs)
         if governed():
             self.engagement.end()
+            self.visible = True
+            if reason := why_governed():
+                self.planner.tell(reason)
             return self._plainly(args, kwargs)
+        if private.in_backward():
+            return self._within_backward(args, kwargs)
         members = Members(self.model)
         unlimited = why_unlimited(members, args, kwargs)
         if unlimited is not None:
             if unlimited:
                 self.engagement.end()  # the reason is told instead
                 self.planner.tell(unlimited)
+            self.visible = True
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
         self.engagement.end()
+        self.visible = False
         self._finish_previous()
         if self.local.look is not None:  # a step with several forwards before its backward
-            result = self._plainly(args, kwargs)
+            with unseen_by_checkpoint():
+                result = self._plainly(args, kwargs)
             self.local.look[0].beside(result, lambda: self.planner.tell(ABANDONED))
             return result
         key = step_key(members, args, kwargs)
@@ -238,6 +251,14 @@ class Limiter:
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
             return self.forward(*args, **kwargs)
+
+    def _within_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a forward that a backward runs: again for a checkpoint around this model, or for itself."""
+        self.engagement.end()
+        if private.torch_checkpoint() is None:
+            self.planner.tell(IN_BACKWARD)
+        with nullcontext() if self.visible else unseen_by_checkpoint():
+            return self._plainly(args, kwargs)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -401,7 +422,7 @@ class Limiter:
             planner.tell(UNMEASURED)
         steady = plan.budget_bytes is None or not kind.varies
         if steady and (outcome.without_plan or plan.changes_nothing):
-            with self._inside():
+            with self._inside(), governing(), unseen_by_checkpoint():
                 result = forward()
         else:
             result = self._recorded(kind, outcome, watch, members, forward, begin)

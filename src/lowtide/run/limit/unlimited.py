@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from lowtide.interception import interceptors
 from lowtide.run.limit.key import Members
 from lowtide.run.messages import warn
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.scope.reproduced import ScopeRecorder
 from lowtide.trace.results import tensors_inside
 
 SHARED = (
@@ -24,6 +27,11 @@ UNREACHED = (
     "the forward of this limited model returned no tensor that backward begins from (it is a generator, runs "
     "backward itself, or the loss is made of what it left elsewhere): what its steps take is not held "
     "against the budget. Return what the loss is made of"
+)
+IN_BACKWARD = (
+    "the forward of this limited model runs within a backward (torch.utils.checkpoint around it, an "
+    "invertible block, an adjoint method): such a forward runs as it is, without a limit. Take the "
+    "checkpoint off, lowtide decides what is recomputed, or put the limit on a module around it"
 )
 
 _TRANSFORMED = (
@@ -40,6 +48,10 @@ _UNTRAINED = (
     "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps "
     "for the gradients of its inputs is not limited. Put the limit on a module around it that has "
     "parameters to train"
+)
+_IN_SCOPE = (
+    "this limited model runs inside lowtide.checkpoint or checkpointing(), which decides what is kept: its "
+    "budget is not held. Take the scope off, or put the limit on a module around both"
 )
 
 
@@ -60,9 +72,36 @@ def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any
     return _UNTRAINED if asked else ""
 
 
+class _Governing(threading.local):
+    """How many limited models run on this thread as they are, since their plans change nothing."""
+
+    depth = 0
+
+
+_governing = cache(_Governing)
+
+
+@contextmanager
+def governing() -> Iterator[None]:
+    """Within the block a limited model runs that nothing is recorded of, and decides for those inside it."""
+    here = _governing()
+    here.depth += 1
+    try:
+        yield
+    finally:
+        here.depth -= 1
+
+
 def governed() -> bool:
-    """Whether a limited model around this one decides what is kept."""
-    return any(isinstance(one, Recorder) for one in interceptors())
+    """Whether a limited model around this one, or a scope, decides what is kept."""
+    return _governing().depth > 0 or any(isinstance(one, Recorder) for one in interceptors())
+
+
+def why_governed() -> str:
+    """What to tell of a step that is `governed`; empty where nobody would be surprised."""
+    recorders = [one for one in interceptors() if isinstance(one, Recorder)]
+    scoped = recorders and all(isinstance(one, ScopeRecorder) for one in recorders)
+    return _IN_SCOPE if scoped and not _governing().depth else ""
 
 
 def keeps_nothing() -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -171,6 +172,26 @@ def _is_content(part: Any) -> bool:
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor for what `Recorder.pack` returned."""
     return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+
+
+def keep(tensor: torch.Tensor) -> Any:
+    """Autograd saves ``tensor``: keep it, whatever it is."""
+    if is_wrapper(tensor) and not private.transformed():
+        return Wrapped(tensor, keep)
+    kept = Kept(tensor)
+    return Attributed(tensor, kept) if tensor.__dict__ and has_plain_storage(tensor) else kept
+
+
+@contextmanager
+def unseen_by_checkpoint() -> Iterator[None]:
+    """Keep what autograd saves within the block where a `torch.utils.checkpoint.checkpoint` around it would
+    drop it, and run the block again.
+    """
+    if private.torch_checkpoint() is None:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(keep, unpack):
+        yield
 
 
 def _check_version(tensor: torch.Tensor, expected: int, shape: Sequence[int] | None = None) -> None:

@@ -75,10 +75,12 @@ class Recorder(Interceptor):
         with ExitStack() as stack:
             stack.callback(self.close)
             core = self.core if self.mover is None else None
+            # hooks that come and go would show a checkpoint around them other tensors in its second forward
+            stays = private.torch_checkpoint() is not None
             pack = core.pack if core is not None else self.pack
             back = native_recorder().unpack if self.core is not None else unpack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
-            if core is not None:  # it takes them out while nothing is evicted
+            if core is not None and not stays:  # it takes them out while nothing is evicted
                 core.hooks_found()
                 stack.callback(core.hooks_end)
             stack.enter_context(self)
