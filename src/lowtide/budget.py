@@ -284,8 +284,8 @@ def too_small(
     budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
     budget = f"{budget} {unit}" if budget_bytes >= SIZES[unit] / 10 else format_bytes(budget_bytes)
     if budget_bytes % 10**6 == 0 and budget_bytes % SIZES["MiB"]:  # as it was written
-        giga = budget_bytes >= 10**9
-        budget = f"{budget_bytes / (10**9 if giga else 10**6):g} {'GB' if giga else 'MB'} ({budget})"
+        written, size = ("GB", 10**9) if budget_bytes >= 10**9 else ("MB", 10**6)
+        budget = f"{budget_bytes / size:g} {written} ({format_bytes(budget_bytes)})"
     words = [
         f"{name} {text}"
         for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
