@@ -191,6 +191,15 @@ def test_cublas_keeps_two_workspaces(name: str, mebibytes: float) -> None:
         assert size - anywhere.moments[moment] == mebibytes * 2**20
 
 
+def test_fsdp_holds_gradients_before_they_are_split() -> None:
+    """In backward, a layer's and the output layer's, as whole as what is gathered; adapters' are small."""
+    stage = estimate(llama(dp=8, zero=3)).stages[0]
+    (line,) = (line for line in stage.lines if line.name == "gradients that are not split yet")
+    assert line.moments == {"loss": 0, "backward": 2 * (TABLE + LAYER), "update": 0}
+    names = [line.name for line in estimate(llama(dp=8, zero=3, lora=8)).stages[0].lines]
+    assert "gathered weights" in names and line.name not in names
+
+
 def test_reserved_counts_gradients_that_the_allocator_caches() -> None:
     found = estimate(configure("llama3-8b", loss="torch", dtype="bf16-true", update="fused"))
     stage = found.stages[0]

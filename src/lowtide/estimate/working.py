@@ -124,7 +124,7 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
         what = "cast back" if config.quantize != "none" else "whose norms DoRA takes"
         line = Line("temporaries", f"weights {what}", e * largest_matrix(config), f"{e}hf", QLORA, note)
         lines.append(_at(1, line))
-    lines += [_not_update(line) for line in _zero3(config, stage)]
+    lines += _zero3(config, stage)
     return lines
 
 
@@ -195,7 +195,8 @@ def _zero3(config: Config, stage: int) -> list[Line]:
         count = trained_parameters(config, stage)
         size, formula = (e + 4) * count + ceil(frozen_bytes(config, stage)), f"{e + 4}Ψ"
         note = "micro-batches of a pipeline share one gather, and one reduction of float32 gradients"
-        return [Line("temporaries", "gathered weights and gradients", size, formula, FULLY_SHARD, note)]
+        name = "gathered weights and gradients"
+        return [_not_update(Line("temporaries", name, size, formula, FULLY_SHARD, note))]
     whole = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
     layer = Fraction(e * whole)
     if config.lora:  # quantised weights are gathered as they are
@@ -203,7 +204,13 @@ def _zero3(config: Config, stage: int) -> list[Line]:
     table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
     size = ceil(2 * layer + e * table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
-    return [Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)]
+    gathered = Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)
+    if config.lora:
+        return [_not_update(gathered)]
+    head = e * -(-model.vocab // config.tp) * model.hidden
+    name, note = "gradients that are not split yet", "the root's are reduced as backward ends"
+    whole = Line("temporaries", name, ceil(layer) + head, "a layer, the output layer", FULLY_SHARD, note)
+    return [_not_update(gathered), _at(1, whole)]
 
 
 def offload_lines(config: Config, lines: list[Line]) -> list[Line]:
