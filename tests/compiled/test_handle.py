@@ -81,12 +81,12 @@ def test_an_evaluation_leaves_the_plan_of_the_step_in_force() -> None:
     compiled, handle = limited()
     x = torch.randn(1024, 32)
     compiled(x).backward()
-    plan, whole = handle.plan, handle._whole
+    plan, kind = handle.plan, handle._kind
     with torch.no_grad():
         compiled(x)
     compiled.zero_grad(set_to_none=True)
     compiled(x).backward()
-    assert handle._whole is whole and handle.plan == plan, "nothing is recorded and compiled anew"
+    assert handle._kind is kind and handle.plan == plan, "nothing is recorded and compiled anew"
 
 
 def test_a_compiled_step_is_reported(tmp_path: Path) -> None:
@@ -121,6 +121,7 @@ def test_a_pause_of_blocks_that_are_compiled_one_by_one() -> None:
     handle = lowtide.handle_of(lowtide.compile(model, "min", backend="aot_eager", regional=True))
     x = torch.randn(1024, 32)
     for _ in range(2):
+        model.zero_grad(set_to_none=True)
         model(x).sum().backward()
     with handle.paused():
         model(x).sum().backward()

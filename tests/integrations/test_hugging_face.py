@@ -49,8 +49,8 @@ def trainer(
     """A trainer that accumulates, evaluates and saves."""
     args = transformers.TrainingArguments(
         str(folder), per_device_train_batch_size=8, num_train_epochs=epochs, use_cpu=True,
-        logging_steps=1, disable_tqdm=True, eval_strategy="epoch", save_strategy="epoch", max_grad_norm=0.5,
-        **{"report_to": [], "gradient_accumulation_steps": 2, **options},
+        logging_steps=1, disable_tqdm=True, gradient_accumulation_steps=2, eval_strategy="epoch",
+        save_strategy="epoch", max_grad_norm=0.5, **{"report_to": [], **options},
     )  # fmt: skip
     return transformers.Trainer(
         made or model(seed), args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
@@ -187,9 +187,8 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
     from lowtide.compiled.handle import CompiledHandle
     from lowtide.integrations.hugging_face import LimitMemory
 
-    once: dict[str, Any] = {"epochs": 1, "gradient_accumulation_steps": 1}
-    options = {**once, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-    plain = trainer(tmp_path / "plain", **once)
+    options: dict[str, Any] = {"epochs": 1, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain = trainer(tmp_path / "plain", epochs=1)
     plain.train()
     callback = LimitMemory("90%")
     limited = trainer(tmp_path / "limited", [callback], **options)

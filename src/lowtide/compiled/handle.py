@@ -11,8 +11,9 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
+from lowtide.compiled.kind import Kind
 from lowtide.compiled.moving import stores
-from lowtide.compiled.partitioner import Partitioner, Report
+from lowtide.compiled.partitioner import Partitioner
 from lowtide.compiled.stood import Stood
 from lowtide.compiled.whole import UNCOMPILED, WholeStep
 from lowtide.errors import BudgetError, LowtideError, PlanError
@@ -51,8 +52,8 @@ from lowtide.traced import honour_regions, wishes_of
 _HANDLE = "_lowtide_handle"
 _COMPILED = "it compiled code; later ones run what is compiled"
 _OTHER = (
-    "it ran other graphs or sizes than the steps that were planned for, added to gradients where these did "
-    "not, kept a graph, or something else took memory while it ran"
+    "it ran other graphs or sizes than the steps that were planned for, kept a graph, or something else took "
+    "memory while it ran"
 )
 
 
@@ -117,7 +118,7 @@ class CompiledHandle(Shown):
         """A plan for each kind of step, in the order in which they were seen; none before the first step has
         ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
         """
-        return self._report.planned + [step.plan for step in self._whole.plans.values()]
+        return [plan for kind in dict.fromkeys(self._kinds.values()) for plan in kind.plans]
 
     @property
     def plan(self) -> Plan | None:
@@ -128,7 +129,9 @@ class CompiledHandle(Shown):
     def graph(self) -> StepGraph | None:
         """The step graph that `plan` was made for; ``None`` where the plan came from PyTorch's cache."""
         plan = self.plan
-        known = self._report.graphs | {one.plan.graph: one.graph for one in self._whole.plans.values()}
+        known: dict[str, StepGraph] = {}
+        for kind in self._kinds.values():
+            known |= kind.report.graphs | {one.plan.graph: one.graph for one in kind.whole.plans.values()}
         return known.get(plan.graph) if plan is not None else None
 
     @property
@@ -145,12 +148,12 @@ class CompiledHandle(Shown):
     @property
     def variants(self) -> list[int]:
         """In how many ways each graph is cut, where a step has several graphs or calls one several times."""
-        return self._whole.variants()
+        return self._kind.whole.variants()
 
     @property
     def compiles_nothing(self) -> bool:
         """Whether a step's forward has run of which PyTorch compiled nothing, so that no budget is held."""
-        return self._whole.ran_uncompiled
+        return self._kind.whole.ran_uncompiled
 
     @property
     def budget_bytes(self) -> int | None:
@@ -178,13 +181,14 @@ class CompiledHandle(Shown):
     @property
     def predicted_seconds(self) -> float | None:
         """Forecast of a step's time, from calls timed alone."""
-        found = self.plans
+        found = self._kind.plans
         return sum(plan.plain_seconds + plan.predicted_extra_seconds for plan in found) if found else None
 
     @property
     def lower_bound_seconds(self) -> float | None:
         """No schedule of the same calls within the budget adds less to a step."""
-        return sum(plan.bound_extra_seconds for plan in self.plans) if self.plans else None
+        found = self._kind.plans
+        return sum(plan.bound_extra_seconds for plan in found) if found else None
 
     @property
     def optimizer_bytes(self) -> int:
@@ -233,12 +237,12 @@ class CompiledHandle(Shown):
                 its loss: what stands between its graphs and the loss is part of the plan.
         """
         self._check_in_force()
-        known = len(self.plans)
+        known = self.plans
         with untouched([self.model]), torch.enable_grad():
             given, named = without_history((args, kwargs))
             result = self.run(*given, **named)
-            if self._whole.regions and loss_of(result) is None:
-                self._whole.stop()
+            if self._kind.whole.regions and loss_of(result) is None:
+                self._kind.whole.stop()
                 raise PlanError(
                     "prepare() cannot plan for a compiled model that does not return its loss: what the loss "
                     "takes is part of the plan. Run a step, or compile a module that returns the loss"
@@ -248,7 +252,8 @@ class CompiledHandle(Shown):
             loss.backward()
         if self.plan is None:
             raise PlanError(f"there is nothing to plan for: {UNCOMPILED}")
-        return self.plans[-1] if len(self.plans) > known else self.plan
+        made = [one for one in self.plans if one not in known]
+        return made[-1] if made else self.plan
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -259,15 +264,14 @@ class CompiledHandle(Shown):
             PlanError: the limit was removed or replaced.
         """
         self._check_in_force()
-        covered = [block.__dict__.get("_compiled_call_impl") for block in self._blocks]
+        covered = self._block_calls()
         self._run_plain = self._plainly()
         self._paused = True
         try:
             yield
         finally:
             self._paused = False
-            for block, call in zip(self._blocks, covered, strict=True):
-                block._compiled_call_impl = call
+            self._call_blocks(covered)
 
     def remove(self) -> None:
         """From the next step on the model runs as `torch.compile` alone compiles it."""
@@ -314,12 +318,13 @@ class CompiledHandle(Shown):
             parts[INPUTS] = inputs
         return budgets.renamed(error, parts)
 
-    def _backend_for(self, standing: Callable[[], int]) -> Callable[..., Any]:
-        """A backend of its own for each budget: compiled code is shared by what has the same backend.
+    def _backend_for(self, kind: Kind, standing: Callable[[], int]) -> Callable[..., Any]:
+        """A backend of its own for each kind of step and budget: compiled code is shared by what has the same
+        backend.
 
         Dynamo holds backends as long as the process lives, and they hold neither model nor handle.
         """
-        whole, report, me = self._whole, self._report, weakref.ref(self)
+        whole, report, me = kind.whole, kind.report, weakref.ref(self)
 
         def backend(module: Any, inputs: Any) -> Any:
             self = me()
@@ -345,22 +350,59 @@ class CompiledHandle(Shown):
 
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""
-        self._report, self._tell = Report(), Once()
-        me = weakref.ref(self)
+        self._tell = Once()
+        standing = self._weakly(CompiledHandle._standing)
+        self._stood = Stood(self.model, self._optimizer, self._device, standing)
+        self._kind = self._new_kind(0)
+        self._kinds = {False: self._kind}
 
-        def standing() -> int:
-            handle = me()
-            return 0 if handle is None else handle._standing()
+    def _weakly(self, ask: Callable[[CompiledHandle], int]) -> Callable[[], int]:
+        """Asks the handle as long as there is one; holds neither it nor the model."""
+        me = weakref.ref(self)
+        return lambda: 0 if (handle := me()) is None else ask(handle)
+
+    def _new_kind(self, gradients_bytes: int) -> Kind:
+        """A kind of step that nothing is compiled for, with so many bytes of gradients when it begins."""
+        standing = self._weakly(CompiledHandle._standing)
+        gradients = self._weakly(lambda one: one._stood.gradients_now())
+        me = weakref.ref(self)
 
         def named(error: BudgetError) -> BudgetError:
             handle = me()
             return error if handle is None else handle._named(error)
 
-        self._whole = WholeStep(self.budget, standing, self._settings, self._device, named)
-        self._stood = Stood(self.model, self._optimizer, self._device, standing)
-        self._run = self._compiled_with(
-            backend=self._backend_for(standing), **{**counted_apart(), **self._how}
-        )
+        how = self._settings, self._device, named
+        whole = WholeStep(self.budget, standing, gradients, *how, gradients_bytes)
+
+        def with_reserve() -> int:
+            return standing() + max(0, whole.gradients_bytes - gradients())
+
+        kind = Kind(whole)
+        backend = self._backend_for(kind, with_reserve)
+        kind.run = self._compiled_with(backend=backend, **{**counted_apart(), **self._how})
+        kind.calls = self._block_calls()
+        return kind
+
+    def _choose_kind(self) -> None:
+        """A step begins: what it runs follows from the gradients that stand."""
+        stand = self._stood.gradient_bytes = self._stood.gradients_now()
+        found = self._kinds.get(stand > 0, self._kind)
+        if found is not self._kind or stand > found.gradients_bytes:
+            self._kind.whole.over()  # what it has recorded is planned for
+        if not found.takes(stand):
+            found = self._new_kind(stand)
+        self._kinds[stand > 0] = found
+        if found is not self._kind:
+            self._kind = found
+            self._call_blocks(found.calls)
+
+    def _block_calls(self) -> list[Any]:
+        """What calls each block that is compiled by itself."""
+        return [block.__dict__.get("_compiled_call_impl") for block in self._blocks]
+
+    def _call_blocks(self, calls: Sequence[Any]) -> None:
+        for block, call in zip(self._blocks, calls, strict=True):
+            block._compiled_call_impl = call
 
     def _plainly(self) -> Callable[..., Any]:
         """The model as `torch.compile` alone compiles it."""
@@ -384,16 +426,19 @@ class CompiledHandle(Shown):
         """The model's forward within the budget."""
         if self._paused and self._run_plain is not None:
             return self._run_plain(*args, **kwargs)
-        if self._whole.more_than_planned and not self._whole_alone:
+        if self._kind.whole.more_than_planned and not self._whole_alone:
             self._whole_alone = True
             self._install()
+        if torch.is_grad_enabled() and (self._watch is None or not self._watch.pending()):
+            self._choose_kind()
         standing_workspace_bytes(self._device)  # from before this is watched
-        whole, watch = self._whole, self._watched(args, kwargs)
+        kind, watch = self._kind, self._watched(args, kwargs)
+        whole = kind.whole
         whole.begin((args, kwargs))
         hits = recompile_limit_hits()
         try:
             with uncut_by_ddp(), room_for_backends():
-                result = self._run(*args, **kwargs)
+                result = kind.run(*args, **kwargs)
         except BaseException as error:
             whole.stop()
             inner = getattr(error, "inner_exception", None)

@@ -59,6 +59,7 @@ class Moment:
             that is the inputs.
         own: of a backward, what it is handed of these and nobody holds when it has ended, and the numbers of
             these storages; no part of ``bytes``.
+        gradients: how many of ``bytes`` are parameters' gradients when it begins.
     """
 
     kind: Literal["forward", "backward", "gap"]
@@ -68,6 +69,7 @@ class Moment:
     alive: frozenset[int] = frozenset()
     lent: frozenset[Key] | None = None
     own: Mapping[Key, int] = field(default_factory=dict)
+    gradients: int = 0
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -102,6 +104,24 @@ class Timeline:
     calls: list[Call] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
+    def adding_to(self, gradients_bytes: int, made_bytes: int) -> Timeline:
+        """The same step where more gradients stand when it begins: its own are added to these, and freed at
+        once.
+
+        Args:
+            gradients_bytes: those that stand.
+            made_bytes: those that there were when the recorded step had ended.
+        """
+        stood = self.moments[0].gradients
+        if gradients_bytes <= stood:
+            return self
+        known = gradients_bytes >= made_bytes  # else nobody knows which of them the step makes
+        moments = [
+            replace(one, bytes=one.bytes + gradients_bytes - (one.gradients if known else stood))
+            for one in self.moments
+        ]
+        return replace(self, standing_bytes=self.standing_bytes + gradients_bytes - stood, moments=moments)
+
 
 class Recording:
     """Takes down a step that runs now.
@@ -109,6 +129,7 @@ class Recording:
     Args:
         device: whose memory counts.
         standing_bytes: what stands when the step begins.
+        gradients: says how many bytes of parameters' gradients there are.
         ended: called when a backward has ended and every call of the step has had its own.
 
     Attributes:
@@ -116,9 +137,11 @@ class Recording:
         backwards: how many calls' backward has run.
     """
 
-    def __init__(self, device: str, standing_bytes: int, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, device: str, standing_bytes: int, gradients: Callable[[], int], ended: Callable[[], None]
+    ) -> None:
         self.device = device
-        self._ended = ended
+        self._gradients, self._ended = gradients, ended
         self._queued = self._untidy = False
         self.timeline = Timeline(device, standing_bytes)
         self.backwards = 0
@@ -212,6 +235,7 @@ class Recording:
     # ---- the meter -------------------------------------------------------------------------------
 
     def _open(self) -> None:
+        self._begun_with = self._gradients()
         self._segment = peak(self.device)
         self._segment.__enter__()
 
@@ -236,7 +260,8 @@ class Recording:
     def _add(self, kind: Literal["forward", "backward", "gap"], call: Call | None, bytes_: int) -> None:
         alive = frozenset(self._numbers.values())
         waiting = tuple(number for number in self._waiting if call is None or number != call.number)
-        moment = Moment(kind, None if call is None else call.number, bytes_, waiting, alive)
+        number = None if call is None else call.number
+        moment = Moment(kind, number, bytes_, waiting, alive, gradients=self._begun_with)
         kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
         self.timeline.moments.append(replace(moment, bytes=bytes_ - kept))
 

@@ -39,13 +39,17 @@ class Stood:
 
     def __call__(self, *given: Any) -> int:
         """Bytes that stand before a step that is given these arguments."""
-        gradients = _bytes([one for p in self._parameters if (one := gradient_of(p)) is not None])
+        gradients = self.gradients_now()
         states = len(self._optimizer.state) if self._optimizer is not None else 0
         if self._always is None or self._always[0] != states:
             self._always = states, self._standing() - gradients
         here = [one for one in tensors_inside(given) if one.device.type == self._device.type]
         self.gradient_bytes = gradients
         return self._always[1] + gradients + _bytes(here)
+
+    def gradients_now(self) -> int:
+        """Bytes of the gradients that stand now."""
+        return _bytes([one for p in self._parameters if (one := gradient_of(p)) is not None])
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:

@@ -123,6 +123,23 @@ def plan_step(timeline: Timeline, menus: Sequence[Menu], budget: str | int) -> S
     return _Planning(timeline, menus, step).plan(budget)
 
 
+def as_before(found: StepPlan, timeline: Timeline, menus: Sequence[Menu]) -> StepPlan | None:
+    """The cuts of a plan where other bytes stand, with what they take there; nothing where that is above the
+    budget.
+
+    Args:
+        found: the plan of the step.
+        timeline: the step, with other bytes at its moments.
+        menus: ways to cut each call's graph.
+    """
+    planning = _Planning(timeline, menus, Step(found.graph))
+    peak, plain_peak = planning.peak(found.chosen), planning.peak(found.plain)
+    if found.plan.budget_bytes is None or peak > found.plan.budget_bytes:
+        return None
+    plan = replace(found.plan, predicted_peak_bytes=peak, plain_peak_bytes=plain_peak)
+    return replace(found, plan=plan)
+
+
 class _Planning:
     def __init__(
         self, timeline: Timeline, menus: Sequence[Menu], step: Step, policy: Any = "optimal"
@@ -140,7 +157,8 @@ class _Planning:
             found.append(moment.bytes + sum(takes))
         return found
 
-    def _peak(self, chosen: Sequence[Variant]) -> int:
+    def peak(self, chosen: Sequence[Variant]) -> int:
+        """The most live bytes at any moment when each call is cut as chosen."""
         return max(self._peaks(chosen))
 
     def _bytes(self, moment: Moment, number: int, variant: Variant, lent: frozenset[Key] | None) -> int:
@@ -163,7 +181,7 @@ class _Planning:
         """Within a budget."""
         timeline = self.timeline
         plain = tuple(menu.variant(None) for menu in self.menus)
-        plain_peak = self._peak(plain)
+        plain_peak = self.peak(plain)
         limit = budgets.resolve(
             budget, plain_peak, self._smallest, timeline.device, standing_bytes=timeline.standing_bytes
         )
@@ -174,12 +192,12 @@ class _Planning:
         correction, target, bound = Correction(room), int(FIRST * room) if self.fused else room, None
         best = self._chosen(room) if self.tried else None
         for _ in range(ROUNDS):
-            if target is None or (best is not None and self._peak(best) >= NEAR * limit):
+            if target is None or (best is not None and self.peak(best) >= NEAR * limit):
                 break
             plan, meant = self._meant(target)
             bound = bound or Bound(plan.bound_extra_seconds, plan.bound_peak_bytes)
             best = self._chosen(room) or best
-            target = correction.following(target, plan.predicted_peak_bytes, self._peak(meant))
+            target = correction.following(target, plan.predicted_peak_bytes, self.peak(meant))
         if best is None:
             smallest = with_slack(self._smallest()) + 1
             best = self._chosen(room)
@@ -229,7 +247,7 @@ class _Planning:
             self._meant(int(more * plan.predicted_peak_bytes))
         found = self._chosen(None)
         assert found is not None
-        return self._peak(found)
+        return self.peak(found)
 
     def _told(
         self,
@@ -240,7 +258,7 @@ class _Planning:
         plain_peak: int,
     ) -> StepPlan:
         seconds, plain_seconds = (sum(one.seconds for one in cuts) for cuts in (chosen, plain))
-        plan = told(plan, limit, self._peak(chosen), plain_peak, seconds, plain_seconds)
+        plan = told(plan, limit, self.peak(chosen), plain_peak, seconds, plain_seconds)
         return StepPlan(chosen, plain, plan, self.step.graph)
 
     def _chosen(self, room: int | None) -> tuple[Variant, ...] | None:
@@ -278,7 +296,7 @@ class _Planning:
         chosen = tuple(
             max((point[column], n, one) for n, (one, column) in enumerate(each))[2] for each in ways
         )
-        return chosen if room is None or self._peak(chosen) <= room else None
+        return chosen if room is None or self.peak(chosen) <= room else None
 
 
 def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:

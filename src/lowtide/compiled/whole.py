@@ -21,9 +21,9 @@ from torch import fx
 
 from lowtide.compiled.correction import share_of_largest
 from lowtide.compiled.joint import Key
-from lowtide.compiled.recording import Recording
+from lowtide.compiled.recording import Recording, Timeline
 from lowtide.compiled.regions import Region, Run, Sizes
-from lowtide.compiled.timeline import StepPlan, plan_step
+from lowtide.compiled.timeline import StepPlan, as_before, plan_step
 from lowtide.errors import BudgetError
 from lowtide.meter import measurable, storages
 from lowtide.private import captured, tree_leaves
@@ -58,6 +58,21 @@ class _Turn:
         return region is self.region and all(map(operator.le, sizes, self.sizes))
 
 
+@dataclass
+class _Known:
+    """A step that was recorded.
+
+    Attributes:
+        timeline: what was taken down.
+        sizes: of its calls.
+        gradients: bytes of parameters' gradients that there were at its end.
+    """
+
+    timeline: Timeline
+    sizes: list[Sizes]
+    gradients: int
+
+
 class _Begun:
     """Hangs on a forward's result: says when its backward begins, and is gone when that never will."""
 
@@ -77,9 +92,11 @@ class WholeStep:
     Args:
         budget: as of `lowtide.limit_memory`.
         standing: bytes that stand when a step begins, its inputs apart.
+        gradients: bytes of the parameters' gradients that stand now.
         options: Inductor's settings; ``None`` under ``aot_eager``.
         device: whose memory counts.
         named: a refusal with names for what stands before the step.
+        gradients_bytes: the gradients to plan for, where fewer stand when a step begins.
 
     Attributes:
         plans: by the first graph of a step.
@@ -93,16 +110,20 @@ class WholeStep:
         self,
         budget: str | int,
         standing: Callable[[], int],
+        gradients: Callable[[], int],
         options: dict[str, Any] | None,
         device: torch.device,
         named: Callable[[BudgetError], BudgetError],
+        gradients_bytes: int = 0,
     ) -> None:
         self._named = named
         self.budget, self.options, self.device = budget, options, device
         self.plans: dict[Region, StepPlan] = {}
         self.regions: list[Region] = []
         self.mixed = self.compiled = self.ran_uncompiled = False
-        self._standing = standing
+        self.gradients_bytes = gradients_bytes
+        self._standing, self._gradients = standing, gradients
+        self._known: dict[Region, _Known] = {}
         self._turns: dict[Region, list[_Turn]] = {}
         self._now: list[_Turn] = []  # the turns of the step that runs
         self._at = 0
@@ -155,13 +176,17 @@ class WholeStep:
             self._forwards += 1  # another one of the same step
             return
         self._backwards, self._forwards = 0, 1
-        if self._recording is not None:
-            self._recorded(complete=self._recording.backwards > 0)
+        self.over()
         self._now, self._at = [], 0
         if self._wanted or self.regions:
             self._given = shapes, bytes_ = self._described(args)
             if self._wanted or shapes in self._missed or bytes_ > self._largest:
                 self._record(bytes_)
+
+    def over(self) -> None:
+        """No forward of the step that is recorded, if one is, comes any more."""
+        if self._recording is not None:
+            self._recorded(complete=self._recording.backwards > 0)
 
     def _described(self, args: Any) -> tuple[Shapes, int]:
         """What a forward is given: shapes, and bytes on the device."""
@@ -227,7 +252,9 @@ class WholeStep:
             return
         self._sizes = []
         gc.collect()  # garbage of before would be freed in between
-        self._recording = Recording(str(self.device), self._standing() + inputs, self._recorded)
+        self._recording = Recording(
+            str(self.device), self._standing() + inputs, self._gradients, self._recorded
+        )
 
     def stop(self) -> Recording | None:
         """Record no longer: the step is over, or was left by an error."""
@@ -247,18 +274,35 @@ class WholeStep:
             return
         self._planned_forwards = self._forwards
         graphs = [call.graph for call in recording.timeline.calls]
-        first = graphs[0]
-        known = self._turns.get(first, [])
+        known = self._turns.get(graphs[0], [])
         if len(known) != len(graphs) or not all(map(_Turn.serves, known, graphs, self._sizes)):
-            menus = list(map(Region.menu_at, graphs, self._sizes))
-            before = [one.plan for one in self.plans.values()]
-            plan = functools.partial(plan_step, recording.timeline, menus)
+            self._plan(_Known(recording.timeline, self._sizes, self._gradients()), self.gradients_bytes)
+        self._missed.discard(shapes)
+        self._largest = max(self._largest, bytes_)
+
+    def plan_for(self, gradients_bytes: int) -> None:
+        """Plan the steps that were recorded for so many bytes of gradients that stand when they begin.
+
+        Raises:
+            BudgetError: no plan is found that fits.
+        """
+        for known in list(self._known.values()):
+            self._plan(known, gradients_bytes)
+        self.gradients_bytes = gradients_bytes
+
+    def _plan(self, known: _Known, gradients_bytes: int) -> None:
+        graphs = [call.graph for call in known.timeline.calls]
+        first = graphs[0]
+        timeline = known.timeline.adding_to(gradients_bytes, known.gradients)
+        menus = list(map(Region.menu_at, graphs, known.sizes))
+        before = [one.plan for one in self.plans.values()]
+        found = as_before(self.plans[first], timeline, menus) if self._known.get(first) is known else None
+        if found is None:
+            plan = functools.partial(plan_step, timeline, menus)
             try:
                 found = share_of_largest(plan, self.budget, before)
             except BudgetError as error:
                 raise self._named(error) from None
-            self.plans[first] = found
-            chosen = [one.stored for one in found.chosen]
-            self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
-        self._missed.discard(shapes)
-        self._largest = max(self._largest, bytes_)
+        self.plans[first], self._known[first] = found, known
+        chosen = [one.stored for one in found.chosen]
+        self._turns[first] = list(map(_Turn, graphs, known.sizes, chosen))
