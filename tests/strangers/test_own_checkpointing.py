@@ -183,3 +183,31 @@ def test_the_smallest_budget_leaves_room_for_what_they_recompute() -> None:
     _, (_, *peaks) = steps_of(model, {"x": torch.randn(64, 32).requires_grad_()})
     assert handle.plan is not None and handle.plan.budget_bytes is not None
     assert max(peaks) <= handle.plan.budget_bytes + SLACK_BYTES
+
+
+class Whole(nn.Module):
+    """Every block is checkpointed: nothing is left to evict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
+            for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # pyright: ignore
+        return x.square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:this limited model checkpoints by itself")
+def test_a_hundred_percent_has_room_for_the_random_states_of_checkpoints() -> None:
+    """They are in the plain step, too: the whole of it was refused as 101 % of itself."""
+    model = Whole()
+    handle = lowtide.limit_memory(model, "100%")
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.ones(256, 64)).backward()
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    assert (handle.measured_peak_bytes or 0) <= handle.plan.budget_bytes + SLACK_BYTES

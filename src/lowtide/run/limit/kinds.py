@@ -47,6 +47,7 @@ class Kind:
         makes_graph: in that step a backward was run with ``create_graph=True``.
         varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
         margin_bytes: by how much a step was seen to exceed its prediction.
+        checkpoint_bytes: what the model's own checkpoints keep beside tensors (random states).
         untold_bytes: the most that steps of it took which were looked at and not yet held against a budget.
         unseen_backward: backward runs on a thread whose operations are not intercepted: the next look runs
             its own backward.
@@ -62,6 +63,7 @@ class Kind:
     makes_graph: bool = False
     varies: bool = False
     margin_bytes: int = 0
+    checkpoint_bytes: int = 0
     untold_bytes: int = 0
     unseen_backward: bool = False
 
@@ -139,7 +141,7 @@ class Kinds:
         if key.gradients and (other := next(others, None)):
             assert other.graph is not None
             kind.margin_bytes, kind.backwards = other.margin_bytes, other.backwards
-            kind.makes_graph = other.makes_graph
+            kind.makes_graph, kind.checkpoint_bytes = other.makes_graph, other.checkpoint_bytes
             graph = with_earlier_gradients(other.graph)
             with suppress(BudgetError) if other.planned is None else nullcontext():  # as in `kind_for`
                 self._plan_again(kind, graph, "planned for steps that add to gradients")
@@ -177,7 +179,7 @@ class Kinds:
         with working("planning", past, self.planner.progress) as work:
             work.say(f"planning {count_text(len(graph.operations), 'operation')}")
             with _no_collection():
-                whole, plan = self.planner.plan(graph, kind.margin_bytes)
+                whole, plan = self.planner.plan(graph, kind.margin_bytes, kind.checkpoint_bytes)
             work.done(in_one_line(plan))
         kind.refused, kind.wants_look = None, False
         kind.planned = Planned(kind.key, whole, plan, self.planner.wanted(kind.margin_bytes))
@@ -248,8 +250,8 @@ class Kinds:
         """
         planner, refusal = self.planner, None
         graph, neighbours = planner.agreed(graph)
-        unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
-        kind.margin_bytes = max(kind.margin_bytes, unseen)
+        kind.checkpoint_bytes = checkpoint_bytes(graph, checkpoints)
+        kind.margin_bytes = max(kind.margin_bytes, overlapped_bytes(graph) + kind.checkpoint_bytes)
         try:
             self._plan(kind, graph, "planned")
         except BudgetError as error:

@@ -118,12 +118,13 @@ class Planner:
         self.agreement = None  # on every rank alike
         return graph, shared
 
-    def plan(self, graph: StepGraph, margin_bytes: int) -> tuple[StepGraph, Plan]:
+    def plan(self, graph: StepGraph, margin_bytes: int, checkpoint_bytes: int = 0) -> tuple[StepGraph, Plan]:
         """Plan for a step within the budget, less a margin.
 
         Args:
             graph: the step, the optimizer aside.
             margin_bytes: how much of the budget is left free.
+            checkpoint_bytes: what the plain step keeps beside the graph's tensors; part of the margin.
 
         Returns:
             The step with all that counts, and its plan.
@@ -136,7 +137,8 @@ class Planner:
             lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
         )
         graph = _with_resident(graph, self.optimizer_bytes + self._moved_bytes)
-        plain_peak = max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
+        unseen = overlapped_bytes(graph) + checkpoint_bytes
+        plain_peak = max(plain(graph).peak_bytes + unseen, self._greatest_plain)
         whole_peak = max(plain_peak, sum(self._optimizer_parts().values()) + self._moved_bytes)
         limit = self._limit_bytes(graph, whole_peak, margin_bytes)
         self._balance(graph, limit, margin_bytes)
