@@ -201,3 +201,10 @@ def test_a_refusal_names_what_holds_the_memory(returns_loss: bool) -> None:
     assert "in module 'blocks." in holder and "frees about" in holder
     assert "At its peak stands operation aten." in str(refused.value)
     assert "% of the plain step's peak" in str(refused.value)
+
+
+def test_what_would_help_knows_parameters() -> None:
+    compiled, handle = limited()
+    compiled(torch.randn(64, 32)).backward()
+    names = [holder.name for holder in handle.make_report(points=()).holders]
+    assert "parameters" in names and "what else stands" not in names

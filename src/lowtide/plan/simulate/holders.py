@@ -184,5 +184,6 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
     simulation = sim.simulate(plan.stored)
     parts = parts_of(sim, simulation)
     state = min(optimizer_bytes, parts.get(STANDING, 0))
-    parts = parts | {STATE: state, STANDING: parts.get(STANDING, 0) - state}
+    rest = parts.pop(STANDING, 0) - state  # never touched, or of a graph without parameters
+    parts |= {STATE: state, PARAMETERS: parts.get(PARAMETERS, 0) + rest}
     return largest(holders_at_peak(sim, simulation), parts)
