@@ -200,3 +200,16 @@ def test_refusals(settings: dict[str, Any], told: str) -> None:
     with pytest.raises(EstimateError) as error:
         configure("llama3-8b", **settings)
     assert told in str(error.value)
+
+
+def test_qlora_and_a_full_finetune_on_one_card_of_24_gb() -> None:
+    """What docs/estimate.md says of Llama-3 8B at 8k tokens."""
+    usual: dict[str, Any] = dict(seq=8192, dtype="bf16-true", loss="fused-linear")
+    room: dict[str, Any] = dict(devices=1, device=device("a100"), memory_bytes=24 * 10**9)
+    adapters = suggest(
+        "llama3-8b", **room, **usual, lora=16, quantize="nf4", optimizer="paged-adamw-8bit"
+    ).best[0].config  # fmt: skip
+    assert (adapters.micro_batch, adapters.recompute, adapters.offload_optimizer) == (2, "full", 0)
+    whole = suggest("llama3-8b", **room, **usual)
+    assert all(one.config.offload_optimizer == 1 for one in whole.best) and whole.fits
+    assert whole.best[0].config.micro_batch == 1

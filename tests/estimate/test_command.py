@@ -133,6 +133,11 @@ def test_each_flag_changes_the_answer() -> None:
         ["--gather-logits"], ["--zero", "2", "--no-sync"], ["--dtype", "bf16-true"],
         ["--recompute", "selective-op"],
         ["--recompute", "selective-layer"], ["--untied-embeddings"],
+        ["--loss", "fused-linear"], ["--loss", "transformers"], ["--update", "foreach"],
+        ["--optimizer", "adamw-8bit"], ["--optimizer", "paged-adamw"], ["--lora", "8"],
+        ["--lora", "8", "--lora-targets", "q,v"], ["--lora", "8", "--lora-dtype", "same"],
+        ["--lora", "8", "--lora-dropout", "0.1"], ["--lora", "8", "--dora"],
+        ["--lora", "8", "--quantize", "nf4"],
         ["--head-width", "64"], ["--positions", "rotary"], ["--no-bias"], ["--keep-output-tensors"],
     ]  # fmt: skip
     for change in changes:
