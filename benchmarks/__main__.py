@@ -19,6 +19,7 @@ NAMES = (
     "accuracy",
     "budget_curve",
     "compile_time",
+    "knob_peak",
     "op_sweep",
     "host_optimizer",
     "layout",

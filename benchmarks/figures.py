@@ -227,11 +227,42 @@ def report_page() -> str:
     )
 
 
+def knob_peak() -> str:
+    """The peak as PyTorch's knob goes down, beside budgets in bytes."""
+    found = load("knob_peak")
+    layers = sorted({row["layers"] for row in found["rows"]})
+    ways = dict.fromkeys((row["way"], row["asked"]) for row in found["rows"])
+    cells = {(row["layers"], row["way"], row["asked"]): row for row in found["rows"]}
+
+    def shown(row: dict[str, Any]) -> str:
+        if "refused" in row:
+            return "refused"
+        budget = f" of {mib(row['budget_bytes'])}" if "budget_bytes" in row else ""
+        return f"{mib(row['peak_bytes'])}{budget}"
+
+    body = [
+        [
+            f"`activation_memory_budget` {asked}"
+            if way == "knob"
+            else f'lowtide, `"{asked}"`'
+            if isinstance(asked, str)
+            else f"lowtide, {100 * asked:.0f} % of the knob's lowest peak",
+            *(shown(cells[count, way, asked]) for count in layers),
+        ]
+        for way, asked in ways
+    ]
+    text = (
+        f"MiB above the parameters; of lowtide's, beside its budget. {found['model']} ({where(found)}; "
+        "`python -m benchmarks knob_peak`)."
+    )
+    return f"{table(['', *(f'{count} layers' for count in layers)], body)}\n\n{text}"
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        chunked_loss, report_page,
+        chunked_loss, report_page, knob_peak,
     )
 }  # fmt: skip
 
