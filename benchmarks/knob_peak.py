@@ -57,8 +57,8 @@ def budget(case: Case, original: torch.nn.Module, asked: int | str) -> tuple[int
     limit = asked + standing if isinstance(asked, int) else asked
     callee = lowtide.compile(model, limit, backend="aot_eager")
     peak = peak_of(case, callee, model)
-    held = lowtide.handle_of(callee).plan.budget_bytes - standing
-    return peak, held
+    handle: Any = lowtide.handle_of(callee)
+    return peak, handle.plan.budget_bytes - standing
 
 
 def main() -> None:
