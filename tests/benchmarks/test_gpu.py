@@ -183,7 +183,7 @@ def test_gradients_that_differ_stand_out() -> None:
 
 def test_it_needs_no_set_up(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
-    command = ["make", "--dry-run", "gpu", "VENV=none", f"OUT={tmp_path}", "PYTHON=some-python"]
+    command = ["make", "--dry-run", "gpu", "VENV=none", f"OUT={tmp_path}", "PYTHON=some-python", "ARGS="]
     # beneath `make test` the inner one would name its folder, too
     alone = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     said = subprocess.run(command, cwd=root, env=alone, capture_output=True, text=True, check=True).stdout
