@@ -17,14 +17,31 @@ class _Mark:
     """A sentinel in the metadata of autograd's nodes; it dies with the last of them."""
 
 
+def weakly(method: Callable[..., object], *first: object) -> Callable[..., None]:
+    """Calls a bound method with these arguments first, as long as its object lives.
+
+    For what autograd's graph holds: a model may keep its own outputs, and with them their graph, and Python's
+    collector does not see a circle through that.
+    """
+    reference: Any = weakref.WeakMethod(method)
+
+    def call(*rest: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*first, *rest)
+
+    return call
+
+
 class StepWatch:
     """Follows one step of a limited model, from its forward to the end of each of its backwards.
 
     Args:
-        on_end: called with this each time that a backward through the step has ended.
+        on_end: called with this each time that a backward through the step has ended. Autograd's graph holds
+            the watch, so it must not hold the model (`weakly`).
         device: whose memory and time are watched.
         on_gone: called when backward through the step has become impossible; ``None`` closes the watch then,
-            so that no meter stays open after the last step.
+            so that no meter stays open after the last step. Neither must it.
 
     Attributes:
         began: whether a backward through the step is under way, or has failed.

@@ -9,6 +9,7 @@ itself needs each. An in-place write makes a new version of the value.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -61,7 +62,8 @@ class Tracer:
 
     def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         private.keep_dynamo_out()
-        self.model = model
+        # autograd's graph holds the tracer, and the model may hold that
+        self._model = (lambda: None) if model is None else weakref.ref(model)
         self.device = device
         self.operations: list[Operation] = []
         self.storages: list[Storage] = []
@@ -107,9 +109,15 @@ class Tracer:
         for leaf in plain_leaves(tensor):
             self._names.setdefault(private.storage_key(leaf), (kind, name))
 
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, as long as others hold it."""
+        return self._model()
+
     def name_gradients(self) -> None:
         """Gradients that the step made have the names of their parameters from here on."""
-        for name, parameter in self.model.named_parameters() if self.model is not None else ():
+        model = self.model
+        for name, parameter in model.named_parameters() if model is not None else ():
             gradient = gradient_of(parameter)
             for leaf in plain_leaves(gradient) if gradient is not None else ():
                 number = self.known(leaf)
@@ -129,7 +137,8 @@ class Tracer:
                 self._modules.pop()
 
         with ExitStack() as stack:
-            for module in _open_modules(self.model) if self.model is not None else ():
+            model = self.model
+            for module in _open_modules(model) if model is not None else ():
                 stack.callback(module.register_forward_pre_hook(begins, prepend=True).remove)
                 stack.callback(module.register_forward_hook(ends, prepend=True, always_call=True).remove)
             yield

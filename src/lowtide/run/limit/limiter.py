@@ -53,7 +53,7 @@ from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
-from lowtide.run.watch import StepWatch
+from lowtide.run.watch import StepWatch, weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
@@ -224,7 +224,7 @@ class Limiter:
         if self.local.look is not None:  # a step with several forwards before its backward
             with unseen_by_checkpoint():
                 result = self._plainly(args, kwargs)
-            self.local.look[0].beside(result, lambda: self.planner.tell(ABANDONED))
+            self.local.look[0].beside(result, partial(self.planner.tell, ABANDONED))
             return result
         key = step_key(members, args, kwargs)
         kind = self.kinds.kind_for(key)
@@ -278,7 +278,7 @@ class Limiter:
             elif look.watch.backwards:
                 if look.tracer.unreleased:  # else it went with an output that no loss used
                     self._tell_together()
-                self._look_ended(look, kind)
+                self._look_ended(kind, look)
             elif look.tracer.closed or look.watch.failed():
                 self.local.look = None
                 look.close()
@@ -305,7 +305,7 @@ class Limiter:
             self.model,
             device,
             verify=self.kinds.is_to_verify(kind),
-            on_end=lambda look: self._look_ended(look, kind),
+            on_end=weakly(self._look_ended, kind),
         )
         self.local.look = (look, kind)
         try:
@@ -322,7 +322,7 @@ class Limiter:
         if self.model.training and not (watch.pending() or watch.began or watch.backwards):
             self.planner.tell(UNREACHED)
 
-    def _look_ended(self, look: Look, kind: Kind) -> None:
+    def _look_ended(self, kind: Kind, look: Look) -> None:
         """A look has ended: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
             self.local.look = None
@@ -415,7 +415,7 @@ class Limiter:
         outcome = Outcome(key, planned, planned.fits_without_plan(key), alone, crowded)
         # another backward may come when the outputs are gone: the next step closes its watch
         stays = (lambda: None) if kind.backwards > 1 else None
-        watch = StepWatch(partial(self._learn, kind, outcome), members.device, stays)
+        watch = StepWatch(weakly(self._learn, kind, outcome), members.device, stays)
         self.local.watch = watch
         plan = planned.plan
         if plan.budget_bytes is not None and watch.peak_bytes is None:

@@ -30,7 +30,7 @@ from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Evicted, Kept, unpack
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue
-from lowtide.run.watch import StepWatch
+from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
 from lowtide.trace.untouched import untouched, without_history
@@ -77,7 +77,7 @@ class Look:
         self._saved_in: dict[int, list[int]] = {}  # storage: its saved tensors
         self._written: list[tuple[int, weakref.ref[torch.UntypedStorage], Geometry]] = []
         self.tracer.after_write = self._overwritten
-        self.watch = StepWatch(self._backward_ends, device, self.left)
+        self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self.left))
         self.peak_bytes: int | None = None
         self.blind = self.ended = False
 
@@ -92,11 +92,12 @@ class Look:
                 for tensor in tensors_inside((args, kwargs)):
                     tracer.given(tensor)
                 stack.enter_context(tracer.following_modules())
-                if tracer.model is not None:
-                    for block in _blocks(tracer.model):
+                model = tracer.model
+                if model is not None:
+                    for block in _blocks(model):
                         stack.callback(block.register_forward_pre_hook(recorder.at_block).remove)
                         stack.callback(block.register_forward_hook(recorder.at_block).remove)
-                    stack.enter_context(left_alone(tracer.model.modules(), tracer))
+                    stack.enter_context(left_alone(model.modules(), tracer))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack))
                 stack.enter_context(recorder)
                 tracer.start()
