@@ -1,5 +1,6 @@
-"""The marker of what takes minutes, one thread for each of the processes that share the machine, a text to
-train on, silence around transformers, and garbage that is collected without going through what was imported.
+"""Helpers of all folders and the benchmarks are importable, one thread a process, the marker of what takes
+minutes, a text to train on, silence around transformers, and garbage that is collected without going through
+what was imported.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
-LONGEST = [Path(__file__).parent / folder for folder in ("families", "parallel", "train")]
+HERE = Path(__file__).parent
+sys.path[:0] = [*(str(folder) for folder in HERE.iterdir() if folder.is_dir()), str(HERE.parent)]
+
+LONGEST = [HERE / folder for folder in ("families", "parallel", "train")]
 
 
 class Frozen:

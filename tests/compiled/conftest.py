@@ -1,16 +1,11 @@
-"""Makes the families of `tests/families` and the ranks of `tests/parallel` importable, and tests independent
-of what was compiled before."""
+"""Makes tests independent of what was compiled before."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch._inductor.config
 
 from lowtide.private import inductor
-
-sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("families", "parallel", "compiled")]
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,13 @@
-"""Makes the helpers of this folder and the benchmarks importable; a process group of one rank for pages about
-ranks, and a folder of its own for what code writes.
-"""
+"""A process group of one rank for pages about ranks, and a folder of its own for what code writes."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from lowtide.parallel import collectives
 from lowtide.private import wait_for_collective
+from lowtide.run.record.native import native_recorder
 
 needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
 
@@ -30,6 +31,7 @@ TIDY_SECONDS = 0.001
 
 def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """``body(*args)`` on ``size`` processes; its results by rank. What any of them raises fails the test."""
+    native_recorder()  # built once, here
     with TemporaryDirectory() as folder:
         try:
             mp.start_processes(_start, (size, body, args, folder), nprocs=size, start_method="fork")

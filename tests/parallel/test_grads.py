@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.tensor  # once, before processes are made
 from benchmarks.throttled_link import ThrottledLink
 from ranks import needs_gloo, on_ranks
-from test_models_shared import make, tokens
+from shared_models import make, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

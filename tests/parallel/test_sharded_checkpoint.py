@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # once, before processes are made
 from ranks import needs_gloo, on_ranks
-from test_checkpoint_reshard import step
-from test_models_shared import make
+from shared_models import make, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

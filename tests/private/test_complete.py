@@ -11,9 +11,7 @@ import lowtide
 from lowtide import private
 
 PACKAGE = Path(inspect.getfile(lowtide)).parent
-STANDS_APART = (
-    PACKAGE / "parallel" / "pipelining.py"
-)  # its own test is tests/parallel/test_pipelining_private.py
+STANDS_APART = PACKAGE / "parallel" / "pipelining.py"  # its own test is tests/parallel/test_pipelining.py
 OURS = {"os._exit", "sys._getframe"}  # private to Python
 
 

@@ -1,12 +1,6 @@
-"""Makes the hand-made step graphs of the planner's tests importable, and one report for several files."""
-
-import sys
-from pathlib import Path
+"""One report for several files."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
-
 from synthetic import transformer
 
 from lowtide import policies

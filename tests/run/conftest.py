@@ -5,9 +5,7 @@ them bit by bit.
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +15,6 @@ import lowtide
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
-
-torch.set_num_threads(1)
-sys.path.insert(0, str(Path(__file__).parent))  # the helpers of this folder
 
 Step = Callable[[torch.nn.Module], torch.Tensor]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_scope import N, backward, batch, grads, make
+from scoped_model import N, backward, batch, grads, make
 from torch import nn
 
 import lowtide

@@ -3,7 +3,7 @@
 `MemoryStage` is a ``PipelineStage`` that holds memory only for micro-batches in flight: buffers for what is
 received are made when it is awaited and dropped when backward has used it (PyTorch's own keeps one for every
 micro-batch of the step), and an output's bytes go with the send (arXiv 2205.05198, appendix B).
-`tests/parallel/test_pipelining_private.py` says by name which interface moved.
+`tests/parallel/test_pipelining.py` says by name which interface moved.
 """
 
 from __future__ import annotations

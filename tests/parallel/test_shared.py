@@ -10,33 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import needs_gloo, on_ranks
+from shared_models import distance, make, scoped, tokens
 from torch import Tensor, nn
 
-import lowtide
 from lowtide import parallel as lp
-from lowtide.models import ModelError, preset
-from lowtide.models.gpt import GPT
-from lowtide.models.llama import Llama
+from lowtide.models import ModelError
 from lowtide.parallel.module import ParallelModule
 
 pytestmark = needs_gloo
-VOCABULARY = 37  # divides by nothing
-
-
-def config(family: str, **changes: Any) -> Any:
-    changes = {"vocabulary": VOCABULARY, "layers": 2, "heads": 4, **changes}
-    if family == "gpt":
-        changes["key_value_heads"] = changes["heads"]
-    return preset(f"{family}-nano", **changes)
-
-
-def make(family: str, group: Any = None, sequence_parallel: bool = False, **changes: Any) -> nn.Module:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.float64)
-    try:
-        return (GPT if family == "gpt" else Llama)(config(family, **changes), group, sequence_parallel)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
@@ -55,14 +36,6 @@ def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
         at += stop - start
     dist.all_reduce(full)
     return full
-
-
-def tokens() -> Tensor:
-    return torch.randint(VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(1))
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-30))
 
 
 def compare(family: str, sequence_parallel: bool, changes: dict[str, Any], scope: bool) -> list[str]:
@@ -139,14 +112,6 @@ def dropped() -> tuple[float, bool]:
         losses.append(loss.item())
         found.append([p.grad for p in model.parameters() if p.grad is not None])
     return losses[0], losses[0] == losses[1] and all(map(torch.equal, *found))
-
-
-def scoped(function: Any) -> Any:
-    def call(*args: Any, **options: Any) -> Any:
-        with lowtide.checkpointing():
-            return function(*args, **options)
-
-    return call
 
 
 def test_dropout_under_recomputation() -> None:

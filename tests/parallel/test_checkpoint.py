@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # once, before processes are made
 from ranks import needs_gloo, on_ranks
-from test_models_shared import make, tokens
+from shared_models import make, step, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -47,15 +47,6 @@ def model_of(index: int, seed: int) -> nn.Module:
 
 def whole_of(model: nn.Module) -> dict[str, Tensor]:
     return lp.whole_state_dict(model)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-    optimizer.zero_grad()
-    loss = model(tokens(), tokens().roll(-1, 1)).loss
-    loss.backward()
-    lp.allreduce_sequence_parallel_gradients(optimizer)
-    optimizer.step()
-    return loss.item()
 
 
 def save(folder: str) -> list[list[float]]:

@@ -14,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import needs_gloo, on_ranks
-from test_models_shared import distance, scoped
-from test_models_shared import make as make_own
+from shared_models import distance, scoped
+from shared_models import make as make_own
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F

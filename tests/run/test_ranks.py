@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from counted import Collectives
 from ranks import any_rank, collectives_at_once, needs_gloo, on_ranks
-from test_collectives_count import Collectives
 from torch import Tensor, nn
 
 import lowtide

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import needs_gloo, on_ranks
+from trained import options, trail
 
 import lowtide
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
-from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.options import OptionError
 from lowtide.train.part import WholeModel
-from lowtide.train.result import TrainResult
 from lowtide.train.trainer import train
 
 pytestmark = needs_gloo
@@ -30,26 +30,6 @@ LAYOUTS = [
     {"tp": 2, "dp": 2, "sequence_parallel": True},
     {"dp": 4},
 ]
-
-
-def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {
-        "model": "gpt-nano",
-        "data": text,
-        "steps": 3,
-        "batch": 4,
-        "seq": 32,
-        "warmup": 1,
-        "eval_every": 2,
-        "eval_batches": 1,
-    }
-    return TrainOptions(
-        **{**small, "grad_accum": 2, "budget": None, "policy": "keep_all", "compare": False, **changes}
-    )
-
-
-def trail(result: TrainResult) -> list[float]:
-    return [*result.losses, *result.gradient_norms, *(loss for _, loss in result.validation)]
 
 
 def run(text: Path, changes: list[dict[str, Any]]) -> list[list[float]]:

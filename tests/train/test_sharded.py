@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from ranks import needs_gloo, on_ranks
-from test_training import options, trail
+from trained import options, trail
 
 import lowtide
 from lowtide import meter

@@ -1,0 +1,29 @@
+"""A small run, and what is compared of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lowtide.train.options import TrainOptions
+from lowtide.train.result import TrainResult
+
+
+def options(text: Path, **changes: Any) -> TrainOptions:
+    small = {
+        "model": "gpt-nano",
+        "data": text,
+        "steps": 3,
+        "batch": 4,
+        "seq": 32,
+        "warmup": 1,
+        "eval_every": 2,
+        "eval_batches": 1,
+    }
+    return TrainOptions(
+        **{**small, "grad_accum": 2, "budget": None, "policy": "keep_all", "compare": False, **changes}
+    )
+
+
+def trail(result: TrainResult) -> list[float]:
+    return [*result.losses, *result.gradient_norms, *(loss for _, loss in result.validation)]
