@@ -5,7 +5,9 @@ departs from its plan is Python's.
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import planned
+from lowtide.run.record import directors, tape, verify
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 
@@ -417,3 +420,35 @@ def test_a_recorder_may_end_within_an_operation(twins: Any) -> None:
             assert end() is None
     finally:
         gc.enable()
+
+
+def test_cpp_reads_declared_slots_alone() -> None:
+    """Each slot that C++ names is one of its class, said in that class's docstring; attributes it asks for
+    by name there are none.
+    """
+    folder = Path(tape.__file__).parent / "cpp"
+    text = "".join(path.read_text() for path in sorted(folder.iterdir()))
+    assert re.findall(r"\.attr\(\"\w+\"\)", text.replace('m.attr("unpack") =', "")) == []
+    structs = dict(re.findall(r"struct Of(\w+) \{(.*?)\n  \}", text, re.DOTALL))
+    classes = {
+        "Value": tape.LiveValue,
+        "Node": tape.Node,
+        "Tables": tape.Tables,
+        "Director": directors.PlanDirector,
+        "Findings": verify.Findings,
+    }
+    assert structs.keys() == classes.keys()
+    for name, kind in classes.items():
+        named = re.findall(r"\{type, \"(\w+)\"\}", structs[name])
+        assert named and set(named) <= set(kind.__slots__)
+        for slot in named:
+            assert re.search(rf"\b{slot}\b", kind.__doc__ or ""), (kind, slot)
+
+
+def test_a_core_refuses_other_classes() -> None:
+    recorder = Recorder(directors.PlanDirector(()))
+    program = native_recorder().Program()
+    given = {"tables": recorder.tables, "director": recorder.director, "findings": recorder.findings}
+    for name in given:
+        with pytest.raises(TypeError, match="not the classes"):
+            native_recorder().Core(**{**given, name: object()}, pack=lambda: None, program=program)

@@ -348,10 +348,10 @@ class _LittleMemory(Recorder):
 
     def _held_or_evicted(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
         key = private.storage_key(tensor)
-        entry = self._given.get(key)
+        entry = self.tables.given.get(key)
         # what is blank is written after it was saved, as rrelu does with its noise: there is nothing to copy
         if (
-            key in self._blank
+            key in self.tables.blank
             or self._tracer.is_resized(tensor)
             or (entry is None and not (droppable and self._tracer.made(tensor)))
         ):
@@ -370,7 +370,7 @@ class _LittleMemory(Recorder):
         self._evicted.add(evicted)
         self._evicted_bytes += evicted.nbytes
         if self._evicted_bytes > self._kept_bytes:
-            crossing_bytes = sum(value.nbytes for value, _ in self._given.values())
+            crossing_bytes = sum(value.nbytes for value, _ in self.tables.given.values())
             if self._evicted_bytes > 4 * crossing_bytes:
                 self.boundary()
 
@@ -393,14 +393,14 @@ class _LittleMemory(Recorder):
         no saved tensor holds.
         """
         key = private.storage_key(tensor)
-        if key in self._given or not self._tracer.made(tensor) or self._tracer.made_in_backward(tensor):
+        if key in self.tables.given or not self._tracer.made(tensor) or self._tracer.made_in_backward(tensor):
             return super()._value_of(tensor)
-        reference = self._held.get(key)
+        reference = self.tables.held.get(key)
         value = reference() if reference is not None else None
         if value is None:
             value = LiveValue.stored(on_a_copy(tensor, lazy=not self._tracer.is_resized(tensor)))
             self._kept_bytes += value.nbytes
-            held = self._held
+            held = self.tables.held
             held[key] = weakref.ref(value)
             enter(self._ends, tensor.untyped_storage(), None, lambda: held.pop(key, None))
         return value
@@ -411,7 +411,7 @@ class _LittleMemory(Recorder):
 
     def boundary(self) -> None:
         """As the recorder's, but kept values stay registered: they are copied when they are overwritten."""
-        self._given.clear()
+        self.tables.given.clear()
         self._evicted.clear()
         self._evicted_bytes = 0
 
@@ -428,7 +428,7 @@ class _LittleMemory(Recorder):
         """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a region
         begins there if that is small beside what is evicted.
         """
-        if self._evicted_bytes > 2 * sum(value.nbytes for value, _ in self._given.values()):
+        if self._evicted_bytes > 2 * sum(value.nbytes for value, _ in self.tables.given.values()):
             self.boundary()
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:

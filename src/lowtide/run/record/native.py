@@ -24,11 +24,20 @@ def native_recorder() -> Any:
     """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
-    from lowtide.run.record import handles, replay, tape
+    from lowtide.run.record import directors, handles, replay, tape, verify
 
     module = interception.compiled_recorder()
     if module is not None:
-        module.know(tape.LiveValue, tape.Node, handles.unpack, replay.bring_back, handles.overwritten)
+        module.know(  # all that it reads of Python's objects are slots of these classes (`cpp/tape.h`)
+            value=tape.LiveValue,
+            node=tape.Node,
+            tables=tape.Tables,
+            director=directors.PlanDirector,
+            findings=verify.Findings,
+            unpack=handles.unpack,
+            bring_back=replay.bring_back,
+            overwritten=handles.overwritten,
+        )
     return module
 
 

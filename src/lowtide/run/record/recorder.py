@@ -24,7 +24,7 @@ from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, 
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.replay import flat_results
-from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
+from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Tables, Writer
 from lowtide.run.record.verify import Findings, copied, why_not_reproduced
 
 
@@ -59,15 +59,17 @@ class Recorder(Interceptor):
         self.around_unpack = around_unpack
         self.mover = mover
         self.findings = Findings()
-        # by storage: values that can be recomputed, values that are held, memory that nothing has written yet
-        self._given: dict[int, tuple[LiveValue, Any]] = {}
-        self._held: dict[int, weakref.ref[LiveValue]] = {}
-        self._blank: dict[int, object] = {}
+        self.tables = Tables()
         self._starts = writes.Watch()
-        self._order = 0
         self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
-            self.core = native_recorder().Core(self, program)
+            self.core = native_recorder().Core(
+                tables=self.tables,
+                director=director,
+                findings=self.findings,
+                pack=weakref.WeakMethod(self.pack),
+                program=program,
+            )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -89,16 +91,16 @@ class Recorder(Interceptor):
     def boundary(self) -> None:
         """Begin a region: earlier values are its inputs, and are kept where replays need them."""
         self._watch()
-        self._given.clear()
-        self._held.clear()
+        self.tables.given.clear()
+        self.tables.held.clear()
 
     def _watch(self) -> None:
         """From here on others see operations: what replays start from is copied before it is overwritten, and
         what was evicted of storages that live on is read from them once they were.
         """
-        self._starts.add(self._held)
+        self._starts.add(self.tables.held)
         alive: dict[int, weakref.ref[LiveValue]] = {}
-        for key, (value, storage) in self._given.items():
+        for key, (value, storage) in self.tables.given.items():
             if value.evicted and value.readers:
                 value.shown, alive[key] = storage, weakref.ref(value)
         self._starts.add(alive)
@@ -121,7 +123,7 @@ class Recorder(Interceptor):
     def close(self) -> None:
         """Forget all values; those that saved tensors need are held by autograd's graph."""
         self.boundary()
-        self._blank.clear()
+        self.tables.blank.clear()
         if self.core is not None:
             self.core.replays.watch = self._starts
         del self._starts  # evicted tensors keep it
@@ -153,7 +155,7 @@ class Recorder(Interceptor):
         stays = self.director.stays(info, len(fresh) + len(call.written))
         if info.uninitialized:
             for position in fresh:
-                enter(self._blank, flat[position].untyped_storage(), None)
+                enter(self.tables.blank, flat[position].untyped_storage(), None)
         self._forget(overwritten, info)
         if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
@@ -184,9 +186,9 @@ class Recorder(Interceptor):
         for tensor in overwritten:
             key = private.storage_key(tensor)
             if not info.fills or covers_storage(tensor):
-                self._blank.pop(key, None)
-            self._given.pop(key, None)
-            self._held.pop(key, None)
+                self.tables.blank.pop(key, None)
+            self.tables.given.pop(key, None)
+            self.tables.held.pop(key, None)
 
     def _prepare(self, call: Call) -> Node | None:
         """The node of a call about to be made, or ``None`` where it cannot be replayed."""
@@ -195,11 +197,11 @@ class Recorder(Interceptor):
             return None
         if call.writes_others or not all(map(self.may_keep, call.others)):
             return None
-        if any(private.storage_key(t) in self._blank for t in call.inputs if id(t) not in call.unread):
+        if any(private.storage_key(t) in self.tables.blank for t in call.inputs if id(t) not in call.unread):
             return None
         device = next((t.device for t in (*call.inputs, *call.others)), None)
-        node = Node(call.func, self._order, device or torch.device(call.kwargs.get("device") or "cpu"))
-        self._order += 1
+        node = Node(call.func, self.tables.order, device or torch.device(call.kwargs.get("device") or "cpu"))
+        self.tables.order += 1
         node.statistics = tuple(call.statistics)
         try:
             node.args = [self._reference(item, call, node) for item in call.args]
@@ -259,7 +261,7 @@ class Recorder(Interceptor):
         for place, (number, tensor) in enumerate(zip(moves, wrote, strict=True)):
             if number < 0:
                 continue
-            fetch = Fetch(mover.out(number, tensor), mover, self._order - 0.5)
+            fetch = Fetch(mover.out(number, tensor), mover, self.tables.order - 0.5)
             is_loose = place < len(fresh) and fresh[place] in call.loose
             value = self._register(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
@@ -275,13 +277,13 @@ class Recorder(Interceptor):
         value.extent = extent
         if self.verify:
             value.digest = digest(tensor, extent)
-        enter(self._given, storage, value)
+        enter(self.tables.given, storage, value)
         return value
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
         """The present value of a tensor; one that is not recomputable is held from here on."""
         key = private.storage_key(tensor)
-        entry = self._given.get(key)
+        entry = self.tables.given.get(key)
         if entry is not None:
             value = entry[0]
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
@@ -292,12 +294,12 @@ class Recorder(Interceptor):
         value = self._held_value(key)
         if value is None:
             value = LiveValue.stored(tensor)
-            self._held[key] = weakref.ref(value)
+            self.tables.held[key] = weakref.ref(value)
         return value
 
     def _held_value(self, key: int) -> LiveValue | None:
         """The value that is held of a storage, if it was not written since."""
-        reference = self._held.get(key)
+        reference = self.tables.held.get(key)
         value = reference() if reference is not None else None
         return value if value is not None and value.unchanged else None
 
@@ -308,7 +310,7 @@ class Recorder(Interceptor):
         """
         name = str(value.node.func) if value.node is not None else "an operation"
         self._not_reproduced(name, "its result was written by code that the dispatcher does not see")
-        for reader, _ in self._given.values():
+        for reader, _ in self.tables.given.values():
             if isinstance(reader.node, Node) and any(read is value for read in reader.node.inputs):
                 self._not_reproduced(
                     str(reader.node.func),
@@ -318,8 +320,8 @@ class Recorder(Interceptor):
         value.node, value.digest = None, None
         value.held, value.version = new.held, (-1 if value.readers else new.version)
         key = private.storage_key(tensor)
-        self._given.pop(key, None)
-        self._held[key] = weakref.ref(new)
+        self.tables.given.pop(key, None)
+        self.tables.held[key] = weakref.ref(new)
         return new
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
@@ -348,7 +350,9 @@ class Recorder(Interceptor):
 
     def _packed(self, tensor: torch.Tensor) -> Any:
         # parameters are the commonest, and no plan evicts them
-        known = None if type(tensor) is torch.nn.Parameter else self._given.get(private.storage_key(tensor))
+        known = (
+            None if type(tensor) is torch.nn.Parameter else self.tables.given.get(private.storage_key(tensor))
+        )
         if known is None:
             return Kept(tensor, self.mover)
         if not self.check:

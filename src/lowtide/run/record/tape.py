@@ -122,6 +122,28 @@ class LiveValue:
         return self.held
 
 
+class Tables:
+    """What a recorder knows of one forward's storages, by their keys (`lowtide.private.storage_key`).
+
+    The compiled recorder and the one in Python work on the same dictionaries, which are never replaced.
+
+    Attributes:
+        given: the value of a storage that can be replayed or fetched, and what removes the entry when the
+            storage ends.
+        held: a weak reference to the value of a storage that a replay reads and that is held until then.
+        blank: storages that nothing has written yet.
+        order: how many nodes were recorded: the next one's place in the forward.
+    """
+
+    __slots__ = ("blank", "given", "held", "order")
+
+    def __init__(self) -> None:
+        self.given: dict[int, tuple[LiveValue, Any]] = {}
+        self.held: dict[int, weakref.ref[LiveValue]] = {}
+        self.blank: dict[int, object] = {}
+        self.order = 0
+
+
 class Ref(Geometry):
     """A tensor argument: a value and a geometry over it."""
 

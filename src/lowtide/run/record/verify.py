@@ -24,7 +24,7 @@ def check_verify(verify: str) -> None:
         raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
 
 
-@dataclass
+@dataclass(slots=True)
 class Findings:
     """The findings of one recorded forward.
 

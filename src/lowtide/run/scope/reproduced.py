@@ -72,7 +72,7 @@ class ScopeRecorder(Recorder):
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` comes back for whoever saves it, as all that the scope wrote does."""
-        return private.storage_key(tensor) in self._given
+        return private.storage_key(tensor) in self.tables.given
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Verify the operation or trust it, by its fingerprint, and go on as the recorder does."""

@@ -100,7 +100,7 @@ inline Tensors flat_results(const Stack& stack, size_t from) {
   return found;
 }
 
-struct Call {
+struct RecordedCall {
   struct Place {  // of a tensor: its input, and its geometry
     size_t argument, item, input;
     Geometry geometry;

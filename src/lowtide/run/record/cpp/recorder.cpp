@@ -1,7 +1,7 @@
 // The compiled half of the recorder: it does what lowtide.run.record does in Python, for the plain operations
 // of a plan's program. Everything else (another operation than the program has next, writes to known values,
 // random numbers, subclasses) goes to Python, which is the reference. Both halves work on the same objects:
-// the recorder's tables, and the slots of LiveValue and Node.
+// slots of five classes, which tape.h lists.
 //
 //   recorder.h   the operations of a forward, and its saved tensors
 //   saved.h      what autograd holds in place of a saved tensor
@@ -71,7 +71,7 @@ PyObject* unpacked(PyObject*, PyObject* packed) {
 }
 
 std::vector<Tensor> again(const py::object& call, const std::vector<Tensor>& inputs) {
-  Tensors made = Boxed<Call>::in(call)->again(inputs);
+  Tensors made = Boxed<RecordedCall>::in(call)->again(inputs);
   return {made.begin(), made.end()};
 }
 
@@ -80,7 +80,8 @@ std::vector<Tensor> again(const py::object& call, const std::vector<Tensor>& inp
 
 PYBIND11_MODULE(lowtide_recorder, m) {
   using namespace lowtide;
-  Boxed<Call>::make_type("lowtide_recorder.Call");
+  using namespace py::literals;
+  Boxed<RecordedCall>::make_type("lowtide_recorder.RecordedCall");
   Boxed<Kept>::make_type("lowtide_recorder.Kept");
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Packer::make_type("lowtide_recorder.Packer");
@@ -90,7 +91,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property("watch", nullptr, &Replays::keep);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
-      .def(py::init<py::object, std::shared_ptr<Program>>())
+      .def(py::init<py::object, py::object, py::object, py::object, std::shared_ptr<Program>>(),
+           py::kw_only(), "tables"_a, "director"_a, "findings"_a, "pack"_a, "program"_a)
       .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
       .def_property_readonly("replays", &Core::replays)
       .def("hooks_found", &Core::hooks_found)
@@ -99,10 +101,11 @@ PYBIND11_MODULE(lowtide_recorder, m) {
         return function_of<&packed>("pack", Packer::of(std::move(core)));
       });
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
-  m.def("know", [](py::object value_type, py::object node_type, py::object unpack, py::object bring_back,
-                   py::object overwritten) {
-    classes = new Classes{{value_type}, {node_type}, unpack, bring_back, overwritten};
-  });
+  m.def("know", [](py::object value, py::object node, py::object tables, py::object director,
+                   py::object findings, py::object unpack, py::object bring_back, py::object overwritten) {
+    classes = new Classes{{value}, {node}, {tables}, {director}, {findings}, unpack, bring_back, overwritten};
+  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "findings"_a, "unpack"_a, "bring_back"_a,
+     "overwritten"_a);
   m.def("tell", [](py::object function) { watched.tell = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });

@@ -42,12 +42,20 @@ class Core {
  public:
   std::atomic<bool> on{false};
 
-  Core(py::object recorder, std::shared_ptr<Program> program) : program_(std::move(program)) {
-    given_ = recorder.attr("_given");
-    held_ = recorder.attr("_held");
-    findings_ = recorder.attr("findings");
-    blank_ = recorder.attr("_blank");
-    recorder_ = weak(recorder);
+  // Of a recorder: its tables, director and findings, and a weak reference to its method `pack`.
+  Core(py::object tables, py::object director, py::object findings, py::object pack,
+       std::shared_ptr<Program> program)
+      : program_(std::move(program)),
+        tables_(std::move(tables)),
+        director_(std::move(director)),
+        findings_(std::move(findings)),
+        pack_(std::move(pack)) {
+    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type) ||
+        !is_a(findings_, classes->findings.type))
+      throw py::type_error("Core(tables=, director=, findings=): these are not the classes that it was told of");
+    given_ = py::reinterpret_borrow<py::dict>(classes->tables.given(tables_));
+    held_ = py::reinterpret_borrow<py::dict>(classes->tables.held(tables_));
+    blank_ = py::reinterpret_borrow<py::dict>(classes->tables.blank(tables_));
   }
 
   std::shared_ptr<Replays> replays() const { return replays_; }
@@ -57,7 +65,7 @@ class Core {
     py::gil_scoped_acquire gil;
     program_.reset();
     replays_.reset();
-    for (py::object* object : {&recorder_, &findings_, static_cast<py::object*>(&given_),
+    for (py::object* object : {&tables_, &director_, &findings_, &pack_, static_cast<py::object*>(&given_),
                                static_cast<py::object*>(&held_), static_cast<py::object*>(&blank_)})
       object->release().dec_ref();
   }
@@ -85,9 +93,8 @@ class Core {
 
   void to_python() {  // it runs the next operation, and may evict values
     if (!python_ran_) {
-      py::object recorder = behind(recorder_);
-      recorder.attr("director").attr("at") = at_;
-      recorder.attr("_order") = order_;
+      classes->director.at.set(director_, py::int_(at_));
+      classes->tables.order.set(tables_, py::int_(order_));
     }
     hooks_.put_in();
     python_ran_ = true;
@@ -107,7 +114,7 @@ class Core {
     PyObject** attributes = _PyObject_GetDictPtr(object);
     bool ours = type == THPVariableClass || type == ParameterClass;
     if (!ours || !plain(tensor) || (attributes && *attributes && PyDict_Size(*attributes))) {
-      return behind(recorder_).attr("pack")(py::handle(object));
+      return pack_()(py::handle(object));
     }
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
@@ -127,9 +134,8 @@ class Core {
 
   void from_python() {
     py::gil_scoped_acquire gil;
-    py::object recorder = behind(recorder_);
-    at_ = recorder.attr("director").attr("at").cast<size_t>();
-    order_ = recorder.attr("_order").cast<long>();
+    at_ = PyLong_AsSize_t(classes->director.at(director_));
+    order_ = PyLong_AsLong(classes->tables.order(tables_));
     python_ran_ = false;
   }
 
@@ -180,8 +186,8 @@ class Core {
     py::gil_scoped_acquire gil;
     if (blank_.size()) return false;
     c10::SmallVector<py::object, 4> inputs;
-    py::object call = Boxed<Call>::of(op);
-    if (!describe(*Boxed<Call>::in(call), *stack, inputs)) return false;
+    py::object call = Boxed<RecordedCall>::of(op);
+    if (!describe(*Boxed<RecordedCall>::in(call), *stack, inputs)) return false;
     {
       py::gil_scoped_release others;
       run(op, keys, stack);
@@ -209,7 +215,7 @@ class Core {
   }
 
   // Records the call about to be made and the values that it reads; false where Python has to.
-  bool describe(Call& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
+  bool describe(RecordedCall& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
     call.arguments.reserve(stack.size() - first_);
     for (size_t at = first_; at < stack.size(); ++at) call.add(stack[at]);
     call.places.reserve(shown_.size());
@@ -244,8 +250,8 @@ class Core {
   }
 
   void skips() {  // another operation ran in place of the program's
-    py::object director = behind(recorder_).attr("director");
-    director.attr("skipped") = director.attr("skipped").cast<long>() + 1;
+    auto& skipped = classes->director.skipped;
+    skipped.set(director_, py::int_(PyLong_AsLong(skipped(director_)) + 1));
   }
 
   void reads(const py::object& node, c10::SmallVector<py::object, 4>& inputs) {
@@ -274,7 +280,7 @@ class Core {
 
   std::shared_ptr<Program> program_;
   std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
-  py::object recorder_, findings_;
+  py::object tables_, director_, findings_, pack_;
   py::dict given_, held_, blank_;
   Hooks hooks_;
   bool python_ran_ = false;

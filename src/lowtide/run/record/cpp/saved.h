@@ -53,8 +53,8 @@ class Evicted {
     ++replays_->evicted;
     if (v.evicted(value_) == Py_True) return;
     v.evicted.set(value_, py::bool_(true));
-    size_t before = findings.attr("evicted_bytes").cast<size_t>();
-    findings.attr("evicted_bytes") = before + PyLong_AsSize_t(v.nbytes(value_));
+    auto& bytes = classes->findings.evicted_bytes;
+    bytes.set(findings, py::int_(PyLong_AsSize_t(bytes(findings)) + PyLong_AsSize_t(v.nbytes(value_))));
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {

@@ -1,4 +1,5 @@
-// The tape of lowtide.run.record.tape: its classes LiveValue and Node, which both halves of the recorder use.
+// The classes of Python that both halves of the recorder work on, and the slots that C++ reads or writes. It
+// knows nothing else of Python's objects; lowtide.run.record.native names the classes.
 #pragma once
 
 #include "call.h"
@@ -21,6 +22,18 @@ struct Classes {
         grad{type, "grad"}, waits{type, "waits"}, inputs{type, "inputs"},
         call{type, "call"};
   } node;
+  struct OfTables {
+    py::object type;
+    Slot given{type, "given"}, held{type, "held"}, blank{type, "blank"}, order{type, "order"};
+  } tables;
+  struct OfDirector {
+    py::object type;
+    Slot at{type, "at"}, skipped{type, "skipped"};
+  } director;
+  struct OfFindings {
+    py::object type;
+    Slot evicted_bytes{type, "evicted_bytes"};
+  } findings;
   py::object unpack, bring_back, overwritten;  // functions in Python
   py::tuple nothing{0};
   py::dict no_names;
@@ -85,8 +98,8 @@ inline Tensor overwritten_with(py::handle value) {
   return THPVariable_Check(shown) ? THPVariable_Unpack(shown) : Tensor();
 }
 
-inline const Call* call_of(py::handle node) {  // or null: Python recorded it
-  return is_a(node, classes->node.type) ? Boxed<Call>::in(classes->node.call(node)) : nullptr;
+inline const RecordedCall* call_of(py::handle node) {  // or null: Python recorded it
+  return is_a(node, classes->node.type) ? Boxed<RecordedCall>::in(classes->node.call(node)) : nullptr;
 }
 
 // A node without its inputs and outputs.
