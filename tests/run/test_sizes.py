@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
-from lowtide.run.look.look import Look
+from lowtide.run.profile.profiler import Profiler
 
 
 class Net(nn.Module):
@@ -56,13 +56,13 @@ def step(net: nn.Module, count: int) -> list[torch.Tensor]:
 def verified(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each look, whether it verified."""
     found: list[bool] = []
-    before = Look.__init__
+    before = Profiler.__init__
 
-    def noted(self: Look, *args: Any, **kwargs: Any) -> None:
+    def noted(self: Profiler, *args: Any, **kwargs: Any) -> None:
         before(self, *args, **kwargs)
         found.append(self.verified)
 
-    monkeypatch.setattr(Look, "__init__", noted)
+    monkeypatch.setattr(Profiler, "__init__", noted)
     return found
 
 

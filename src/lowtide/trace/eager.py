@@ -1,8 +1,8 @@
 """Record one real training step, operation by operation, while it runs.
 
 It is an `Interceptor`: every operation of the step comes here, and what autograd saves and asks for comes
-from who stands between (`lowtide.run.look.look`), which runs each forward operation twice. The second run,
-warm, is what an operation's seconds and scratch are taken from.
+from who stands between (`lowtide.run.profile.profiler`), which runs each forward operation twice. The second
+run, warm, is what an operation's seconds and scratch are taken from.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planned import Planned
 from lowtide.run.limit.planning import Planner
-from lowtide.run.look.look import Look
 from lowtide.run.messages import OF_GRAPH, OWN_OFF, own_checkpointing, warn
+from lowtide.run.profile.profiler import Profiler
 from lowtide.run.ranks import LEARNING_STEPS
 from lowtide.run.record.verify import Verify
 from lowtide.words import count_text
@@ -219,7 +219,7 @@ class Kinds:
             return self.verify != "never"
         return not any(other.looks and other.key.differs_in_size(kind.key) for other in self.known.values())
 
-    def take_in(self, kind: Kind, look: Look, graph: StepGraph) -> None:
+    def take_in(self, kind: Kind, look: Profiler, graph: StepGraph) -> None:
         """Take in a look at a step of a kind: plan for the longest step seen. A look that trusted another
         size's verification and found another program is of no use: it is to be repeated.
 
@@ -276,7 +276,7 @@ class Kinds:
             finally:
                 del refusal  # its traceback holds this frame, and all that the step's frames hold
 
-    def _tell_of(self, look: Look) -> None:
+    def _tell_of(self, look: Profiler) -> None:
         """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
         keeps their results from now on.
         """

@@ -1,9 +1,9 @@
 """Replace the forward of a model whose training step stays within a budget.
 
-A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look.look`).
-*Looked at*: the planner makes a plan when backward has ended, before anything else runs. *Planned*: steps run
-under the plan, and each is measured. What follows a step (`outcome.py`) is noted with its kind, and done
-before the next step.
+A kind of step goes through three states. *Unknown*: its next step is profiled
+(`lowtide.run.profile.profiler`). *Looked at*: the planner makes a plan when backward has ended, before
+anything else runs. *Planned*: steps run under the plan, and each is measured. What follows a step
+(`outcome.py`) is noted with its kind, and done before the next step.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from lowtide.run.limit.unlimited import (
     why_governed,
     why_unlimited,
 )
-from lowtide.run.look.look import Look, look_aside
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
 from lowtide.run.move import TransferEngine
+from lowtide.run.profile.profiler import Profiler, profile_aside
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.native import native_recorder
@@ -71,7 +71,7 @@ class _Local(threading.local):
 
     def __init__(self) -> None:
         self.inside = False
-        self.look: tuple[Look, Kind] | None = None
+        self.look: tuple[Profiler, Kind] | None = None
         self.watch: StepWatch | None = None
 
 
@@ -301,7 +301,7 @@ class Limiter:
 
     def _look(self, kind: Kind, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         native_recorder()  # takes half a minute once; better now than after backward
-        look = Look(
+        look = Profiler(
             self.model,
             device,
             verify=self.kinds.is_to_verify(kind),
@@ -322,7 +322,7 @@ class Limiter:
         if self.model.training and not (watch.pending() or watch.began or watch.backwards):
             self.planner.tell(UNREACHED)
 
-    def _look_ended(self, kind: Kind, look: Look) -> None:
+    def _look_ended(self, kind: Kind, look: Profiler) -> None:
         """A look has ended: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
             self.local.look = None
@@ -338,7 +338,7 @@ class Limiter:
             graph = look.graph()
             self._take_in(kind, look, graph)
 
-    def _take_in(self, kind: Kind, look: Look, graph: StepGraph) -> None:
+    def _take_in(self, kind: Kind, look: Profiler, graph: StepGraph) -> None:
         """Take in a look at one of the user's steps, and what that took."""
         optimizer, peak = self.planner.optimizer, look.peak_bytes
         state = self.planner.optimizer_bytes if optimizer is not None and optimizer.state else 0
@@ -380,7 +380,7 @@ class Limiter:
         kind = self.kinds.kind_for(step_key(members, args, kwargs))
         if kind.wants_look:
             with self.engagement.paused(), self._inside():
-                look, graph = look_aside(
+                look, graph = profile_aside(
                     [self.model],
                     members.device,
                     self.forward,

@@ -1,4 +1,4 @@
-"""Look at one step: run it for real, in little memory, and record its `StepGraph`.
+"""Profile one step: run it for real, in little memory, and record its `StepGraph`.
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
@@ -36,8 +36,8 @@ from lowtide.trace.results import tensors_inside
 from lowtide.trace.untouched import untouched, without_history
 
 
-class Look:
-    """A look at one step.
+class Profiler:
+    """Profiles one step.
 
     Args:
         model: its forward is the region that can be planned.
@@ -63,7 +63,7 @@ class Look:
         device: torch.device,
         *,
         verify: bool = True,
-        on_end: Callable[[Look], None] | None = None,
+        on_end: Callable[[Profiler], None] | None = None,
     ) -> None:
         self._workspace_bytes = standing_workspace_bytes(device)
         self.tracer = StepTracer(model, device)
@@ -217,7 +217,7 @@ class _Saved:
 
     __slots__ = ("__weakref__", "held", "look", "number")
 
-    def __init__(self, look: Look, number: int, held: Kept | Evicted) -> None:
+    def __init__(self, look: Profiler, number: int, held: Kept | Evicted) -> None:
         self.look, self.number, self.held = look, number, held
         look.holds(self)
 
@@ -261,7 +261,7 @@ class _Saved:
         self.look.released(self.number)
 
 
-def look_aside(
+def profile_aside(
     modules: list[torch.nn.Module],
     device: torch.device,
     step: Callable[..., Any],
@@ -269,18 +269,18 @@ def look_aside(
     kwargs: dict[str, Any],
     loss_of: Callable[[StepTracer, Any], torch.Tensor | None],
     verify: bool = True,
-) -> tuple[Look, StepGraph]:
-    """Look at a step that is no training step: gradients, buffers, module attributes and random states are
+) -> tuple[Profiler, StepGraph]:
+    """Profile a step that is no training step: gradients, buffers, module attributes and random states are
     restored afterwards.
 
     Args:
         modules: the modules that the step may change; the forward of the first can be planned.
-        device, verify: as of `Look`.
+        device, verify: as of `Profiler`.
         step, args, kwargs: the forward.
         loss_of: the loss in the forward's result; ``None`` where it has run its own backward.
     """
     with untouched(modules) as gradients, torch.enable_grad():
-        look = Look(modules[0] if modules else None, device, verify=verify)
+        look = Profiler(modules[0] if modules else None, device, verify=verify)
         look.tracer.gradients = gradients
         given, named = without_history((args, kwargs))
         result = look.run(step, given, named)
@@ -330,7 +330,7 @@ class _LittleMemory(Recorder):
         verify: as of `lowtide.run.record.recorder.Recorder`.
     """
 
-    def __init__(self, look: Look, verify: bool) -> None:
+    def __init__(self, look: Profiler, verify: bool) -> None:
         super().__init__(RegionDirector(), verify=verify)
         self.check = False  # what ran twice needs no digests
         self._look, self._tracer = look, look.tracer
