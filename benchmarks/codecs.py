@@ -50,8 +50,8 @@ SHAPE = dict(
     vocabulary=256,
     positions=64,
 )
-CODECS = ("none", "auto", "sparse0.6", "bfloat16", "int8", "int4")
-LOSSLESS = ("auto", "sparse0.6")
+CODECS = ("none", "auto", "bfloat16", "int8", "int4")
+LOSSLESS = ("auto",)
 
 
 def text() -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide.meter.workspaces import standing_workspace_bytes, workspace_bytes
+from lowtide.meter.cuda import standing_workspace_bytes, workspace_bytes
 
 
 def test_a_cpu_has_none() -> None:

@@ -199,7 +199,7 @@ def test_is_zero_tensor() -> None:
 
 def test_conjugated_and_negated_are_views() -> None:
     x = torch.tensor([1 + 2j])
-    conjugate, negative = private.conjugated(x), private.negated(x.imag)
+    conjugate, negative = private.conjugate_view(x), private.negative_view(x.imag)
     assert conjugate.is_conj() and conjugate.item() == 1 - 2j and negative.item() == -2
     assert private.storage_key(conjugate) == private.storage_key(negative) == private.storage_key(x)
 
@@ -244,7 +244,7 @@ def test_in_custom_backward_and_carried() -> None:
     def unpack(packed: torch.Tensor) -> torch.Tensor:
         alias = packed.data
         alias.mark = 3  # type: ignore[attr-defined]
-        return private.carried(alias)
+        return private.carrier_of(alias)
 
     x, weight = torch.ones(2, requires_grad=True), torch.full((2,), 5.0, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):

@@ -87,7 +87,6 @@ LOSSLESS = {
     "host": policies.offload("host", min_bytes=1),
     "masks": policies.compress("auto", min_bytes=1),
     "masks on disk": policies.compress("auto", min_bytes=1, then=Offload("disk")),
-    "sparse": policies.compress("sparse0.97", min_bytes=1),
     "full, then disk and host": both("full"),
 }
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.run.record.random_draws import taking_generator
+from lowtide.run.record.replay import taking_generator
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from moving_net import LOSSLESS, X, net, same, step
 
 import lowtide
 from lowtide import meter, policies
-from lowtide.store import memory
+from lowtide.store import host as memory
 from lowtide.store.tier import StoreError
 
 

@@ -10,15 +10,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import PlanError, meter
-from lowtide.store.codec import BFloat16, Blockwise, Dictionary, Positive, Sparse, codec_named
-from lowtide.store.coding import (
+from lowtide import PlanError, meter, policies
+from lowtide.store.codec import (
     CHUNK,
     DEVICE_CHUNK,
+    BFloat16,
+    Blockwise,
     Codec,
     CodecError,
     Form,
+    Mask,
+    Positive,
     chunk_elements,
+    codec_named,
     pack_bits,
     unpack_bits,
 )
@@ -45,19 +49,15 @@ def same(x: torch.Tensor, y: torch.Tensor) -> bool:
 def test_lossless_codecs_give_back_every_bit(size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(size)
     mask = (torch.rand(size) < 0.3).to(dtype) / 0.9
-    assert same(mask, there_and_back(Dictionary(1), mask))
-    few = torch.randint(-7, 8, (size,)).to(dtype)
-    assert same(few, there_and_back(Dictionary(4), few))
-    relu = torch.where(torch.rand(size) < 0.5, torch.randn(size), torch.zeros(size)).to(dtype)
-    relu[::2] = 0
-    assert same(relu, there_and_back(Sparse(0.6), relu))
+    assert same(mask, there_and_back(Mask(), mask))
+    assert same(mask == 0, there_and_back(Mask(), mask == 0))
 
 
 def test_odd_numbers_survive() -> None:
     odd = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf"), 1e-45] + [0.0] * 60)
-    assert same(odd, there_and_back(Dictionary(4), odd))
-    assert same(odd, there_and_back(Sparse(0.5), odd))
-    assert same(odd == 0, there_and_back(Dictionary(1), odd == 0))
+    for pair in (odd[:2], odd[2:4], odd[5:]):
+        assert same(pair, there_and_back(Mask(), pair))
+    assert same(odd == 0, there_and_back(Mask(), odd == 0))
     # ReLU's backward passes a gradient on where the saved value is not <= 0
     gradient = torch.ones_like(odd)
     plain = torch.ops.aten.threshold_backward(gradient, odd, 0)
@@ -66,9 +66,7 @@ def test_odd_numbers_survive() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     with pytest.raises(CodecError, match="more than 2 distinct"):
-        Dictionary(1).encode(torch.arange(10.0))
-    with pytest.raises(CodecError, match="differ from zero"):
-        Sparse(0.5).encode(torch.ones(100))
+        Mask().encode(torch.arange(10.0))
     for codec in (Blockwise(8), Blockwise(4)):
         with pytest.raises(CodecError, match="finite"):
             codec.encode(torch.tensor([1.0, float("inf")]))
@@ -78,9 +76,16 @@ def test_what_does_not_fit_is_said() -> None:
         BFloat16().encode(torch.zeros(4, dtype=torch.float16))
     with pytest.raises(CodecError, match="there is no codec 'zip'"):
         codec_named("zip")
-    for wrong in (lambda: Dictionary(3), lambda: Blockwise(2), lambda: Sparse(1.5)):
-        with pytest.raises(CodecError, match="give"):
-            wrong()
+    with pytest.raises(CodecError, match="give"):
+        Blockwise(2)
+
+
+@pytest.mark.parametrize("name", ["dictionary2", "dictionary8", "sparse0.6"])
+def test_codecs_of_0_2_are_refused_by_name(name: str) -> None:
+    with pytest.raises(CodecError, match=rf"no codec '{name}' any more: use 'mask'.*has to be made again"):
+        codec_named(name)
+    with pytest.raises(CodecError, match=f"{name}.* any more"):
+        policies.compress(name)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -124,7 +129,7 @@ def test_the_callers_random_state_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     "codec",
-    [Dictionary(1), Dictionary(4), Sparse(0.5), Positive(), BFloat16(), Blockwise(8), Blockwise(4)],
+    [Mask(), Positive(), BFloat16(), Blockwise(8), Blockwise(4)],
     ids=lambda c: c.name,
 )
 def test_scratch_does_not_grow_with_the_tensor(codec: Codec) -> None:
@@ -153,8 +158,7 @@ class Asked(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("codec", "most"),
     [
-        (Dictionary(1), 1),
-        (Sparse(0.5), 5),
+        (Mask(), 1),
         (Positive(), 0),
         (BFloat16(), 0),
         (Blockwise(8), 1),
@@ -177,7 +181,7 @@ def test_the_device_is_asked_once_whatever_the_size(codec: Codec, most: int) -> 
 def test_an_accelerator_takes_larger_chunks_and_the_planner_knows() -> None:
     count = 100 * CHUNK
     assert chunk_elements("cuda:1") == DEVICE_CHUNK == 32 * CHUNK
-    for codec in (Dictionary(1), Sparse(), Positive(), Blockwise(4)):
+    for codec in (Mask(), Positive(), Blockwise(4)):
         assert codec.scratch(count) == codec.scratch_bytes
         assert codec.scratch(count, "cuda:1") == 32 * codec.scratch_bytes
         assert codec.scratch(1000, "cuda") == codec.scratch(1000) < codec.scratch_bytes / 8
@@ -187,10 +191,10 @@ def test_an_accelerator_takes_larger_chunks_and_the_planner_knows() -> None:
 def test_chunks_of_any_size_hold_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     x = torch.relu(torch.randn(5 * CHUNK + 77))
-    for make in (lambda: Sparse(0.6), Positive, lambda: Blockwise(8), lambda: Blockwise(4)):
+    for make in (Positive, lambda: Blockwise(8), lambda: Blockwise(4)):
         small = make().encode(x)
         with monkeypatch.context() as patched:
-            patched.setattr("lowtide.store.coding.CHUNK", 2 * CHUNK)
+            patched.setattr("lowtide.store.codec.CHUNK", 2 * CHUNK)
             large = make().encode(x)
             back = torch.empty_like(x)
             make().decode(small, back)

@@ -17,9 +17,8 @@ from moving_net import net, same, step
 import lowtide
 from lowtide import policies
 from lowtide.store.disk import BUFFER_BYTES, Disk
-from lowtide.store.host import Host
+from lowtide.store.host import Host, host_bytes
 from lowtide.store.lanes import StreamLane, ThreadLane
-from lowtide.store.memory import host_bytes
 
 
 def noise(count: int, seed: int = 0) -> torch.Tensor:

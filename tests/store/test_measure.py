@@ -12,8 +12,8 @@ import torch
 
 from lowtide.links import Link
 from lowtide.store import measure
-from lowtide.store.arena import Region
 from lowtide.store.lanes import Transfer
+from lowtide.store.slab import Lease
 from lowtide.store.tier import StoreError
 
 
@@ -36,14 +36,14 @@ class Slow:
         self.clock, self.slower = clock, slower
         self.under_way: list[Transfer] = []
 
-    def take(self, bytes_: int) -> Region:
-        return Region(0, bytes_)
+    def take(self, bytes_: int) -> Lease:
+        return Lease(0, bytes_)
 
-    def write(self, data: torch.Tensor, slot: Region) -> Transfer:
+    def write(self, data: torch.Tensor, slot: Lease) -> Transfer:
         self.under_way.append(Transfer())
         return self.under_way[-1]
 
-    def read(self, slot: Region, data: torch.Tensor) -> Transfer:
+    def read(self, slot: Lease, data: torch.Tensor) -> Transfer:
         return self.write(data, slot)
 
     def compute(self) -> None:

@@ -13,8 +13,7 @@ import torch
 from lazy_streams import LazyStreams, on_streams
 
 from lowtide.optim.pool import MemoryPool
-from lowtide.store.host import Host
-from lowtide.store.memory import host_bytes
+from lowtide.store.host import Host, host_bytes
 from lowtide.store.tier import StoreError
 
 needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's mappings")

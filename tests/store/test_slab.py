@@ -18,7 +18,7 @@ from lowtide.plan.layout import check
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import Simulator
 from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
-from lowtide.store.slab import Slab, handed_out
+from lowtide.store.slab import Slab, hand_out
 
 FORMS = {
     "disk": Offload("disk"),
@@ -223,7 +223,7 @@ def test_a_place_is_free_when_nobody_refers_to_it_and_nothing_is_written_there()
     del taken[1]
     assert slab.take(1536, [8]) is None  # the parts hold the place together
     writer = taken[0].view(torch.int16)  # what a thread holds that is slow to let go
-    tensor = handed_out(taken.pop())
+    tensor = hand_out(taken.pop())
     assert tensor.data_ptr() == writer.data_ptr() and tensor.untyped_storage().nbytes() == 1000
     part = tensor.view(torch.float32)[3:5]
     del tensor
@@ -232,8 +232,8 @@ def test_a_place_is_free_when_nobody_refers_to_it_and_nothing_is_written_there()
     assert slab.take(512, [1024]) is not None
     other = slab.take(2048, [16])
     assert other is not None
-    tensor, memory = handed_out(other.pop()), slab.memory.data_ptr()
+    tensor, memory = hand_out(other.pop()), slab.memory.data_ptr()
     del slab
     tensor.fill_(7)  # what was handed out keeps the slab
     assert tensor.data_ptr() == memory + 2048 and int(tensor.sum()) == 112
-    assert handed_out(tensor) is tensor
+    assert hand_out(tensor) is tensor

@@ -21,9 +21,9 @@ from lowtide import meter
 from lowtide.errors import PlanError
 from lowtide.plan.data.decisions import TIERS
 from lowtide.store import stores
-from lowtide.store.arena import Arena, Region
 from lowtide.store.disk import BUFFER_BYTES, Disk
 from lowtide.store.host import Host
+from lowtide.store.slab import Arena, Lease
 from lowtide.store.stores import Stores
 from lowtide.store.tier import StoreError, Tier
 
@@ -130,7 +130,7 @@ def test_regions_never_meet_whatever_kinds_of_steps_take_turns() -> None:
             offsets = [4 * source.randint(0, 20) for _ in range(source.randint(1, 6))]
             kinds.append((offsets, [source.choice([4, 8, 12, 40]) for _ in offsets]))
         sizes: list[int] = []
-        taken: list[Region] = []
+        taken: list[Lease] = []
         for _ in range(200):
             draw = source.random()
             if draw < 0.1 or not sizes:

@@ -19,8 +19,7 @@ from torch import fx
 from lowtide.compiled.handing import Parts, call, geometry, hand_over
 from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
-from lowtide.store.codec import Blockwise
-from lowtide.store.coding import ceil_div
+from lowtide.store.codec import Blockwise, ceil_div
 
 _PARTS = ("codes", "ranges")
 

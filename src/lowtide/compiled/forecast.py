@@ -10,7 +10,7 @@ from lowtide.compiled.backend import FREES_AT_ONCE, compile_graph
 from lowtide.compiled.partitioner import Partitioner, Report
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
-from lowtide.meter.workspaces import workspace_bytes
+from lowtide.meter.cuda import workspace_bytes
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
 

@@ -19,8 +19,8 @@ from lowtide.compiled.whole import UNCOMPILED, WholeStep
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
+from lowtide.meter.cuda import standing_workspace_bytes, workspace_bytes
 from lowtide.meter.resident import innermost
-from lowtide.meter.workspaces import standing_workspace_bytes, workspace_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
     captured,

@@ -32,8 +32,8 @@ from lowtide.compiled.handing import Parts, call, geometry, hand_over
 from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
-from lowtide.store.arena import Region
 from lowtide.store.lanes import Transfer
+from lowtide.store.slab import Lease
 from lowtide.store.stores import Stores
 from lowtide.store.tier import StoreError
 
@@ -70,18 +70,18 @@ class Stored:
         self._device = x.device
         self._geometry = tuple(x.shape), tuple(x.stride()), x.dtype
         self._tier = stores().tier(tier, path, x.device)
-        region = self._tier.take(x.nbytes)
-        self._region: Region | None = region
-        self._writing: Transfer | None = self._tier.write(_flat(x), region)
+        lease = self._tier.take(x.nbytes)
+        self._lease: Lease | None = lease
+        self._writing: Transfer | None = self._tier.write(_flat(x), lease)
 
     def settle(self) -> None:
         """Order the device behind the copy out."""
-        region, writing = self._region, self._writing
+        lease, writing = self._lease, self._writing
         if writing is None:
             return
-        self._region = self._writing = None  # an error's frames hold tickets: none may lead back to the error
+        self._lease = self._writing = None  # an error's frames hold tickets: none may lead back to the error
         writing.join()
-        self._region = region
+        self._lease = lease
 
     def fetch(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Arriving:
         """Start copying back."""
@@ -89,9 +89,9 @@ class Stored:
             raise StoreError(
                 f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}"
             )
-        assert self._region is not None
+        assert self._lease is not None
         room = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
-        return Arriving(room, self._tier.read(self._region, _flat(room)))
+        return Arriving(room, self._tier.read(self._lease, _flat(room)))
 
 
 class Arriving:

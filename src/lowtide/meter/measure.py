@@ -13,10 +13,9 @@ import torch
 
 from lowtide.errors import MeterError, expect, is_count
 
-from .allocator import AllocatorPeak, available, counting_allocator
+from .allocator import AllocatorPeak, ProfilerPeak, available, counting_allocator
 from .cuda import CudaPeak
 from .machine import device_of
-from .profiler import ProfilerPeak
 from .register import Peak, Source
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lowtide.budget import format_bytes
 from lowtide.optim.errors import OptimError
 from lowtide.store.disk import IN_MEMORY, file_system
-from lowtide.store.memory import check_free, host_bytes, reserve
+from lowtide.store.host import check_free, host_bytes, reserve
 
 WHAT = "the optimizer's host part"
 

@@ -148,10 +148,10 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj  # pyright: ignore
+conjugate_view: Callable[[torch.Tensor], torch.Tensor] = torch._conj  # pyright: ignore
 """A view of the same bytes as their conjugate, whatever the tensor shows now."""
 
-negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore
+negative_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore
 """A view of the same bytes as their negative."""
 
 
@@ -171,7 +171,7 @@ def wrapper_of(kind: type, shape: Any, dtype: torch.dtype, device: torch.device,
     return made(kind, shape, strides=strides, dtype=dtype, device=device)
 
 
-def carried(tensor: torch.Tensor) -> torch.Tensor:
+def carrier_of(tensor: torch.Tensor) -> torch.Tensor:
     """What an unpack hook returns for autograd to hand out ``tensor`` itself, with its type and attributes.
 
     For tensors that require grad: of these autograd hands out a detached copy of what the hook returns, a

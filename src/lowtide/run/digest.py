@@ -69,8 +69,8 @@ class Geometry:
 
     def _marked(self, base: torch.Tensor) -> torch.Tensor:
         if base.is_conj() is not self.conjugate:
-            base = private.conjugated(base)
-        return base if base.is_neg() is self.negative else private.negated(base)
+            base = private.conjugate_view(base)
+        return base if base.is_neg() is self.negative else private.negative_view(base)
 
 
 def _end(where: Geometry) -> int:

@@ -19,11 +19,10 @@ from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, stages
 from lowtide.plan.layout import find
 from lowtide.run.digest import digest, words_of
-from lowtide.store.arena import packed
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Gather, Replicas
-from lowtide.store.slab import handed_out
+from lowtide.store.slab import hand_out, offsets_of
 from lowtide.store.stores import Stores
 from lowtide.store.tier import Tier
 
@@ -57,10 +56,10 @@ class InTier:
     ) -> None:
         self._tier, self._destination = tier, destination
         self._sizes = [part.nbytes for part in parts]
-        self._offsets, total = packed(self._sizes, tier.align)
-        self._region = tier.take(total, number)
+        self._offsets, total = offsets_of(self._sizes, tier.align)
+        self._lease = tier.take(total, number)
         self._leaving = [
-            (part, tier.write(part.view(torch.uint8), self._region, at))
+            (part, tier.write(part.view(torch.uint8), self._lease, at))
             for at, part in zip(self._offsets, parts, strict=True)
         ]
         self._coming: list[tuple[torch.Tensor, Transfer]] = []
@@ -76,7 +75,7 @@ class InTier:
         if not self._coming:
             targets = self._destination(self._sizes)
             self._coming = [
-                (target, self._tier.read(self._region, target, at))
+                (target, self._tier.read(self._lease, target, at))
                 for at, target in zip(self._offsets, targets, strict=True)
             ]
 
@@ -208,7 +207,7 @@ class StoredTensor:
     def fetch(self) -> torch.Tensor:
         """The value as a flat tensor."""
         (found,) = self._source.get()
-        return handed_out(found).view(self._dtype)
+        return hand_out(found).view(self._dtype)
 
 
 class TransferEngine:

@@ -1,75 +1,205 @@
-"""Codecs: a saved value in fewer bytes, exactly or within a stated error. Their common parts are in
-`lowtide.store.coding`.
+"""Codecs: a saved value in fewer bytes, exactly or within a stated error.
+
+A codec has three methods: `Codec.encoded_bytes` says how many bytes it takes at most, `Codec.encode` turns a
+flat tensor into a few smaller ones, `Codec.decode` writes it back. All of them work in chunks, so that what
+they allocate on the way does not grow with the tensor (`Codec.scratch`), and draw random numbers from
+generators of their own. Encoding asks the device once whether a value fits, decoding never.
+
+A user's own codec is a class with those three methods; give an instance to `lowtide.Compress` or to the
+policy ``compress``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from lowtide.store.coding import (
-    CHUNK,
-    Chunked,
-    Codec,
-    CodecError,
-    Form,
-    Parts,
-    bits_of,
-    ceil_div,
-    chunks,
-    pack_bits,
-    unpack_bits,
-    words,
-)
+from lowtide.errors import LowtideError
+
+CHUNK = 1 << 16
+"""Elements that a CPU encodes or decodes at a time: they stay in its caches."""
+
+DEVICE_CHUNK = 1 << 21
+"""The same on an accelerator, where each chunk takes some 20 kernels, however few its elements."""
+
+Parts = tuple[torch.Tensor, ...]
 
 
-class Dictionary(Chunked):
-    """Lossless, for values of few distinct numbers: dropout masks (one bit an element), comparisons, small
-    integers.
-
-    Args:
-        bits: of each code: 1, 2, 4 or 8, for at most 2, 4, 16 or 256 distinct numbers.
+class CodecError(LowtideError):
+    """A value does not fit a codec (more than two distinct numbers, not finite) and stays as it is; or no
+    codec has that name.
     """
 
-    lossless = True
 
-    def __init__(self, bits: int = 1) -> None:
-        if bits not in (1, 2, 4, 8):
-            raise CodecError(f"Dictionary(bits={bits}): give 1, 2, 4 or 8")
-        self.bits = bits
-        self.name = "mask" if bits == 1 else f"dictionary{bits}"
-        self.scratch_bytes = (5 if bits == 1 else 32) * CHUNK  # two numbers are found without a search
+class Form(NamedTuple):
+    """What is known of a value before it exists.
+
+    Attributes:
+        elements: how many.
+        dtype: of each.
+    """
+
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without a codec."""
+        return self.elements * self.dtype.itemsize
+
+
+class Codec(ABC):
+    """The way in and out of fewer bytes.
+
+    Attributes:
+        name: by which plans and tables know it.
+        lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
+        replayable_from: whether an operation may be replayed from what `decode` gives back.
+        error: the bound on the error in words, empty for a lossless one.
+        scratch_bytes: the most it allocates beyond what it returns, for `CHUNK` elements or more; see
+            `scratch`.
+
+    Example:
+        >>> import torch
+        >>> class Half(Codec):
+        ...     name, error = "half", "relative 2**-11"
+        ...     def encoded_bytes(self, form):
+        ...         return 2 * form.elements
+        ...     def encode(self, flat):
+        ...         return (flat.half(),)
+        ...     def decode(self, parts, out):
+        ...         out.copy_(parts[0])
+        >>> x = torch.randn(100)
+        >>> y = torch.empty(100)
+        >>> Half().decode(Half().encode(x), y)
+        >>> bool((x - y).abs().max() < 0.01)
+        True
+    """
+
+    name: str = "own"
+    lossless: bool = False
+    replayable_from: bool = True
+    error: str = ""
+    scratch_bytes: int = 16 * CHUNK
+
+    def scratch(self, elements: int, device: str = "cpu") -> int:
+        """The most it allocates beyond what it returns, for a value of so many elements on a kind of
+        device.
+        """
+        return min(self.scratch_bytes, self.scratch_bytes * elements // CHUNK + 4096)
+
+    @abstractmethod
+    def encoded_bytes(self, form: Form) -> int:
+        """The most bytes that a value of this form takes, or its own bytes where the codec does not apply."""
+
+    @abstractmethod
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """Smaller tensors for a flat one.
+
+        Raises:
+            CodecError: this value cannot be encoded; it is kept instead.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Write the value into ``out``, flat and of the form that was encoded."""
+
+
+class Chunked(Codec):
+    """A codec of ours: its scratch follows the device's chunk."""
+
+    def scratch(self, elements: int, device: str = "cpu") -> int:
+        """As many bytes as chunks of the device's size take, in whole blocks of 256 elements."""
+        within = min(ceil_div(elements, 256) * 256, chunk_elements(device))
+        return self.scratch_bytes * within // CHUNK
+
+
+def chunk_elements(device: str) -> int:
+    """Elements that are encoded or decoded at a time.
+
+    >>> chunk_elements("cpu"), chunk_elements("cuda:0")
+    (65536, 2097152)
+    """
+    return CHUNK if device.partition(":")[0] == "cpu" else DEVICE_CHUNK
+
+
+def chunks(flat: torch.Tensor) -> Iterator[slice]:
+    """Slices of a flat tensor, each of a chunk's elements at most."""
+    step = chunk_elements(flat.device.type)
+    for start in range(0, flat.numel(), step):
+        yield slice(start, min(start + step, flat.numel()))
+
+
+def ceil_div(a: int, b: int) -> int:
+    """How many times ``b`` fits, rounded up."""
+    return -(-a // b)
+
+
+def bits_of(part: slice, bits: int = 1) -> slice:
+    """Where the codes of a chunk lie, at so many bits each."""
+    return slice(part.start * bits // 8, ceil_div(part.stop * bits, 8))
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of so many bytes."""
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of 1, 2, 4 or 8 bits, one a byte, packed; a multiple of 8 codes fills whole bytes.
+
+    >>> pack_bits(torch.tensor([1, 0, 1, 1, 0, 0, 0, 0], dtype=torch.uint8), 1)
+    tensor([13], dtype=torch.uint8)
+    """
+    each = 8 // bits
+    short = -codes.numel() % each
+    if short:
+        codes = torch.cat([codes, codes.new_zeros(short)])
+    whole = codes.view(_WORDS[each])
+    packed = whole.clone()
+    # the k-th byte's bits move down next to those before it; what is above the lowest byte is dropped
+    for k in range(1, each):
+        packed |= whole >> (k * (8 - bits))
+    return packed.to(torch.uint8)
+
+
+def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """What `pack_bits` packed, one a byte."""
+    each = 8 // bits
+    whole = packed.to(_WORDS[each])
+    codes = whole & ((1 << bits) - 1)
+    for k in range(1, each):
+        codes |= (whole << (k * (8 - bits))) & ((1 << bits) - 1 << 8 * k)
+    return codes.view(torch.uint8)[:count]
+
+
+def words(flat: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers."""
+    return flat.view(_WORDS[flat.element_size()])
+
+
+class Mask(Chunked):
+    """Lossless, for values of two distinct numbers: dropout masks, also scaled ones, and comparisons. One bit
+    an element.
+    """
+
+    name = "mask"
+    lossless = True
+    scratch_bytes = 5 * CHUNK
 
     def encoded_bytes(self, form: Form) -> int:
-        """``bits`` an element, and the dictionary."""
-        return ceil_div(form.elements * self.bits, 8) + (1 << self.bits) * form.dtype.itemsize
+        """A bit an element, and the two numbers."""
+        return ceil_div(form.elements, 8) + 2 * form.dtype.itemsize
 
     def encode(self, flat: torch.Tensor) -> Parts:
-        """Codes and the numbers that they mean."""
+        """Which elements are the larger number, and the two numbers."""
         source = words(flat)
-        if self.bits == 1 and source.numel():
-            return self._encode_two(source)
-        known = source.new_empty(0)
-        for part in chunks(source):
-            here = source[part]
-            if known.numel():
-                here = here[~torch.isin(here, known)]
-            if here.numel():
-                known = torch.cat([known, torch.unique(here)])
-            if known.numel() > 1 << self.bits:
-                raise CodecError(f"{self.name}: more than {1 << self.bits} distinct values")
-        known = known.sort().values
-        codes = torch.empty(ceil_div(source.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
-        for part in chunks(source):
-            code = torch.searchsorted(known, source[part], out_int32=True).to(torch.uint8)
-            codes[bits_of(part, self.bits)] = pack_bits(code, self.bits)
-        return codes, known
-
-    def _encode_two(self, source: torch.Tensor) -> Parts:
-        """Two numbers need no search: they are the least and the largest."""
-        least, largest = torch.aminmax(source)
         codes = torch.empty(ceil_div(source.numel(), 8), dtype=torch.uint8, device=source.device)
+        if not source.numel():
+            return codes, source.new_zeros(2)
+        least, largest = torch.aminmax(source)
         fits = []
         for part in chunks(source):
             here = source[part]
@@ -81,77 +211,13 @@ class Dictionary(Chunked):
         return codes, torch.stack([least, largest])
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Look the codes up."""
+        """Look the bits up."""
         codes, known = parts
         target = words(out)
         for part in chunks(target):
-            packed = codes[bits_of(part, self.bits)]
             torch.index_select(
-                known, 0, unpack_bits(packed, self.bits, part.stop - part.start).int(), out=target[part]
+                known, 0, unpack_bits(codes[bits_of(part)], 1, part.stop - part.start).int(), out=target[part]
             )
-
-
-class Sparse(Chunked):
-    """Lossless, for values with many zeros (ReLU's output, what dropout leaves): a bit an element and what is
-    not zero.
-
-    Args:
-        most: the largest share of elements that may differ from zero.
-    """
-
-    lossless = True
-
-    def __init__(self, most: float = 0.6) -> None:
-        if not 0 < most < 1:
-            raise CodecError(f"Sparse(most={most}): give a share between 0 and 1")
-        self.most = most
-        self.name = f"sparse{most:g}"
-        self.scratch_bytes = 24 * CHUNK
-
-    def encoded_bytes(self, form: Form) -> int:
-        """A bit an element and at most ``most`` of the elements."""
-        return ceil_div(form.elements, 8) + int(form.elements * self.most) * form.dtype.itemsize
-
-    def encode(self, flat: torch.Tensor) -> Parts:
-        """Which differ from zero, and those."""
-        source = words(flat)
-        counts = [torch.count_nonzero(source[part]) for part in chunks(source)]
-        found: list[int] = torch.stack(counts).tolist() if counts else []
-        if sum(found) > int(source.numel() * self.most):
-            raise CodecError(
-                f"{self.name}: {sum(found) / source.numel():.2f} of the elements differ from zero"
-            )
-        mask = torch.empty(ceil_div(source.numel(), 8), dtype=torch.uint8, device=flat.device)
-        kept = source.new_empty(sum(found))
-        at = 0
-        for part, count in zip(chunks(source), found, strict=True):
-            there = source[part] != 0
-            mask[bits_of(part)] = pack_bits(there.view(torch.uint8), 1)
-            where = torch.nonzero_static(there, size=count).view(-1)
-            torch.index_select(source[part], 0, where, out=kept[at : at + count])
-            at += count
-        return mask, kept
-
-    def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Zeros, and the others where they were."""
-        mask, kept = parts
-        target = words(out)
-        if not kept.numel():
-            target.zero_()
-            return
-        before = torch.zeros((), dtype=torch.int64, device=out.device)
-        for part in chunks(target):
-            there = unpack_bits(mask[bits_of(part)], 1, part.stop - part.start)
-            before = _spread(kept, there, before, target[part])
-
-
-def _spread(kept: torch.Tensor, there: torch.Tensor, before: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Write kept elements where they were, after ``before`` others; returns how many are written by then."""
-    place = there.cumsum(0).add_(before)
-    before = place[-1].clone()
-    torch.index_select(kept, 0, place.sub_(1).clamp_(min=0), out=out)
-    out.mul_(there)
-    return before
 
 
 class Positive(Chunked):
@@ -312,6 +378,10 @@ def _upwards(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+_GONE = ("dictionary", "sparse")
+"""How the names of codecs began that 0.2 had."""
+
+
 def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
     """The codec that a plan names.
 
@@ -323,13 +393,17 @@ def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
         >>> codec_named("int4").bits
         4
     """
-    ours = (*map(Dictionary, (1, 2, 4, 8)), Positive(), BFloat16(), Blockwise(8), Blockwise(4))
+    ours = (Mask(), Positive(), BFloat16(), Blockwise(8), Blockwise(4))
     known: dict[str, Codec] = {codec.name: codec for codec in (*ours, *reversed(own))}
     if name in known:
         return known[name]
-    if name.startswith("sparse"):
-        return Sparse(float(name.removeprefix("sparse")))
+    if name.startswith(_GONE):
+        raise CodecError(
+            f"lowtide 0.3 has no codec {name!r} any more: use 'mask' for two distinct numbers, 'bfloat16' or "
+            "'int8' where a bounded error is right, or recompute the value. A plan that names it has to "
+            "be made again"
+        )
     raise CodecError(
-        f"there is no codec {name!r}: use one of {', '.join(sorted(known))}, sparse0.6, or give your own "
+        f"there is no codec {name!r}: use one of {', '.join(sorted(known))}, or give your own "
         "with codecs=[...]"
     )

@@ -14,8 +14,8 @@ import torch
 from torch import Event, Tensor
 
 from lowtide.errors import PlanError
+from lowtide.store.host import host_bytes, reserve
 from lowtide.store.lanes import StreamLane, Streams
-from lowtide.store.memory import host_bytes, reserve
 from lowtide.store.tier import StoreError, Tier
 
 BUFFER_BYTES = 4 << 20

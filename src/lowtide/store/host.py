@@ -1,16 +1,96 @@
-"""The host tier: one slab of main memory, page-locked where there is a GPU to lock it for."""
+"""The host tier: one slab of main memory, page-locked where there is a GPU to lock it for.
+
+`host_bytes` gives such memory to the byte, `reserve` the blocks of a file.
+"""
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Event, Tensor
 
-from lowtide.store.arena import Region
+from lowtide.budget import format_bytes
+from lowtide.meter import free_main_memory
 from lowtide.store.lanes import Queued, StreamLane, Transfer
-from lowtide.store.memory import host_bytes
+from lowtide.store.slab import Lease
 from lowtide.store.tier import StoreError, Tier
+
+
+def host_bytes(count: int, pin: bool = False) -> Tensor:
+    """``count`` zeroed bytes of main memory, page-aligned, as a tensor; they go with the last tensor on them.
+
+    PyTorch's own pinned allocator rounds up to a power of two; this does not.
+
+    Args:
+        count: bytes, at least 1.
+        pin: page-lock them for CUDA, so that transfers run beside computing.
+
+    Raises:
+        MemoryError: there is no room, or CUDA refuses to page-lock them.
+
+    >>> host_bytes(3)
+    tensor([0, 0, 0], dtype=torch.uint8)
+    """
+    # Memory of this process alone, but for locked pages: after a fork (of data loaders, say) a write to a
+    # private page would move it away from the one that the device copies from.
+    kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
+    check_free(count)
+    try:
+        memory = _Mapping(-1, count, flags=kind | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise MemoryError(str(error)) from error
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    if pin:
+        memory.lock(tensor.data_ptr(), count)
+    return tensor
+
+
+class _Mapping(mmap.mmap):
+    """A mapping that is unlocked in its finalizer: weak references are told only after it is unmapped."""
+
+    _runtime: Any = None
+    _address = 0
+
+    def lock(self, address: int, count: int) -> None:
+        runtime: Any = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(address, count, 0))
+        if code:
+            raise MemoryError(
+                f"CUDA refuses to page-lock {count:,} bytes (error {code}): the limit on locked memory "
+                "(ulimit -l) may be too low"
+            )
+        self._runtime, self._address = runtime, address
+
+    def __del__(self) -> None:
+        if self._runtime is not None:
+            self._runtime.cudaHostUnregister(self._address)
+
+
+def check_free(count: int) -> None:
+    """Check that so many bytes of main memory are free.
+
+    Raises:
+        MemoryError: they are not.
+    """
+    free = free_main_memory()
+    if free is not None and count > free:
+        raise MemoryError(f"{format_bytes(free)} of main memory are free")
+
+
+def reserve(handle: int, size: int) -> None:
+    """Make a file's blocks reach to ``size``, so that a full disk is known now.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(handle, 0, size)
+    else:
+        os.ftruncate(handle, size)
 
 
 class Host(Tier):
@@ -18,7 +98,7 @@ class Host(Tier):
 
     The slab is as large as the layout says, to the page. On a GPU each direction has a stream: a copy out
     waits for what computes the value, a copy in for the copy out and for earlier uses of its destination's
-    memory. On a CPU the tier's two threads fill the same regions.
+    memory. On a CPU the tier's two threads fill the same leases.
 
     Args:
         device: whose bytes are kept.
@@ -49,24 +129,24 @@ class Host(Tier):
             if first < last:
                 yield slab[first - begin : last - begin], data[first - start : last - start]
 
-    def write(self, data: Tensor, region: Region, at: int = 0) -> Transfer:
+    def write(self, data: Tensor, lease: Lease, at: int = 0) -> Transfer:
         """Start copying out."""
         if self._ways is None:
-            return super().write(data, region, at)
-        # a read holds its region, so this copy comes after all reads of what was here before
-        region.writing = self._ways[0].copy(self._pairs(region.start + at, data), data)
+            return super().write(data, lease, at)
+        # a read holds its lease, so this copy comes after all reads of what was here before
+        lease.writing = self._ways[0].copy(self._pairs(lease.start + at, data), data)
         self.counts.written_bytes += data.numel()
-        return region.writing
+        return lease.writing
 
-    def read(self, region: Region, out: Tensor, at: int = 0) -> Transfer:
+    def read(self, lease: Lease, out: Tensor, at: int = 0) -> Transfer:
         """Start copying in."""
         if self._ways is None:
-            return super().read(region, out, at)
-        pairs = ((part, view) for view, part in self._pairs(region.start + at, out))
-        lane, written = self._ways[1], region.writing
+            return super().read(lease, out, at)
+        pairs = ((part, view) for view, part in self._pairs(lease.start + at, out))
+        lane, written = self._ways[1], lease.writing
         after = [lane.streams.mark(lane.streams.current())]
         after += [written.event] if isinstance(written, Queued) else []
-        reading = lane.copy(pairs, (out, region), after)
+        reading = lane.copy(pairs, (out, lease), after)
         self.counts.read_bytes += out.numel()
         return reading
 

@@ -45,15 +45,15 @@ def measure_tier(tier: Tier, device: torch.device) -> Link:
         device: where values come from and go to.
     """
     data = torch.ones(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
-    regions = [tier.take(_TRANSFER_BYTES) for _ in range(_TRANSFERS)]
+    leases = [tier.take(_TRANSFER_BYTES) for _ in range(_TRANSFERS)]
     compute, started = _kernels(), time.perf_counter()
     out: list[tuple[float, float]] = []
     back: list[tuple[float, float]] = []
     for number in range(_ROUNDS):
         if number and time.perf_counter() - started > _ENOUGH_SECONDS:
             break
-        out.append(_moved(lambda: [tier.write(data, region) for region in regions], compute, device))
-        back.append(_moved(lambda: [tier.read(region, data) for region in regions], compute, device))
+        out.append(_moved(lambda: [tier.write(data, lease) for lease in leases], compute, device))
+        back.append(_moved(lambda: [tier.read(lease, data) for lease in leases], compute, device))
     (writing, out_lost), (reading, back_lost) = (
         map(statistics.median, zip(*rows, strict=True)) for rows in (out, back)
     )

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import PlanError, expect
-from lowtide.store.codec import codec_named
-from lowtide.store.coding import Codec
+from lowtide.store.codec import Codec, codec_named
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
 from lowtide.store.shard import Replicas

@@ -1,6 +1,6 @@
 """What every tier does: take bytes in the background, give them back, count both.
 
-A `Tier` hands out regions of one slab and moves bytes between device tensors and them.
+A `Tier` hands out leases of one slab and moves bytes between device tensors and them.
 `Tier.write` and `Tier.read` return a `Transfer` at once. A failed transfer never looks like a finished one.
 """
 
@@ -16,8 +16,8 @@ import torch
 from torch import Event
 
 from lowtide.errors import LowtideError
-from lowtide.store.arena import Arena, Region
 from lowtide.store.lanes import ThreadLane, Transfer, streams_of
+from lowtide.store.slab import Arena, Lease
 
 
 class StoreError(LowtideError, RuntimeError):
@@ -43,10 +43,10 @@ class Counts:
 class Tier(ABC):
     """A place for bytes outside the device.
 
-    A released region's pending write finishes before its bytes are used again: a lane works in order.
+    A released lease's pending write finishes before its bytes are used again: a lane works in order.
 
     Args:
-        align: regions begin at multiples of this.
+        align: leases begin at multiples of this.
         device: whose bytes are kept.
 
     Attributes:
@@ -67,7 +67,7 @@ class Tier(ABC):
         self._closed = False
         self._lanes = {way: ThreadLane(f"{self.name}-{way}") for way in ("write", "read")}
 
-    # ---- regions ----------------------------------------------------------------------------------
+    # ---- leases ----------------------------------------------------------------------------------
 
     def expect(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Keep these places for what each step will take, and make the slab large enough for them at once.
@@ -82,7 +82,7 @@ class Tier(ABC):
             self.arena.expect(offsets, sizes)
             self._ensure(self.arena.static_bytes)
 
-    def take(self, bytes_: int, number: int = -1) -> Region:
+    def take(self, bytes_: int, number: int = -1) -> Lease:
         """Bytes of the slab: at the ``number``-th expected place, or elsewhere when that is taken.
 
         Raises:
@@ -91,13 +91,13 @@ class Tier(ABC):
         with self._lock:
             if self._closed:
                 raise StoreError(f"the {self.name} store is closed")
-            region = self.arena.take(bytes_, number)
+            lease = self.arena.take(bytes_, number)
             try:
-                self._ensure(region.end)
+                self._ensure(lease.end)
             except StoreError:
-                del region  # which the error's frames would hold
+                del lease  # which the error's frames would hold
                 raise
-        return region
+        return lease
 
     def _ensure(self, end: int) -> None:
         if end > self.counts.slab_bytes:
@@ -107,18 +107,18 @@ class Tier(ABC):
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def write(self, data: torch.Tensor, region: Region, at: int = 0) -> Transfer:
-        """Start copying a flat tensor of bytes into a region, from ``at`` (a multiple of the tier's
+    def write(self, data: torch.Tensor, lease: Lease, at: int = 0) -> Transfer:
+        """Start copying a flat tensor of bytes into a lease, from ``at`` (a multiple of the tier's
         alignment) on; ``data`` may not change until the transfer is done.
         """
-        region.writing = self._move("write", data, region.start + at)
-        return region.writing
+        lease.writing = self._move("write", data, lease.start + at)
+        return lease.writing
 
-    def read(self, region: Region, out: torch.Tensor, at: int = 0) -> Transfer:
-        """Start copying a region, from ``at`` on, into a flat tensor of bytes."""
-        return self._move("read", out, region.start + at, region)
+    def read(self, lease: Lease, out: torch.Tensor, at: int = 0) -> Transfer:
+        """Start copying a lease, from ``at`` on, into a flat tensor of bytes."""
+        return self._move("read", out, lease.start + at, lease)
 
-    def _move(self, what: str, data: torch.Tensor, start: int, source: Region | None = None) -> Transfer:
+    def _move(self, what: str, data: torch.Tensor, start: int, source: Lease | None = None) -> Transfer:
         """Hand a transfer to its thread, which holds ``source`` until it is over."""
         count, given = data.numel(), [(data, source)]
         ready = self.streams.mark(self.streams.current()) if self.streams is not None else None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import meter
-from lowtide.meter.workspaces import standing_workspace_bytes
+from lowtide.meter.cuda import standing_workspace_bytes
 from lowtide.plan.data import Plan
 from lowtide.report.picture import Curve
 from lowtide.trace.untouched import gpus_of

@@ -21,7 +21,7 @@ import lowtide
 from lowtide import budget as budgets
 from lowtide import meter
 from lowtide.errors import BudgetError
-from lowtide.meter.workspaces import standing_workspace_bytes
+from lowtide.meter.cuda import standing_workspace_bytes
 from lowtide.models import ModelSpec
 from lowtide.parallel.gradients import (
     allreduce_sequence_parallel_gradients,

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide import budget as budgets
 from lowtide import meter
 from lowtide.errors import BudgetError
-from lowtide.meter.workspaces import standing_workspace_bytes
+from lowtide.meter.cuda import standing_workspace_bytes
 from lowtide.models import ModelSpec
 from lowtide.models.stage import cut, layers_of_stage, stage_input
 from lowtide.parallel.data import average_gradients

@@ -18,7 +18,7 @@ from lowtide.progress import current
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.store.coding import Codec
+    from lowtide.store.codec import Codec
     from lowtide.store.stores import Stores
 else:
     Codec = object  # for annotations: the class itself loads PyTorch
@@ -35,7 +35,7 @@ def encoded_bytes(codec: Codec, elements: int, dtype: str) -> int:
     """The most bytes that a value of so many elements takes in a codec."""
     import torch
 
-    from lowtide.store.coding import Form
+    from lowtide.store.codec import Form
 
     return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
 

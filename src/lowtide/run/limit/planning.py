@@ -13,8 +13,8 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
+from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import bytes_under, gradient_of
-from lowtide.meter.workspaces import workspace_bytes
 from lowtide.plan import make
 from lowtide.plan.data import Plan
 from lowtide.plan.layout.slab import without_slab

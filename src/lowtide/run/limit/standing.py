@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import bytes_under
-from lowtide.meter.workspaces import workspace_bytes
 from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, STANDING, STATE, WORKSPACES
 
 

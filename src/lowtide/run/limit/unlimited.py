@@ -15,7 +15,7 @@ from lowtide.interception import interceptors
 from lowtide.run.limit.key import Members
 from lowtide.run.messages import warn
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.scope.reproduced import ScopeRecorder
+from lowtide.run.scope.scope import ScopeRecorder
 from lowtide.trace.results import tensors_inside
 
 SHARED = (

@@ -22,7 +22,7 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
-from lowtide.meter.workspaces import standing_workspace_bytes
+from lowtide.meter.cuda import standing_workspace_bytes
 from lowtide.ops import Call, enter
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, on_a_copy
@@ -232,7 +232,7 @@ class _Saved:
     def keep(self, storage: torch.UntypedStorage) -> None:
         """Keep the tensor, which lies in ``storage``."""
         if isinstance(self.held, Evicted):
-            self.held = self.held.kept(storage)
+            self.held = self.held.as_kept(storage)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""

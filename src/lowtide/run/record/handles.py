@@ -76,7 +76,7 @@ class Evicted:
         if not self.asked:
             self.ref.value.count_off()
 
-    def kept(self, storage: torch.UntypedStorage) -> Kept:
+    def as_kept(self, storage: torch.UntypedStorage) -> Kept:
         """The same saved tensor, kept: it lies in ``storage``, as it did when it was evicted."""
         found = Kept(self.ref.over(storage))
         found.counter, found.version = self.witness, self.version
@@ -137,7 +137,7 @@ class Attributed:
         if self.kind is not torch.Tensor:
             alias.__class__ = self.kind
         alias.__dict__ = self.attributes  # pyright: ignore
-        return private.carried(alias) if self.requires_grad else alias
+        return private.carrier_of(alias) if self.requires_grad else alias
 
 
 class Wrapped:
@@ -196,10 +196,10 @@ def unseen_by_checkpoint() -> Iterator[None]:
 
 def _check_version(tensor: torch.Tensor, expected: int, shape: Sequence[int] | None = None) -> None:
     if private.version(tensor) != expected:  # some nested tensors have no shape to ask for
-        overwritten(tensor, private.version(tensor), expected, tensor.shape if shape is None else shape)
+        raise_overwritten(tensor, private.version(tensor), expected, tensor.shape if shape is None else shape)
 
 
-def overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
+def raise_overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
     """Raise autograd's own error for a saved tensor that was overwritten."""
     kind = like.type().removeprefix("torch.")
     raise RuntimeError(

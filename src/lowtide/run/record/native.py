@@ -36,7 +36,7 @@ def native_recorder() -> Any:
             findings=verify.Findings,
             unpack=handles.unpack,
             bring_back=replay.bring_back,
-            overwritten=handles.overwritten,
+            overwritten=handles.raise_overwritten,
         )
     return module
 

@@ -22,10 +22,9 @@ from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import native_recorder
-from lowtide.run.record.random_draws import drawn
-from lowtide.run.record.replay import flat_results
+from lowtide.run.record.replay import draw, flat_results
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Tables, Writer
-from lowtide.run.record.verify import Findings, copied, why_not_reproduced
+from lowtide.run.record.verify import Findings, copy_of, why_not_reproduced
 
 
 class Recorder(Interceptor):
@@ -140,10 +139,10 @@ class Recorder(Interceptor):
         self._wanted = self.director.evicts(func, args, kwargs)
         call = self._call_of(func, args, kwargs)
         node, overwritten = self._prepare(call), call.overwritten
-        before = [(t, copied(t)) for t in overwritten] if self.verify and node is not None else []
+        before = [(t, copy_of(t)) for t in overwritten] if self.verify and node is not None else []
         self._copy_on_write(overwritten)
         if node is not None and call.draws():
-            result = drawn(node, self._call, call)
+            result = draw(node, self._call, call)
         else:
             result = self._call(func, args, kwargs)
         flat = flat_results(result)

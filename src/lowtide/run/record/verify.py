@@ -37,7 +37,7 @@ class Findings:
     evicted_bytes: int = 0
 
 
-def copied(tensor: torch.Tensor) -> torch.Tensor:
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in the same layout: a kernel may round differently in another one."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
         tensor
