@@ -1,0 +1,151 @@
+"""The model of PyTorch's caching allocator: worked sequences, each by the rule that it shows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lowtide.meter.reserved import CachingAllocator
+
+MIB = 1 << 20
+
+SEQUENCES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("the smallest block", {}, "a=1B", "R2 A512B"),
+    ("rounding", {}, "a=1000B b=1000B c=1000B", "R2 A3072B Q3000B"),
+    ("a small segment is full", {}, "a=1 b=1 c=512B", "R4 A2+512B"),
+    ("a byte more than small", {}, "a=1+1B", "R20 A1+512B"),
+    ("a rest of 1 MiB is not split off", {}, "a=9.5 b=9.5 c=1.5", "R40 A21.5"),
+    ("segments of their own", {}, "a=10 b=10+1B", "R22 A20+512B"),
+    ("a rest of half a MiB stays", {}, "a=11.5", "R12 A12"),
+    ("best fit", {}, "a=30 b=24 c=40 -a -b -c d=22 e=2", "R94 A24"),
+    ("a whole free block", {}, "a=24 -a b=23", "R24 A24"),
+    ("free neighbours merge", {}, "a=4 b=4 c=4 -a -c d=9 -b e=8", "R20 A17"),
+    ("holes do not add up", {}, "a=4 b=4 c=4 d=4 -a -c e=5", "R40 A13"),
+    ("cached segments are given back", {"capacity": 64}, "a=40 -a b=50", "R50 A50 T1"),
+    ("a segment in use is not", {"capacity": 64}, "a=30 b=30 -a c=20 d=16!", "R60 A50 T1"),
+    ("streams do not share", {}, "a=30@1 -a b=30@2", "R60 A30"),
+    ("an event is waited for", {}, "a=30 a~1 -a b=30", "R60 A30 V60"),
+    ("an event that is through", {}, "a=30 a~1 -a b=30 ~1 c=30", "R60 A60"),
+    ("blocks that are not split", {"max_split_bytes": 100}, "a=150 -a b=40", "R190 A40"),
+    (
+        "nor served to smaller ones",
+        {"max_split_bytes": 100},
+        "a=150 -a b=40 c=140 -c d=120",
+        "R310 A160",
+    ),
+    ("powers of two", {"roundup_power2_divisions": 4}, "a=1200B b=5000B c=33", "R42 A40+6656B"),
+    (
+        "garbage",
+        {"capacity": 200, "fraction": 0.5, "garbage_collection_threshold": 0.6},
+        "a=40 b=30 -a -b c=50",
+        "R50 A50 T0",
+    ),
+    ("pages", {"expandable_segments": True}, "a=30 b=12", "R60 A42"),
+    ("pages are given back", {"expandable_segments": True}, "a=30 b=12 -a -b empty", "R0 A0"),
+    ("a whole page in a hole", {"expandable_segments": True}, "a=30 b=30 -a empty", "R40 A30"),
+    ("a hole is mapped again", {"expandable_segments": True}, "a=30 b=30 -a empty c=30", "R60 A60"),
+    ("two sizes of pages", {"expandable_segments": True}, "a=1.5 b=1000B", "R22 A1.5+1024B"),
+    (
+        "a workspace",
+        {},
+        "a=40000B b=40B c=4000B w=8519680B d=40B",
+        "R22 A8565248B",
+    ),
+    (
+        "the smallest unsplit block with enough",
+        {"capacity": 300, "max_split_bytes": 100},
+        "a=150 b=120 -a -b c=50",
+        "R200 A50 T0",
+    ),
+]
+
+
+def size(text: str) -> int:
+    """Bytes of ``10+1B``, which is 10 MiB and one byte."""
+    return sum(int(part[:-1]) if part.endswith("B") else int(float(part) * MIB) for part in text.split("+"))
+
+
+@pytest.mark.parametrize("row", SEQUENCES, ids=lambda row: row[0])
+def test_sequence(row: tuple[str, dict[str, Any], str, str]) -> None:
+    _, options, steps, end = row
+    in_bytes = {key: value * MIB for key, value in options.items() if key in ("capacity", "max_split_bytes")}
+    allocator = CachingAllocator(**{**options, **in_bytes})
+    blocks: dict[str, Any] = {}
+    for step in steps.split():
+        if step == "empty":
+            allocator.empty_cache()
+        elif step.startswith("~"):
+            allocator.complete(int(step[1:]))
+        elif step.startswith("-"):
+            allocator.free(blocks.pop(step[1:]))
+        elif "~" in step:
+            name, stream = step.split("~")
+            allocator.record_stream(blocks[name], int(stream))
+        else:
+            name, rest = step.split("=")
+            bytes, _, stream = rest.rstrip("!").partition("@")
+            if rest.endswith("!"):
+                with pytest.raises(MemoryError, match="do not fit"):
+                    allocator.allocate(size(bytes))
+            else:
+                blocks[name] = allocator.allocate(size(bytes), int(stream or 0))
+    for said in end.split():
+        found = {
+            "R": allocator.reserved_bytes,
+            "A": allocator.allocated_bytes,
+            "V": allocator.active_bytes,
+            "Q": allocator.requested_bytes,
+            "T": allocator.retries,
+        }[said[0]]
+        assert found == (int(said[1:]) if said[0] == "T" else size(said[1:])), said
+
+
+def test_a_capture_has_pools_of_its_own() -> None:
+    allocator = CachingAllocator(capacity=64 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    with allocator.private_pool() as pools:
+        inside = allocator.allocate(30 * MIB)
+        assert allocator.reserved_bytes == 60 * MIB
+        with pytest.raises(MemoryError):  # nothing cached is given back while a graph is captured
+            allocator.allocate(20 * MIB)
+    allocator.free(inside)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 30 * MIB
+    pools.released = True
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
+def test_divisions_of_their_own_for_each_power_of_two() -> None:
+    allocator = CachingAllocator(roundup_power2_divisions=[8, 1, 4] + [0] * 13)
+    assert allocator.rounded(MIB + 1) == MIB + MIB // 8
+    assert allocator.rounded(2 * MIB + 1) == 2 * MIB + 512
+    assert allocator.rounded(5 * MIB) == 5 * MIB and allocator.rounded(5 * MIB + 1) == 6 * MIB
+    assert allocator.rounded(8 * MIB + 1) == 8 * MIB + 512
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fraction": 0.5},
+        {"capacity": 1, "fraction": 2.0},
+        {"max_split_bytes": MIB},
+        {"garbage_collection_threshold": 1.0},
+        {"roundup_power2_divisions": 3},
+        {"roundup_power2_divisions": [4, 4]},
+    ],
+)
+def test_what_pytorch_refuses_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="give"):
+        CachingAllocator(**options)
+
+
+def test_a_block_is_freed_once() -> None:
+    allocator = CachingAllocator()
+    block = allocator.allocate(1)
+    allocator.free(block)
+    with pytest.raises(ValueError, match="free a block once"):
+        allocator.free(block)
+    allocator.free(allocator.allocate(0))  # a null pointer, as in PyTorch
+    assert allocator.allocated_bytes == 0
