@@ -58,7 +58,7 @@ def save(folder: str) -> list[list[float]]:
         for _ in range(2):
             step(model, optimizer)
         lp.save_checkpoint(f"{folder}/{index}", model, optimizer)
-        found.append([step(model, optimizer) for _ in range(3)])
+        found.append([step(model, optimizer) for _ in range(2)])
     return found
 
 
@@ -70,7 +70,7 @@ def load(folders: list[str]) -> list[list[float]]:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         lp.load_checkpoint(f"{folder}/{index}", model, optimizer)
         assert optimizer.param_groups[0]["lr"] == 1e-2
-        found.append([step(model, optimizer) for _ in range(3)])
+        found.append([step(model, optimizer) for _ in range(2)])
     return found
 
 
@@ -113,7 +113,7 @@ def load_in_stages(folder: str) -> list[float]:
         list(stage.model.parameters())
     )
     losses = []
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         loss = torch.tensor(pipeline.step(tokens(), tokens().roll(-1, 1)), dtype=torch.float64)
         lp.allreduce_sequence_parallel_gradients(optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -76,9 +77,14 @@ def counts() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@cache
+def counted(size: int) -> list[dict[str, Any]]:
+    return on_ranks(size, counts)
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_collectives_of_a_pair(size: int) -> None:
-    for found in on_ranks(size, counts):
+    for found in counted(size):
         sent = WHOLE * (size - 1) // size
         forward, backward, _, moved = found["tensor"]
         assert (forward, backward) == (["AR"], ["AR"]) and moved == 4 * sent
@@ -103,7 +109,7 @@ def test_transfers_run_beside_products() -> None:
     """In backward of the column-parallel layer: start the gather, multiply for the input, start the
     reduce-scatter, wait for the gather, multiply for the weight, and only then wait for the
     reduce-scatter."""
-    for found in on_ranks(2, counts):
+    for found in counted(2):
         for name in ("sequence 0", "sequence 1"):
             order = found[name][2]
             assert order == ["AG", "wait", "mm", "mm", "AG", "mm", "RS", "wait", "mm", "wait"], order
@@ -129,6 +135,10 @@ def test_bytes_of_a_pair_in_bfloat16() -> None:
     for found in on_ranks(2, narrow_counts):
         sent = WHOLE // 2 // 2  # an activation in bfloat16, in a ring of two
         assert found == [8 * sent, 7 * sent, 4 * sent, 5 * sent]
+
+
+def both(family: str) -> list[tuple[dict[str, int], dict[str, int]]]:
+    return [layers(family, False), layers(family, True)]
 
 
 def layers(family: str, scope: bool) -> tuple[dict[str, int], dict[str, int]]:
@@ -169,7 +179,6 @@ def test_collectives_of_a_layer(family: str) -> None:
     """Two pairs a layer. Recomputing the layer replays the first pair's reduce-scatter, which the second norm
     reads, and not the second's, which nobody reads; each gather serves the replay and the weight's
     gradient."""
-    for forward, backward in on_ranks(2, layers, family, False):
-        assert forward == {"AG": 2, "RS": 2, "AR": 0} and backward == {"AG": 4, "RS": 2, "AR": 0}
-    for forward, backward in on_ranks(2, layers, family, True):
-        assert forward == {"AG": 2, "RS": 2, "AR": 0} and backward == {"AG": 4, "RS": 3, "AR": 0}
+    for plain, recomputed in on_ranks(2, both, family):
+        assert plain == ({"AG": 2, "RS": 2, "AR": 0}, {"AG": 4, "RS": 2, "AR": 0})
+        assert recomputed == ({"AG": 2, "RS": 2, "AR": 0}, {"AG": 4, "RS": 3, "AR": 0})

@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
     "mistral": ("mistral", {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}),
 }
-STEPS = 8
+STEPS = 6
 
 
 def make(kind: str, **changes: Any) -> nn.Module:
@@ -77,7 +77,7 @@ def train(model: nn.Module, steps: int = STEPS) -> list[float]:
 def alone(kind: str) -> list[float]:
     """Losses of one process, which the processes that are made later know."""
     found = train(make(kind))
-    assert found[0] - found[-1] > 0.05, f"{kind}: the model does not learn, so the losses say little"
+    assert found[0] - found[-1] > 0.04, f"{kind}: the model does not learn, so the losses say little"
     return found
 
 

@@ -74,7 +74,6 @@ def all_models() -> list[str]:
             for changes in (
                 {},
                 {"tied": False},
-                {"loss_chunks": 2},
                 {"loss_chunks": 4},
                 {"key_value_heads": 1},
                 {"fused_attention": False},

@@ -47,7 +47,7 @@ def save(folder: str, dp: int, tp: int) -> tuple[list[float], dict[str, torch.Te
         step(model, optimizer)
     lp.save_checkpoint(folder, model, optimizer)
     whole = lp.whole_state_dict(model)
-    return [step(model, optimizer) for _ in range(3)], whole
+    return [step(model, optimizer) for _ in range(2)], whole
 
 
 def load(folder: str, dp: int, tp: int) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -56,7 +56,7 @@ def load(folder: str, dp: int, tp: int) -> tuple[list[float], dict[str, torch.Te
     lp.load_checkpoint(folder, model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 1e-2
     whole = lp.whole_state_dict(model)
-    return [step(model, optimizer) for _ in range(3)], whole
+    return [step(model, optimizer) for _ in range(2)], whole
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     return folder, on_ranks(4, save, str(folder), 2, 2)[0]
 
 
-@pytest.mark.parametrize("layout", [(2, 2), (4, 1), (1, 4), (1, 1)])
+@pytest.mark.parametrize("layout", [(4, 1), (1, 4), (1, 1)])
 def test_saved_at_two_by_two_and_loaded_at(two_by_two: tuple[Path, Any], layout: tuple[int, int]) -> None:
     folder, (expected, saved) = two_by_two
     for losses, found in on_ranks(layout[0] * layout[1], load, str(folder), *layout):
