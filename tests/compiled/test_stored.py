@@ -7,8 +7,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from step_once import step
+from torch._inductor.utils import clear_caches as clear_inductor_caches
 
 from lowtide.compiled.partitioner import Partitioner
 from lowtide.compiled.stored import Shelf
@@ -21,6 +25,21 @@ the step: ten files that ask which vectors there are, and the headers.
 
 
 @pytest.mark.parametrize("sizes", ["open", pytest.param("fixed", marks=pytest.mark.slow)])
+def test_what_was_compiled_before_is_neither_planned_nor_compiled(sizes: str, tmp_path: Path) -> None:
+    """Dynamo forgets, as in a new process; a setting that nothing reads makes the entry on the disk a new one,
+    and kernels are shared with other tests.
+    """
+    found = []
+    with torch._inductor.config.patch({"fx_graph_cache": True, "trace.debug_dir": str(tmp_path)}):
+        for _ in range(2):
+            torch._dynamo.reset()
+            clear_inductor_caches()
+            found.append(step("90%", sizes))
+    check(*found, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", ["open", "fixed"])
 def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **ONCE}
     found = []
@@ -34,7 +53,10 @@ def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -
         )
         assert ran.returncode == 0, ran.stderr
         found.append(json.loads(ran.stdout.splitlines()[-1]))
-    cold, warm = found
+    check(*found, sizes)
+
+
+def check(cold: dict[str, Any], warm: dict[str, Any], sizes: str) -> None:
     assert cold["asked"] == 1 or (sizes == "fixed" and cold["asked"] == 2)  # a guess may be refused
     assert (warm["asked"], warm["hits"]) == (0, 1)
     assert cold["plan"] == warm["plan"] is not None

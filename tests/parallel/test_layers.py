@@ -286,7 +286,8 @@ def without_sum() -> bool:
     return any("norm.weight" in fault for fault in faults) and any("down.bias" in fault for fault in faults)
 
 
-# ---- names that neuronx-distributed publishes ----
+# Names, order and defaults of parameters are those that neuronx-distributed publishes, so that a call of its
+# layers is one of ours. What is for its hardware only (``use_spmd_rank``) is left out.
 
 REQUIRED = inspect.Parameter.empty
 LINEAR: list[tuple[str, Any]] = [
