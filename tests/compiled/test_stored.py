@@ -26,11 +26,11 @@ the step: ten files that ask which vectors there are, and the headers.
 
 @pytest.mark.parametrize("sizes", ["open", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_what_was_compiled_before_is_neither_planned_nor_compiled(sizes: str, tmp_path: Path) -> None:
-    """Dynamo forgets, as in a new process; a setting that nothing reads makes the entry on the disk a new one,
-    and kernels are shared with other tests.
+    """Dynamo forgets, as in a new process. A setting that nothing reads here makes the entry on the disk a
+    new one; kernels are shared with other tests.
     """
     found = []
-    with torch._inductor.config.patch({"fx_graph_cache": True, "trace.debug_dir": str(tmp_path)}):
+    with torch._inductor.config.patch({"fx_graph_cache": True, "autoheuristic_log_path": str(tmp_path)}):
         for _ in range(2):
             torch._dynamo.reset()
             clear_inductor_caches()
