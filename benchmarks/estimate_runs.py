@@ -54,8 +54,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense 254M h1024 L12 a16 v50000": dict(
         layers=12, hidden=1024, heads=16, vocab=50000, attention="fused", dropout=0.0
     ),
-    **{name: {"model": name} for name in ("llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b", "qwen3-8b",
-                                          "qwen3-32b")},
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": {"model": "mixtral-8x7b"},
+    "PrimeIntellect/INTELLECT-3": {"model": "glm4.5-air"},
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": {"model": "qwen3-30b-a3b"},
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": {"model": "qwen3-235b-a22b"},
+    "llama-3.2-3b": {"model": "llama3-3b"},
+    "llama3.2-3b": {"model": "llama3-3b"},
+    **{name: {"model": name} for name in ("llama2-7b", "llama2-13b", "llama3-8b", "llama3-70b", "mistral-7b",
+                                          "qwen3-8b", "qwen3-30b-a3b", "qwen3-32b")},
 }  # fmt: skip
 """Models by the name that the table has: a preset's, or sizes."""
 

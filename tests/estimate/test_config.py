@@ -135,8 +135,8 @@ def test_hugging_face_file(tmp_path: Path) -> None:
 
 
 def test_hugging_face_files_that_are_not_understood() -> None:
-    with pytest.raises(EstimateError, match=r"'mixtral'.*llama"):
-        from_hugging_face(LLAMA | {"model_type": "mixtral"})
+    with pytest.raises(EstimateError, match=r"'bamba'.*llama"):
+        from_hugging_face(LLAMA | {"model_type": "bamba"})
     with pytest.raises(EstimateError, match="None"):
         from_hugging_face({})
     with pytest.raises(EstimateError, match="num_hidden_layers"):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import Term
-from lowtide.estimate.shape import Shape, kv_heads_per_rank
+from lowtide.estimate.shape import Matrix, Shape
 
 Quantize = Literal["none", "nf4", "int8", "fp8"]
 LORA = "arXiv 2106.09685 Sec. 4.1"
@@ -36,31 +36,8 @@ LORA_ONLY: dict[str, Any] = {
 }  # fmt: skip
 """Settings that say nothing without adapters, and their defaults."""
 
-GROUPS = {"all-linear": "q,k,v,o,gate,up,down", "attention": "q,k,v,o", "mlp": "gate,up,down"}
+GROUPS = ("all-linear", "attention", "mlp")
 """Targets by a common name."""
-
-
-def matrices(model: Shape, tp: int = 1) -> dict[str, tuple[int, int]]:
-    """Inputs and outputs of each linear layer of a transformer layer, on one tensor-parallel rank.
-
-    >>> from lowtide.estimate.presets import preset
-    >>> matrices(preset("llama3-8b").shape)["k"]
-    (4096, 1024)
-    """
-    queries, inner = model.query_width // tp, model.ffn // tp
-    keys = kv_heads_per_rank(model.kv_heads, tp) * model.head_width
-    found = {
-        "q": (model.hidden, queries),
-        "k": (model.hidden, keys),
-        "v": (model.hidden, keys),
-        "o": (queries, model.hidden),
-        "gate": (model.hidden, inner),
-        "up": (model.hidden, inner),
-        "down": (inner, model.hidden),
-    }
-    if model.mlp_matrices == 2:
-        del found["gate"]
-    return found
 
 
 def targets(text: str, model: Shape) -> tuple[str, ...]:
@@ -73,9 +50,9 @@ def targets(text: str, model: Shape) -> tuple[str, ...]:
     Raises:
         EstimateError: a name is not known, or the model has no such layer.
     """
-    known = matrices(model)
+    known = model.matrices()
     if text in GROUPS:
-        return tuple(name for name in GROUPS[text].split(",") if name in known)
+        return tuple(name for name, one in known.items() if text in ("all-linear", one.part))
     names = [name.strip().removesuffix("_proj") for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -86,29 +63,37 @@ def targets(text: str, model: Shape) -> tuple[str, ...]:
     return tuple(name for name in known if name in names)
 
 
-def layer_adapters(config: Any, tp: int = 0) -> int:
-    """Parameters of one layer's adapters on one rank (of ``tp``, where given): of each target A (inputs x r)
-    and B (r x outputs), and DoRA's magnitude of each output.
+def adapted(config: Any, tp: int = 0, ep: int = 0) -> list[Matrix]:
+    """The linear layers that have adapters, on one rank (of so many, where given)."""
+    sizes = config.model.matrices(tp or config.tp, ep or config.ep)
+    return [sizes[name] for name in targets(config.lora_targets, config.model)]
+
+
+def layer_adapters(config: Any, tp: int = 0, ep: int = 0) -> int:
+    """Parameters of one layer's adapters on one rank (of so many, where given): of each target A
+    (inputs x r) and B (r x outputs), and DoRA's magnitude of each output.
     """
-    sizes = matrices(config.model, tp or config.tp)
-    own = (sizes[name] for name in targets(config.lora_targets, config.model))
-    return sum(config.lora * (inputs + outputs) + outputs * config.dora for inputs, outputs in own)
+    return sum(
+        one.copies * (config.lora * (one.inputs + one.outputs) + one.outputs * config.dora)
+        for one in adapted(config, tp, ep)
+    )
 
 
 def largest_matrix(config: Any) -> int:
     """Elements of a layer's largest matrix on one rank."""
-    return max(inputs * outputs for inputs, outputs in matrices(config.model, config.tp).values())
+    return max(one.elements for one in config.model.matrices(config.tp, config.ep).values())
 
 
-def layer_bytes(config: Any) -> Fraction:
-    """Bytes of one layer's frozen weights on one rank."""
-    model, t = config.model, config.tp
-    rest = model.layer_matrix_parameters(t) - model.layer_weight_elements(t) + model.layer_shared_parameters()
+def layer_bytes(config: Any, ep: int = 0) -> Fraction:
+    """Bytes of one layer's frozen weights on one rank (of so many expert-parallel ones, where given)."""
+    model, t, ep = config.model, config.tp, ep or config.ep
+    matrices = model.layer_weight_elements(t, ep)
+    rest = model.layer_matrix_parameters(t, ep) - matrices + model.layer_shared_parameters(ep)
     if config.quantize == "none":
-        return Fraction(config.frozen_bytes * (rest + model.layer_weight_elements(t)))
+        return Fraction(config.frozen_bytes * (rest + matrices))
     weight, row = QUANTIZED_BYTES[config.quantize]
-    rows = sum(outputs for _, outputs in matrices(model, t).values())
-    return weight * model.layer_weight_elements(t) + row * rows + config.frozen_bytes * rest
+    rows = sum(one.copies * one.outputs for one in model.matrices(t, ep).values())
+    return weight * matrices + row * rows + config.frozen_bytes * rest
 
 
 def unadapted(config: Any) -> Any:
@@ -120,9 +105,10 @@ def frozen_inputs(config: Any) -> set[str]:
     """Names of a layer's terms that nothing keeps, since the products that read them are frozen."""
     own = set() if config.adapter_copies else set(targets(config.lora_targets, config.model))
     readers = {
-        "input of the q, k, v projection": {"q", "k", "v"},
-        "input of the MLP": {"gate", "up"},
-        "input of the MLP's last layer": {"down"},
+        "input of the q, k, v projection": {"q", "k", "v", "q_a", "kv_a"},
+        "input of the MLP": {"shared_gate", "shared_up", *(() if config.model.experts else ("gate", "up"))},
+        "inputs of the experts": {"gate", "up"},
+        "input of the MLP's last layer": {"down", "shared_down"},
     }
     if not config.fused_attention:  # a fused kernel keeps its output itself
         readers["input of the output projection"] = {"o"}
@@ -133,19 +119,19 @@ def adapter_terms(config: Any) -> list[Term]:
     """What one layer's adapters keep of a micro-batch: their inputs where each casts its own, the outputs of
     A, and what DoRA scales.
     """
-    own = targets(config.lora_targets, config.model)
+    own = adapted(config)
     e = config.adapter_copies or config.element_bytes
-    sizes = matrices(config.model, config.tp)
-    count = Fraction(e * config.tokens * config.lora * len(own))
+    many = sum(one.rows for one in own)
+    count = Fraction(e * config.tokens * config.lora * many)
     name = "outputs of the adapters' A"
-    found = [Term(name, count, f"{e}sbr x {len(own)}", LORA, "attention")]
+    found = [Term(name, count, f"{e}sbr x {many}", LORA, "attention")]
     if config.adapter_copies:
         size = e + (config.lora_dropout > 0)  # a mask of one byte
-        read = Fraction(size * config.tokens * sum(sizes[one][0] for one in own))
+        read = Fraction(size * config.tokens * sum(one.rows * one.inputs for one in own))
         note = "each adapter's own: in the dtype that it works in (peft), or dropped out"
         found.append(Term("inputs of the adapters", read, f"{size}sb x inputs", LORA, "attention", note))
     if config.dora:
-        wide = Fraction(e * config.tokens * sum(sizes[one][1] for one in own))
+        wide = Fraction(e * config.tokens * sum(one.rows * one.outputs for one in own))
         found.append(Term("outputs that DoRA scales", wide, f"{e}sb x outputs", DORA, "attention"))
     return found
 
@@ -163,9 +149,8 @@ def adapter_traffic(config: Any) -> Fraction:
     cast = a + e if a != e else 0
     forward = (cast + a, 5 * a + e + cast)
     backward = (2 * a + cast + 3 * e, 4 * a + cast)
-    sizes = matrices(config.model, config.tp)
-    own = [sizes[name] for name in targets(config.lora_targets, config.model)]
-    elements = sum(inputs for inputs, _ in own), sum(outputs for _, outputs in own)
+    own = adapted(config)
+    elements = sum(one.rows * one.inputs for one in own), sum(one.rows * one.outputs for one in own)
     again = 1 + config.recomputed_share
     moved = (again * forward[side] + backward[side] for side in range(2))
     return config.tokens * sum(size * each for size, each in zip(elements, moved, strict=True))

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.estimate.adapters import LORA_ONLY, targets
 from lowtide.estimate.errors import EstimateError, divisors
+from lowtide.estimate.shape import GATED
 from lowtide.words import count_text
 
 Config = Any
@@ -46,7 +47,16 @@ def _check_model(config: Config) -> None:
             f"--tp={tp} and --kv-heads={model.kv_heads}: one has to divide the other, so that every rank "
             f"holds whole heads (of the divisors of the heads: {divisors(model.heads)})"
         )
-    if config.unfused_mlp and model.mlp != "swiglu":
+    if config.ep > 1 and (not model.experts or model.experts % config.ep or config.shards % config.ep):
+        raise EstimateError(
+            f"--ep={config.ep} with --experts={model.experts} and --dp x --cp={config.shards}: it has to "
+            f"divide both; choose of {divisors(math.gcd(model.experts, config.shards))}"
+        )
+    if config.imbalance > 1 and config.ep == 1:
+        raise EstimateError(
+            f"--imbalance={config.imbalance:g} with --ep=1: every rank has all experts; give --ep 2 or more"
+        )
+    if config.unfused_mlp and model.mlp not in GATED:
         raise EstimateError(
             f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave it out"
         )

@@ -18,13 +18,13 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.losses import Loss as Losses
 from lowtide.estimate.optimizers import Optimizer as Optimizers
 from lowtide.estimate.settings import RUN_SETTINGS, SHAPE_SETTINGS
+from lowtide.estimate.shape import Mlp
 
-Mlp = Literal["gelu", "swiglu", "squared-relu"]
 Switch = bool | None
 _SMALLEST_MEMORY = 1 << 20
 MODEL_HELP = (
-    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt2*, llama*, mistral-7b, qwen*, nemotron-15b, or a Hugging "
-    "Face config.json."
+    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt2*, llama*, mistral-7b, mixtral-8x7b, qwen*, deepseek-v3, "
+    "gpt-oss-*, nemotron-15b, or a Hugging Face config.json."
 )
 
 
@@ -55,6 +55,17 @@ Tied = Annotated[
         "Output layer shares the embedding. [default: the model's]", "--tied-embeddings/--untied-embeddings"
     ),
 ]
+Experts = Annotated[
+    int | None, option("Experts of a layer (a mixture), each of --ffn. [default: the model's]")
+]
+ExpertsPerToken = Annotated[int | None, option("Experts that each token goes to.")]
+SharedExperts = Annotated[int | None, option("Experts beside these for every token. [default: the model's]")]
+Ep = Annotated[
+    int | None, option("Expert parallel size: of the d x c ranks, those that share the experts. [default: 1]")
+]
+Imbalance = Annotated[
+    float | None, option("Tokens of the busiest expert-parallel rank over an average one's. [default: 1]")
+]
 Seq = Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")]
 MicroBatch = Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")]
 GlobalBatch = Annotated[int | None, option("Sequences in a step (B). [default: micro-batch x dp x pp]")]
@@ -68,8 +79,7 @@ Interleave = Annotated[int | None, option("Model chunks on a stage (m). [default
 Dp = Annotated[int | None, option("Data parallel size (d). [default: 1]")]
 Cp = Annotated[int | None, option("Context parallel size: ranks that share each sequence. [default: 1]")]
 Zero = Annotated[
-    int | None,
-    option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
+    int | None, option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]")
 ]
 Recompute = Annotated[
     str | None,
@@ -139,8 +149,7 @@ LoraDtype = Annotated[
 LoraDropout = Annotated[float | None, option("Dropout of the adapters' inputs. [default: 0]")]
 Dora = Annotated[Switch, option("DoRA: adapters with magnitudes.", "--dora")]
 Quantize = Annotated[
-    Quantizes | None,
-    option("In what frozen matrices are kept: nf4 (QLoRA), int8 or fp8. [default: none]"),
+    Quantizes | None, option("In what frozen matrices are kept: nf4 (QLoRA), int8 or fp8. [default: none]")
 ]
 InBackward = Annotated[
     Switch,
@@ -217,8 +226,7 @@ DeviceName = Annotated[
     str | None, option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
 ]
 Memory = Annotated[
-    str | None,
-    option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]"),
+    str | None, option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]")
 ]
 ConfigFile = Annotated[
     Path | None, option("A JSON file with the flags' names as keys; flags go before it.", "--config")
@@ -302,6 +310,9 @@ def estimate_command(
     positions: Positions = None,
     bias: Bias = None,
     tied: Tied = None,
+    experts: Experts = None,
+    experts_per_token: ExpertsPerToken = None,
+    shared_experts: SharedExperts = None,
     seq: Seq = None,
     micro_batch: MicroBatch = None,
     global_batch: GlobalBatch = None,
@@ -311,6 +322,8 @@ def estimate_command(
     interleave: Interleave = None,
     dp: Dp = None,
     cp: Cp = None,
+    ep: Ep = None,
+    imbalance: Imbalance = None,
     zero: Zero = None,
     recompute: Recompute = None,
     attention: Attention = None,

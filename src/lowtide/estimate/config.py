@@ -5,7 +5,8 @@ it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
@@ -43,6 +44,7 @@ _SIZES = {
     "interleave": 1 << 10,
     "dp": 1 << 20,
     "cp": 1 << 14,
+    "ep": 1 << 14,
     "loss_chunks": 1 << 20,
     "lora": 1 << 16,
 }
@@ -60,6 +62,9 @@ class Config:
         tp, pp, dp, cp: tensor (t), pipeline (p), data (d) and context parallel size; the product is the
             number of devices. Context-parallel ranks share each sequence and, for ZeRO, count as
             data-parallel ones.
+        ep: expert parallel size: ranks among the d x c that share a layer's experts, and send each other the
+            tokens of theirs.
+        imbalance: tokens of the busiest expert-parallel rank over those of an average one.
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
         interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
@@ -150,6 +155,8 @@ class Config:
     interleave: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
+    imbalance: float = 1.0
     zero: int = 0
     recompute: Recompute = "none"
     reentrant: bool = False
@@ -205,6 +212,8 @@ class Config:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
                 raise EstimateError(f"{flag(name)}={value!r}: a number of at least 0 and {edge} is needed")
+        if isinstance(self.imbalance, bool) or not 1 <= self.imbalance < math.inf:
+            raise EstimateError(f"--imbalance={self.imbalance!r}: a number of at least 1 is needed")
         for name in ("iteration_seconds", "peak_flops", "memory_bytes"):
             value = getattr(self, name)
             if value is not None and (
@@ -225,6 +234,33 @@ class Config:
     def shards(self) -> int:
         """Ranks among which ZeRO splits a stage's states: data- and context-parallel ones."""
         return self.dp * self.cp
+
+    @property
+    def kinds(self) -> tuple[tuple[Fraction, Config], ...]:
+        """The kinds of layers: of each its share of every stage's layers, and a configuration of a model that
+        has no others.
+        """
+        found = self.model.kinds
+        return tuple((share, self if len(found) == 1 else replace(self, model=kind)) for share, kind in found)
+
+    def mean_layer(self, what: Callable[[Config], Any]) -> Fraction:
+        """Something of a layer, on average over the kinds of layers."""
+        return sum((Fraction(share * what(kind)) for share, kind in self.kinds), Fraction(0))
+
+    @property
+    def expert_rows(self) -> Fraction:
+        """Rows that the experts of one rank work on: the tokens of a micro-batch, each as often as it goes to
+        an expert.
+        """
+        uneven = Fraction(self.imbalance) if self.ep > 1 else 1
+        return uneven * self.tokens * self.model.experts_per_token
+
+    @property
+    def inner_elements(self) -> Fraction:
+        """Elements of the MLP's inner tensors on one rank."""
+        model = self.model
+        rows = self.expert_rows + self.tokens * model.shared_experts if model.experts else self.tokens
+        return Fraction(rows * model.ffn, self.tp)
 
     @property
     def loss_kind(self) -> str:
@@ -373,6 +409,15 @@ class Config:
     def local_kv_width(self) -> int:
         """Elements of one token's keys on one tensor-parallel rank."""
         return kv_heads_per_rank(self.model.kv_heads, self.tp) * self.model.head_width
+
+    @property
+    def local_value_width(self) -> int:
+        """Elements of one token's values, with what keys share the product with, on one tensor-parallel
+        rank.
+        """
+        model, heads = self.model, kv_heads_per_rank(self.model.kv_heads, self.tp)
+        shared = model.head_width - model.rope_width if model.kv_latent else 0
+        return heads * (model.value_width + shared)
 
 
 def flag(name: str) -> str:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from numbers import Real
 
 from lowtide.errors import expect
-from lowtide.estimate.adapters import layer_adapters
+from lowtide.estimate.adapters import adapted
 from lowtide.estimate.config import Config, check_config
 from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.shape import GATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,18 @@ def layer_flops(config: Config, sequences: int) -> int:
     >>> layer_flops(config, 4) == 24 * 4 * s * h**2 + 4 * 4 * s**2 * h
     True
     """
-    model = config.model
-    products = model.hidden * (2 * model.query_width + 2 * model.kv_width + model.mlp_matrices * model.ffn)
-    return 2 * sequences * config.seq * products + attention_flops(config, sequences)
+    products = config.mean_layer(
+        lambda kind: (
+            sum(one.active for one in kind.model.matrices().values()) + kind.model.experts * kind.model.hidden
+        )  # the router's
+    )
+    return int(2 * sequences * config.seq * products) + attention_flops(config, sequences)
 
 
 def attention_flops(config: Config, sequences: int) -> int:
     """FLOPs of one attention core's forward: scores, and scores times values."""
-    return 4 * sequences * config.seq**2 * config.model.query_width
+    model = config.model
+    return 2 * sequences * config.seq**2 * (model.query_width + model.output_width)
 
 
 def logit_flops(config: Config, sequences: int) -> int:
@@ -56,7 +61,17 @@ def logit_flops(config: Config, sequences: int) -> int:
 
 def adapter_flops(config: Config, sequences: int) -> int:
     """FLOPs of the forward of one layer's adapters."""
-    return 2 * sequences * config.seq * layer_adapters(config, tp=1) if config.lora else 0
+    if not config.lora:
+        return 0
+    count = config.mean_layer(
+        lambda kind: sum(one.rows * (one.inputs + one.outputs) * config.lora for one in adapted(kind, 1, 1))
+    )
+    return int(2 * sequences * config.seq * count)
+
+
+def _active(config: Config, *names: str) -> int:
+    """Elements of some linear layers of a layer that each token is multiplied with."""
+    return sum(one.active for name, one in config.model.matrices().items() if name in names)
 
 
 def recomputed_flops(config: Config, sequences: int) -> int:
@@ -65,9 +80,12 @@ def recomputed_flops(config: Config, sequences: int) -> int:
     if config.recompute == "selective":
         return layers * attention_flops(config, sequences)
     if config.recompute == "selective-op":  # every second product: k, the output's, and half of the MLP's
-        columns = model.kv_width + model.query_width + model.ffn
-        return layers * 2 * sequences * config.seq * model.hidden * columns
-    last = 2 * sequences * config.seq * model.hidden * model.ffn
+        names = ("k", "o", "up") if model.mlp in GATED else ("k", "o", "down")
+        own = config.mean_layer(lambda kind: _active(kind, *names, "shared_up", "q_a", "kv_a"))
+        return layers * int(2 * sequences * config.seq * own)
+    last = int(
+        2 * sequences * config.seq * config.mean_layer(lambda kind: _active(kind, "down", "shared_down"))
+    )
     whole = config.recomputed_share * (layer_flops(config, sequences) + adapter_flops(config, sequences))
     return int(layers * (whole - config.early_share * last))
 

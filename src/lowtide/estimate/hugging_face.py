@@ -86,6 +86,35 @@ def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
     return Preset(Shape(**given), usual)
 
 
+def _experts(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
+    """A mixture of experts in every layer, as Mixtral and Qwen 3 have it."""
+    count = _get(data, source, "num_local_experts", "num_experts")
+    chosen = _get(data, source, "num_experts_per_tok")
+    if data.get("mlp_only_layers") or data.get("decoder_sparse_step", 1) != 1:
+        raise EstimateError(f"{source}: experts in some layers only are not understood")
+    if "moe_intermediate_size" in data:
+        data = {**data, "intermediate_size": data["moe_intermediate_size"]}
+    return _llama(data, source, experts=count, experts_per_token=chosen, **style)
+
+
+def _deepseek(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
+    """Shared experts, and one MLP in the first layers; with latent attention where there are latents."""
+    latent = data.get("kv_lora_rank")
+    if latent:
+        rope = _get(data, source, "qk_rope_head_dim")
+        style |= dict(
+            kv_latent=latent, rope_width=rope, query_latent=_get(data, source, "q_lora_rank", default=0),
+            head_width=_get(data, source, "qk_nope_head_dim") + rope,
+            value_width=_get(data, source, "v_head_dim"),
+        )  # fmt: skip
+    given = {**data, "num_local_experts": _get(data, source, "n_routed_experts")}
+    dense = _get(data, source, "first_k_dense_replace", default=0)
+    return _experts(
+        given, source, router="sigmoid", shared_experts=_get(data, source, "n_shared_experts", default=0),
+        dense_layers=dense, dense_ffn=_get(data, source, "intermediate_size") if dense else 0, **style,
+    )  # fmt: skip
+
+
 def _nemotron(data: Mapping[str, Any], source: str) -> Preset:
     if _get(data, source, "hidden_act", default="relu2") != "relu2":
         raise EstimateError(
@@ -103,6 +132,13 @@ READERS: dict[str, Callable[[Mapping[str, Any], str], Preset]] = {
     "nemotron": _nemotron,
     "qwen2": lambda data, source: _llama(data, source, qkv_bias=True),
     "qwen3": lambda data, source: _llama(data, source, qk_norm=True),
+    "mixtral": _experts,
+    "qwen3_moe": lambda data, source: _experts(data, source, qk_norm=True),
+    "deepseek_v3": _deepseek,
+    "glm4_moe": lambda data, source: _deepseek(data, source, qk_norm=bool(data.get("use_qk_norm"))),
+    "gpt_oss": lambda data, source: _experts(
+        data, source, mlp="swiglu-clamped", bias=True, qkv_bias=True, sinks=True, router="chosen"
+    ),
 }
 """What reads each ``model_type``."""
 

@@ -13,7 +13,8 @@ from fractions import Fraction
 
 from lowtide.estimate.adapters import adapter_terms, frozen_inputs
 from lowtide.estimate.config import Config
-from lowtide.estimate.lines import KORTHIKANTI, Term
+from lowtide.estimate.lines import KORTHIKANTI, Term, total
+from lowtide.estimate.shape import GATED
 
 SECTION = f"{KORTHIKANTI} Sec. 4.1"
 AUTOCAST = "liveness: autocast's casts"
@@ -22,7 +23,21 @@ GROUPED = f"{SECTION}; grouped queries: 2305.13245"
 SWIGLU = f"{SECTION}; SwiGLU: 2002.05202"
 SQUARED = f"{SECTION}; squared ReLU: 2109.08668"
 TENSOR = f"{SECTION}; torch.distributed.tensor.parallel"
+EXPERTS = f"{SECTION}; experts: 2101.03961 Sec. 2.1; grouped products"
+LATENT = f"{SECTION}; latent attention: 2405.04434 Sec. 2.1"
 TORCHTITAN = f"{SECTION}; torchtitan's selective_ac_option op"
+
+
+ROUTING: dict[str, tuple[int, int, int, int, int]] = {
+    "softmax": (4, 0, 0, 36, 4),
+    "sigmoid": (4, 4, 4, 38, 4),
+    "chosen": (0, 0, 0, 42, 0),
+}
+"""Bytes that a router and the ways of tokens to experts and back keep: of each token and expert, each token
+and hidden element, each weight of the router, each choice, and each token. A softmax over all experts keeps
+scores in float32, DeepSeek's router works in float32; of a choice there are its index, its place among the
+sorted ones, and back, and its weight, here without its own dtype's bytes.
+"""
 
 
 def _over(size: int) -> str:
@@ -48,10 +63,11 @@ def layer_terms(config: Config) -> list[Term]:
     over_t = _over(config.tp)
     hidden = Fraction(tokens * model.hidden, shared)
     queries, keys = Fraction(tokens * model.query_width, config.tp), Fraction(tokens * config.local_kv_width)
-    inner = Fraction(tokens * model.ffn, config.tp)
+    attended, values = Fraction(tokens * model.output_width, config.tp), tokens * config.local_value_width
+    inner = config.inner_elements
     grouped = model.kv_heads != model.heads
     repeated = grouped and not config.fused_attention and config.recompute != "selective"
-    kept_keys = queries if repeated else keys
+    kept_keys, kept_values = (queries, attended) if repeated else (keys, Fraction(values))
     key_formula = f"{e}sb(kd){over_t}" if grouped and not repeated else f"{e}sbh{over_t}"
     key_source = GROUPED if grouped else SECTION
     key_note = "each repeated for its group of queries, as separate operations need them" if repeated else ""
@@ -59,18 +75,20 @@ def layer_terms(config: Config) -> list[Term]:
     terms = [
         Term("input of the attention norm", x * hidden, f"{x}sbh{over}", SECTION, "input"),
         Term("input of the q, k, v projection", e * hidden, f"{e}sbh{over}", SECTION, "attention"),
+        *_latent_terms(config),
         Term("queries", e * queries, f"{e}sbh{over_t}{wide}", SECTION, "attention"),
         Term("keys", e * kept_keys, key_formula, key_source, "attention", key_note),
-        Term("values", e * kept_keys, key_formula, key_source, "attention", key_note),
+        Term("values", e * kept_values, key_formula, key_source, "attention", key_note),
         *_qk_norm(config, queries, keys, over_t),
         *core_terms(config),
-        Term("input of the output projection", e * queries, f"{e}sbh{over_t}{wide}", SECTION, "attention"),
+        Term("input of the output projection", e * attended, f"{e}sbh{over_t}{wide}", SECTION, "attention"),
     ]
     if config.dropout:
         terms.append(Term("mask of the attention's dropout", hidden, f"sbh{over}", SECTION, "attention"))
     terms += [
         Term("input of the MLP norm", x * hidden, f"{x}sbh{over}", SECTION, "mlp"),
         Term("input of the MLP", e * hidden, f"{e}sbh{over}", SECTION, "mlp"),
+        *_expert_terms(config),
         *_activation_terms(config, inner, over_t),
         Term("input of the MLP's last layer", e * inner, _ffn(config, e, over_t), SECTION, "mlp"),
     ]
@@ -81,7 +99,7 @@ def layer_terms(config: Config) -> list[Term]:
         note = "what the shards above are gathered into"
         terms.append(Term("gathered inputs", more, f"{2 * e}sbh(t-1)/t", TENSOR, "attention", note))
     if config.dtype == "autocast":
-        copies = Fraction(2 * model.layer_weight_elements(config.tp))
+        copies = Fraction(2 * model.layer_weight_elements(config.tp, config.ep))
         terms.append(
             Term(
                 "bfloat16 copies of the weights",
@@ -126,6 +144,34 @@ def core_terms(config: Config) -> list[Term]:
     return terms
 
 
+def _latent_terms(config: Config) -> list[Term]:
+    """The latents of queries, and of keys and values, before and after their norm."""
+    model, e = config.model, config.element_bytes
+    if not model.kv_latent:
+        return []
+    size = Fraction(e * config.tokens * (2 * (model.query_latent + model.kv_latent) + model.rope_width))
+    name, formula = "latents of queries, keys and values", f"{e}sb(2q'+2c+r)"
+    return [Term(name, size, formula, LATENT, "attention", "before and after their norms")]
+
+
+def _expert_terms(config: Config) -> list[Term]:
+    """What the router keeps, and the rows as each expert reads and gives them. The rows go to their experts
+    in another order, so that they are there once more; their outputs are kept to be weighed.
+    """
+    model, e, rows = config.model, config.element_bytes, config.expert_rows
+    if not model.experts:
+        return []
+    scores, hidden, weights, choice, token = ROUTING[model.router]
+    count = Fraction(config.tokens * (scores * model.experts + hidden * model.hidden + token))
+    count += weights * model.experts * model.hidden + (choice + e) * rows + 4 * (model.experts // config.ep)
+    note, wide = f"{float(rows / config.tokens):.4g} rows a token", e * rows * model.hidden
+    return [
+        Term("scores and choices of the router", count, f"4sbE + {choice + e}sbk", EXPERTS, "mlp"),
+        Term("inputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", note),
+        Term("outputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", "before they are weighed"),
+    ]
+
+
 def _qk_norm(config: Config, queries: Fraction, keys: Fraction, over: str) -> list[Term]:
     if not config.model.qk_norm:
         return []
@@ -143,6 +189,8 @@ def _qk_norm(config: Config, queries: Fraction, keys: Fraction, over: str) -> li
 
 def _ffn(config: Config, factor: int, over: str) -> str:
     model = config.model
+    if model.experts:
+        return f"{factor}sb{'(k+1)' if model.shared_experts else 'k'}f{over}"
     return f"{4 * factor}sbh{over}" if model.ffn == 4 * model.hidden else f"{factor}sbf{over}"
 
 
@@ -155,11 +203,12 @@ def _activation_terms(config: Config, inner: Fraction, over: str) -> list[Term]:
         return [Term("input of the square", e * inner, _ffn(config, e, over), SQUARED, "mlp", note)]
     terms = [Term("gate and up projections", 2 * e * inner, _ffn(config, 2 * e, over), SWIGLU, "mlp")]
     if config.unfused_mlp:
+        more = GATED[config.model.mlp]
         terms.append(
             Term(
                 "silu(gate)",
-                e * inner,
-                _ffn(config, e, over),
+                e * more * inner,
+                _ffn(config, e * more, over),
                 SWIGLU,
                 "mlp",
                 "only where SwiGLU is separate operations",
@@ -201,17 +250,17 @@ def operation_terms(config: Config) -> list[Term]:
     over, over_t = _over(config.replication), _over(config.tp)
     hidden = Fraction(config.tokens * model.hidden, config.replication)
     queries = Fraction(config.tokens * model.query_width, config.tp)
-    keys = Fraction(config.tokens * config.local_kv_width)
-    inner = Fraction(config.tokens * model.ffn, config.tp)
+    values = Fraction(config.tokens * config.local_value_width)
+    attended, inner = Fraction(config.tokens * model.output_width, config.tp), config.inner_elements
     kept = [
         checkpoint_term(config),
         Term("queries", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
-        Term("values", e * keys, f"{e}sb(kd){over_t}", TORCHTITAN, "attention"),
-        Term("output of attention", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
+        Term("values", e * values, f"{e}sb(kd){over_t}", TORCHTITAN, "attention"),
+        Term("output of attention", e * attended, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
         *(term for term in core_terms(config) if config.fused_attention),
         Term("output of the MLP's first product", e * inner, _ffn(config, e, over_t), TORCHTITAN, "mlp"),
     ]
-    if model.mlp == "swiglu" and not config.compile:  # nothing reads it in backward, as a compiler notices
+    if model.mlp in GATED and not config.compile:  # nothing reads it in backward, as a compiler notices
         kept.append(Term("output of the MLP's last product", e * hidden, f"{e}sbh{over}", TORCHTITAN, "mlp"))
     if config.tp > 1:
         note = "outputs of the two reductions over tensor-parallel ranks"
@@ -223,6 +272,15 @@ def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
     """What the layers of a stage keep under the configured recomputation: each term, and the share of the
     layers that keep it.
     """
+    found: dict[Term, Fraction] = {}
+    for share, kind in config.kinds:
+        for term, kept in _kept_terms(kind):
+            found[term] = found.get(term, Fraction(0)) + share * kept
+    return list(found.items())
+
+
+def _kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
+    """The same of a model with one kind of layers."""
     given = config.recompute
     if given == "none":
         return [(term, Fraction(1)) for term in layer_terms(config)]
@@ -254,7 +312,7 @@ def segment_layers(config: Config) -> int:
     """
     layers = config.stage_layers
     kept = checkpoint_term(config).bytes
-    inner = sum((term.bytes for term in layer_terms(config)), Fraction(0)) - kept
+    inner = config.mean_layer(lambda kind: total(layer_terms(kind))) - kept
     flying = min(config.pp, config.micro_batches)
     return min(range(1, layers + 1), key=lambda k: (flying * kept * -(-layers // k) + k * inner, k))
 

@@ -78,6 +78,13 @@ def _llama(
     return Preset(shape, dict(MODERN))
 
 
+def _gpt_oss(layers: int, experts: int) -> Preset:
+    return _llama(
+        layers, 2880, 64, 8, 2880, 201088, 131072, head_width=64, mlp="swiglu-clamped", bias=True, sinks=True,
+        experts=experts, experts_per_token=4, router="chosen",
+    )  # fmt: skip
+
+
 def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Preset:
     shape = Shape(
         layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=256000, sequence=4096,
@@ -125,6 +132,52 @@ PRESETS: dict[str, Preset] = {
     "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, 8192, qk_norm=True),
     "qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151936, 8192, qk_norm=True),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, 8192, head_width=128, qk_norm=True),
+    "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, 32768, experts=8, experts_per_token=2),
+    "qwen3-30b-a3b": _llama(
+        48, 2048, 32, 4, 768, 151936, 40960, head_width=128, qk_norm=True, experts=128, experts_per_token=8
+    ),
+    "qwen3-235b-a22b": _llama(
+        94, 4096, 64, 4, 1536, 151936, 40960, head_width=128, qk_norm=True, experts=128, experts_per_token=8
+    ),
+    "deepseek-v3": _llama(
+        61,
+        7168,
+        128,
+        128,
+        2048,
+        129280,
+        4096,
+        head_width=192,
+        value_width=128,
+        query_latent=1536,
+        kv_latent=512,
+        rope_width=64,
+        router="sigmoid",
+        experts=256,
+        experts_per_token=8,
+        shared_experts=1,
+        dense_layers=3,
+        dense_ffn=18432,
+    ),
+    "glm4.5-air": _llama(
+        46,
+        4096,
+        96,
+        8,
+        1408,
+        151552,
+        131072,
+        head_width=128,
+        qkv_bias=True,
+        router="sigmoid",
+        experts=128,
+        experts_per_token=8,
+        shared_experts=1,
+        dense_layers=1,
+        dense_ffn=10944,
+    ),
+    "gpt-oss-20b": _gpt_oss(24, 32),
+    "gpt-oss-120b": _gpt_oss(36, 128),
     "mpt-125m": _mpt(12, 768, 12),
     "mpt-350m": _mpt(24, 1024, 16),
     "mpt-760m": _mpt(24, 1536, 12),
@@ -146,6 +199,8 @@ ALIASES = {
     "llama-3-8b": "llama3-8b",
     "llama-3-70b": "llama3-70b", "llama-2-7b": "llama2-7b", "llama-2-13b": "llama2-13b",
     "llama-2-70b": "llama2-70b",
+    "mixtral": "mixtral-8x7b",
+    "intellect-3": "glm4.5-air", "gpt-oss": "gpt-oss-20b",
     "llama3.2-1b": "llama3-1b", "llama3.2-3b": "llama3-3b", "gpt2-small": "gpt2",
 }  # fmt: skip
 
@@ -163,8 +218,8 @@ def preset(name: str) -> Preset:
     key = preset_name(name)
     if key not in PRESETS:
         raise EstimateError(
-            f"{unknown('model', name, PRESETS)}. Others, as mixtures of experts, have no formula here: trace "
-            "one with lowtide plan --model hf:TYPE (hf:mixtral) or its config.json"
+            f"{unknown('model', name, PRESETS)}. Others have no formula here: trace one with lowtide "
+            "plan --model hf:TYPE (hf:bamba) or its config.json"
         )
     return PRESETS[key]
 
@@ -194,6 +249,8 @@ def changed(shape: Shape, **changes: Any) -> Shape:
         changes["ffn"] = 0 if shape.ffn == 4 * shape.hidden or shape.mlp == "swiglu" else shape.ffn
     if ("hidden" in changes or "heads" in changes) and "head_width" not in changes:
         changes["head_width"] = 0
+    if "head_width" in changes and shape.value_width == shape.head_width:
+        changes.setdefault("value_width", 0)
     if "heads" in changes and "kv_heads" not in changes and shape.kv_heads == shape.heads:
         changes["kv_heads"] = 0
     if "bias" in changes and "qkv_bias" not in changes:

@@ -65,8 +65,11 @@ def header(found: Estimate, name: str | None) -> Text:
     sequences = f"{config.micro_batch} x {config.seq:,} tokens a micro-batch"
     batches = count_text(config.micro_batches, "micro-batch", "micro-batches")
     batches += f" x d={config.dp}" if config.dp > 1 else ""
+    active = config.model.active_parameters()
+    used = f" ({active / 1e9:.2f} B active)" if active != found.parameters else ""
+    split += f", {config.ep} share the experts" if config.ep > 1 else ""
     return Text(
-        f"{name or 'model'}: {found.parameters / 1e9:.2f} B parameters{stages}, on "
+        f"{name or 'model'}: {found.parameters / 1e9:.2f} B parameters{used}{stages}, on "
         f"{count_text(config.devices, 'device')}{f' ({split}{zero})' if split else ''}\n"
         f"{sequences}; a step: {batches} = {count_text(config.global_batch, 'sequence')}, "
         f"{config.global_batch * config.seq:,} tokens",

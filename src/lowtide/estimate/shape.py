@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any, Literal, get_args
 
 from lowtide.estimate.errors import EstimateError, divisors
 
-Mlp = Literal["gelu", "swiglu", "squared-relu"]
+Mlp = Literal["gelu", "swiglu", "swiglu-clamped", "squared-relu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary"]
+Router = Literal["softmax", "sigmoid", "chosen"]
+
+_CHOICES: dict[str, Any] = {"mlp": Mlp, "norm": Norm, "positions": Positions, "router": Router}
+GATED = {"swiglu": 1, "swiglu-clamped": 4}
+"""MLPs with a gate, and how many tensors more of the inner size they keep in separate operations."""
 
 MOST = {
     "layers": 100_000,
@@ -21,6 +27,11 @@ MOST = {
     "sequence": 1 << 30,
 }
 """Sizes above these are taken for mistakes."""
+_NONE = (
+    "experts", "experts_per_token", "shared_experts", "dense_layers", "dense_ffn", "query_latent",
+    "kv_latent", "rope_width",
+)  # fmt: skip
+"""Sizes that are 0 in a model that has no such thing."""
 
 
 def check_size(flag: str, value: object, most: int, least: int = 1) -> None:
@@ -29,6 +40,34 @@ def check_size(flag: str, value: object, most: int, least: int = 1) -> None:
         raise EstimateError(f"{flag}={value!r}: a whole number is needed")
     if not least <= value <= most:
         raise EstimateError(f"{flag}={value}: a whole number from {least:,} to {most:,} is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A linear layer of a transformer layer, on one rank.
+
+    Attributes:
+        part: ``attention`` or ``mlp``.
+        inputs, outputs: its sizes.
+        copies: how many there are: one for each expert.
+        rows: how many of them a token passes through.
+    """
+
+    part: Literal["attention", "mlp"]
+    inputs: int
+    outputs: int
+    copies: int = 1
+    rows: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Elements of all copies."""
+        return self.copies * self.inputs * self.outputs
+
+    @property
+    def active(self) -> int:
+        """Elements that a token is multiplied with."""
+        return self.rows * self.inputs * self.outputs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +79,10 @@ class Shape:
         layers, hidden, heads, vocab: L, h, a and v.
         kv_heads: heads of keys and values; fewer than ``heads`` is grouped-query attention.
         head_width: size of one head; h / a unless the model says otherwise.
-        ffn: inner size of the MLP.
-        mlp: ``gelu`` and ``squared-relu`` have two matrices, ``swiglu`` three.
+        value_width: size of one head of values; ``head_width`` unless the model says otherwise.
+        ffn: inner size of the MLP, or of one expert.
+        mlp: ``gelu`` and ``squared-relu`` have two matrices, ``swiglu`` three; so has ``swiglu-clamped``,
+            whose gate and product are bounded (gpt-oss).
         norm: ``layernorm`` has two vectors, ``rmsnorm`` one.
         positions: ``learned`` adds a table of ``sequence`` rows to the embedding, ``rotary`` turns queries
             and keys.
@@ -49,6 +90,15 @@ class Shape:
         bias, qkv_bias: whether the linear layers have biases, and those of q, k and v.
         qk_norm: whether queries and keys are normalised (Qwen 3).
         tied: whether the output layer shares the embedding's matrix.
+        experts: MLPs of a layer that share its tokens (a mixture of experts, 1701.06538); 0: one MLP.
+        experts_per_token: experts that work on each token.
+        shared_experts: experts beside these that work on every token (2401.06066).
+        router: ``softmax`` over all experts (Mixtral, Qwen), ``sigmoid`` in float32 (DeepSeek), or a softmax
+            over the ``chosen`` ones (gpt-oss).
+        dense_layers, dense_ffn: layers that have one MLP instead, and its inner size.
+        query_latent, kv_latent, rope_width: sizes of latent attention (2405.04434, Section 2.1): of the
+            latents of queries, of those of keys and values, and of the part of a head that is turned.
+        sinks: whether each head has a learned score of nothing (gpt-oss).
 
     Example:
         >>> Shape(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048).parameters()
@@ -61,6 +111,7 @@ class Shape:
     vocab: int = 51200
     kv_heads: int = 0
     head_width: int = 0
+    value_width: int = 0
     ffn: int = 0
     mlp: Mlp = "gelu"
     norm: Norm = "layernorm"
@@ -70,6 +121,16 @@ class Shape:
     qkv_bias: bool | None = None
     qk_norm: bool = False
     tied: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    shared_experts: int = 0
+    router: Router = "softmax"
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    query_latent: int = 0
+    kv_latent: int = 0
+    rope_width: int = 0
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         for name, given in (("kv_heads", self.heads), ("ffn", self._usual_ffn())):
@@ -79,11 +140,12 @@ class Shape:
             object.__setattr__(self, "qkv_bias", self.bias)
         for name, most in MOST.items():
             check_size(_flag(name), getattr(self, name), most)
-        for name, known in (("mlp", ("gelu", "swiglu", "squared-relu")), ("norm", ("layernorm", "rmsnorm"))):
-            if getattr(self, name) not in known:
-                raise EstimateError(f"--{name}={getattr(self, name)!r}: choose {' or '.join(known)}")
-        if self.positions not in ("learned", "rotary"):
-            raise EstimateError(f"--positions={self.positions!r}: choose learned or rotary")
+        for name in _NONE:
+            check_size(_flag(name), getattr(self, name), MOST["ffn"], least=0)
+        for name, kind in _CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                known = " or ".join(get_args(kind))
+                raise EstimateError(f"--{name}={getattr(self, name)!r}: choose {known}")
         if self.head_width == 0:
             if self.hidden % self.heads:
                 raise EstimateError(
@@ -92,10 +154,28 @@ class Shape:
                 )
             object.__setattr__(self, "head_width", self.hidden // self.heads)
         check_size("--head-width", self.head_width, 1 << 16)
+        if self.value_width == 0:
+            object.__setattr__(self, "value_width", self.head_width)
         if self.heads % self.kv_heads:
             raise EstimateError(
                 f"--kv-heads={self.kv_heads} does not divide --heads={self.heads}: choose a divisor of the "
                 f"heads ({divisors(self.heads)})"
+            )
+        self._check_experts()
+
+    def _check_experts(self) -> None:
+        if not 0 < self.experts_per_token <= self.experts and (self.experts or self.experts_per_token):
+            raise EstimateError(
+                f"--experts={self.experts} --experts-per-token={self.experts_per_token}: give both; a token "
+                "goes to at least 1 of the experts, and to each at most once"
+            )
+        for name in ("shared_experts", "dense_layers"):
+            if getattr(self, name) and not self.experts:
+                raise EstimateError(f"{_flag(name)}={getattr(self, name)} without --experts: give both")
+        if self.dense_layers and not (0 < self.dense_layers < self.layers and self.dense_ffn):
+            raise EstimateError(
+                f"dense_layers={self.dense_layers}, dense_ffn={self.dense_ffn}: fewer than the "
+                f"{self.layers} layers, and their inner size, are needed"
             )
 
     def _usual_ffn(self) -> int:
@@ -117,37 +197,78 @@ class Shape:
         return self.kv_heads * self.head_width
 
     @property
+    def output_width(self) -> int:
+        """Elements of attention's output for one token."""
+        return self.heads * self.value_width
+
+    @property
     def mlp_matrices(self) -> int:
-        """Number of h x ffn matrices in an MLP."""
-        return 3 if self.mlp == "swiglu" else 2
+        """Matrices in an MLP."""
+        return 3 if self.mlp in GATED else 2
 
     @property
     def norm_vectors(self) -> int:
         """Vectors in one norm: weight and bias, or the weight alone."""
         return 2 if self.norm == "layernorm" else 1
 
-    def layer_matrix_parameters(self, tp: int = 1) -> int:
+    @property
+    def kinds(self) -> tuple[tuple[Fraction, Shape], ...]:
+        """The kinds of layers: of each its share of the layers, and the shape that has none but these."""
+        if not self.dense_layers:
+            return ((Fraction(1), self),)
+        share = Fraction(self.dense_layers, self.layers)
+        one = dict(dense_layers=0, experts=0, experts_per_token=0, shared_experts=0, ffn=self.dense_ffn)
+        plain: Any = one
+        return ((share, replace(self, **plain)), (1 - share, replace(self, dense_layers=0)))
+
+    def matrices(self, tp: int = 1, ep: int = 1) -> dict[str, Matrix]:
+        """The linear layers of a layer by name, on one tensor- and expert-parallel rank: what is counted of
+        weights, adapters and FLOPs. A router is none of them.
+
+        >>> Shape(layers=1, hidden=64, heads=4, kv_heads=2).matrices()["k"].outputs
+        32
+        """
+        h, heads, kv = self.hidden, self.heads // tp, kv_heads_per_rank(self.kv_heads, tp)
+        if self.kv_latent:
+            first = {
+                "q_a": (h, self.query_latent), "q_b": (self.query_latent, heads * self.head_width),
+                "kv_a": (h, self.kv_latent + self.rope_width),
+                "kv_b": (self.kv_latent, heads * (self.head_width - self.rope_width + self.value_width)),
+            }  # fmt: skip
+        else:
+            first = {"q": (h, heads * self.head_width), "k": (h, kv * self.head_width)}
+            first["v"] = (h, kv * self.value_width)
+        first["o"] = (heads * self.value_width, h)
+        found = {name: Matrix("attention", *sizes) for name, sizes in first.items() if all(sizes)}
+        mlps = [("", self.ffn // tp, max(1, self.experts // ep), max(1, self.experts_per_token))]
+        if self.shared_experts:
+            mlps.append(("shared_", self.shared_experts * self.ffn // tp, 1, 1))
+        for prefix, inner, copies, rows in mlps:
+            for name in ("gate", "up", "down")[3 - self.mlp_matrices :]:
+                sizes = (inner, h) if name == "down" else (h, inner)
+                found[prefix + name] = Matrix("mlp", *sizes, copies, rows)
+        return found
+
+    def layer_matrix_parameters(self, tp: int = 1, ep: int = 1) -> int:
         """Parameters of one layer that tensor parallelism splits, on one rank: the matrices and the
         column-parallel biases.
         """
-        kv_width = kv_heads_per_rank(self.kv_heads, tp) * self.head_width
-        queries, ffn = self.query_width // tp, self.ffn // tp
-        return (
-            self.layer_weight_elements(tp)
-            + (queries + 2 * kv_width if self.qkv_bias else 0)
-            + ((self.mlp_matrices - 1) * ffn if self.bias else 0)
-        )
+        biases = ("q", "k", "v") * bool(self.qkv_bias) + ("gate", "up") * self.bias
+        own = [matrix for name, matrix in self.matrices(tp, ep).items() if name in biases]
+        return self.layer_weight_elements(tp, ep) + sum(one.copies * one.outputs for one in own)
 
-    def layer_weight_elements(self, tp: int = 1) -> int:
+    def layer_weight_elements(self, tp: int = 1, ep: int = 1) -> int:
         """Elements of one layer's matrices on one rank."""
-        kv_width = kv_heads_per_rank(self.kv_heads, tp) * self.head_width
-        return self.hidden * (2 * self.query_width // tp + 2 * kv_width + self.mlp_matrices * self.ffn // tp)
+        return sum(matrix.elements for matrix in self.matrices(tp, ep).values())
 
-    def layer_shared_parameters(self) -> int:
-        """Parameters of one layer that every tensor-parallel rank holds: norms and the biases behind a
-        reduction.
+    def layer_shared_parameters(self, ep: int = 1) -> int:
+        """Parameters of one layer that every tensor-parallel rank holds: norms, the router, and the biases
+        behind a reduction.
         """
-        shared = 2 * self.norm_vectors * self.hidden + (2 * self.hidden if self.bias else 0)
+        shared = 2 * self.norm_vectors * self.hidden + self.query_latent + self.kv_latent
+        shared += self.experts * self.hidden + self.heads * self.sinks
+        if self.bias:
+            shared += self.hidden * (1 + max(1, self.experts // ep)) + self.experts
         return shared + (2 * self.head_width if self.qk_norm else 0)
 
     def layer_parameters(self) -> int:
@@ -157,10 +278,18 @@ class Shape:
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones counted once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
-        positions = self.sequence * self.hidden if self.positions == "learned" else 0
-        return (
-            embeddings + positions + self.layers * self.layer_parameters() + self.norm_vectors * self.hidden
+        embeddings += self.sequence * self.hidden if self.positions == "learned" else 0
+        layers = sum(share * self.layers * kind.layer_parameters() for share, kind in self.kinds)
+        return embeddings + int(layers) + self.norm_vectors * self.hidden
+
+    def active_parameters(self) -> int:
+        """Parameters that work on each token: without the experts that a token does not go to."""
+        idle = sum(
+            share * (one.elements - one.active)
+            for share, kind in self.kinds
+            for one in kind.matrices().values()
         )
+        return self.parameters() - int(self.layers * idle)
 
 
 def kv_heads_per_rank(kv_heads: int, tp: int) -> int:

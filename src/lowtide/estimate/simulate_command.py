@@ -54,14 +54,10 @@ def simulate_command(
     config: options.ConfigFile = None,
     stage: Stages = None,
     policy: Annotated[
-        str | None,
-        option("keep_all, full, sqrt or selective as lowtide.plan does them."),
+        str | None, option("keep_all, full, sqrt or selective as lowtide.plan does them.")
     ] = None,
     budget: Annotated[str | None, option("Plan every stage to stay below this (40GiB).")] = None,
-    device: Annotated[
-        str | None,
-        option("Whose speed the plans for a budget weigh. [default: a100]"),
-    ] = None,
+    device: Annotated[str | None, option("Whose speed the plans for a budget weigh. [default: a100]")] = None,
     fresh_gradients: Annotated[
         bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")
     ] = False,
@@ -79,10 +75,7 @@ def simulate_command(
         ),
     ] = False,
     json_out: options.Json = False,
-    plot: Annotated[
-        Path | None,
-        option("Draw the timeline into this file (needs matplotlib)."),
-    ] = None,
+    plot: Annotated[Path | None, option("Draw the timeline into this file (needs matplotlib).")] = None,
 ) -> None:
     """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form
     beside the trace. No GPU.

@@ -7,6 +7,7 @@ seconds = (products / (peak x efficiency) + attention / (peak x its efficiency)
           + what tensor parallelism sends / the link that it uses, or where it runs beside products the share
             of it that shows
           + what context parallelism sends, less what attention hides
+          + what goes to experts of other ranks and back
           + what pipeline stages send / the slower link they cross, less what compute hides where stages
             interleave
           + what data parallelism sends, less what compute hides
@@ -28,17 +29,11 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.fitted import fitted
-from lowtide.estimate.flops import (
-    adapter_flops,
-    attention_flops,
-    layer_flops,
-    logit_flops,
-    recomputed_flops,
-)
+from lowtide.estimate.flops import adapter_flops, attention_flops, layer_flops, logit_flops, recomputed_flops
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import total
 from lowtide.estimate.schedule import bubble_share
-from lowtide.estimate.states import trained_parameters
+from lowtide.estimate.states import updated_parameters
 from lowtide.estimate.traffic import Link, stage_traffic
 
 HOST_ADAM_BYTES_PER_SECOND = 110e9
@@ -116,6 +111,7 @@ class StepTime:
     bubble: float
     tensor: float
     context: float
+    expert: float
     pipeline: float
     data: float
     optimizer: float
@@ -181,7 +177,7 @@ def step_work(config: Config, device: Device) -> Work:
     """What one device does in a step."""
     layers, logits, attention = _flops(config)
     away = config.offload_optimizer
-    parameters = trained_parameters(config, 0) / (config.shards if config.zero else 1)
+    parameters = float(updated_parameters(config, 0))
     states = float(config.optimizer_bytes) + config.gradient_bytes + config.weight_bytes
     host_rate = HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)
     return Work(
@@ -205,11 +201,7 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     rate = device.flops * known.products
     logits = work.logits / rate
     products = work.layers / (known.float8 if config.float8 else 1.0) / rate + logits
-    kernel = {
-        "unfused": known.products,
-        "fused": known.attention,
-        "flash-3": known.attention * known.flash_3,
-    }
+    kernel = {"unfused": known.products, "fused": known.attention, "flash-3": known.attention * known.flash_3}
     attention = work.attention / (device.flops * kernel[config.attention])
     passes = known.fused_passes if config.compile else known.eager_passes
     pointwise = (work.activations * passes + work.moved) / device.memory_bandwidth
@@ -225,6 +217,7 @@ def priced(work: Work, known: Efficiency) -> StepTime:
         bubble=slowest * float(1 + bubble_share(config)) - compute,
         tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0),
         context=max(0.0, sent["context"] - attention),
+        expert=sent["expert"],
         pipeline=_beside(sent["pipeline"], compute if config.interleave > 1 else 0.0, known),
         data=_beside(sent["data"], compute * _data_cover(config), known),
         optimizer=work.optimizer / device.memory_bandwidth,
@@ -266,7 +259,7 @@ def _activation_bytes(config: Config) -> float:
     """Bytes of the layers' activations in a step; of what is recomputed one half more, its forward."""
     if config.lora:  # pointwise operations pass over what nothing keeps, too
         config = unadapted(config)
-    layer = total(layer_terms(config))
+    layer = config.mean_layer(lambda kind: total(layer_terms(kind)))
     evicted = layer - sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
     return float(layer + max(evicted, Fraction(0)) / 2) * config.stage_layers * config.micro_batches
 
@@ -285,10 +278,10 @@ def _frozen_bytes(config: Config) -> float:
     """
     if not config.lora:
         return 0.0
-    moved = adapter_traffic(config)
+    moved = config.mean_layer(adapter_traffic)
     if config.quantize != "none":
-        whole = config.element_bytes * config.model.layer_weight_elements(config.tp)
-        moved += (2 + config.recomputed_share) * (layer_bytes(config) + whole)
+        whole = config.element_bytes * config.mean_layer(_matrices)
+        moved += (2 + config.recomputed_share) * (config.mean_layer(layer_bytes) + whole)
     return float(moved * config.stage_layers * config.micro_batches)
 
 
@@ -298,13 +291,27 @@ def _cast_bytes(config: Config) -> float:
     """
     if not config.float8:
         return 0.0
-    model, t = config.model, config.tp
-    queries, inner = model.query_width / t, model.ffn / t
     again = {"selective-op": 0.5}.get(str(config.recompute), float(config.recomputed_share))
+    return (
+        FLOAT8_CAST_BYTES
+        * float(config.mean_layer(lambda kind: _cast_elements(kind, again)))
+        * (config.stage_layers * config.micro_batches)
+    )
+
+
+def _cast_elements(config: Config, again: float) -> float:
+    """Elements of one layer that are cast."""
+    model, t = config.model, config.tp
+    queries, inner = model.output_width / t, float(config.inner_elements / config.tokens)
     inputs = (2 * model.hidden + queries + inner) * (1 + again)
-    outputs = queries + 2 * config.local_kv_width + (model.mlp_matrices - 1) * inner + 2 * model.hidden
-    elements = config.tokens * (inputs + outputs) + model.layer_weight_elements(t)
-    return FLOAT8_CAST_BYTES * elements * config.stage_layers * config.micro_batches
+    keys = config.local_kv_width + config.local_value_width
+    outputs = queries + keys + (model.mlp_matrices - 1) * inner + 2 * model.hidden
+    return config.tokens * (inputs + outputs) + _matrices(config)
+
+
+def _matrices(config: Config) -> int:
+    """Elements of one layer's matrices on one rank."""
+    return config.model.layer_weight_elements(config.tp, config.ep)
 
 
 def _sent(config: Config) -> dict[Link, float]:
@@ -330,6 +337,7 @@ def _links(config: Config, device: Device) -> dict[str, float]:
     return {
         "tensor": node if config.tp <= device.node else network,
         "context": node if config.tp * config.cp <= device.node else network,
+        "expert": node if config.tp * config.ep <= device.node else network,
         "pipeline": node if config.devices <= device.node else network,
         "data": node if inside else min(node, together * network),
     }

@@ -10,23 +10,32 @@ from math import ceil, inf
 from numbers import Real
 
 from lowtide.errors import expect
-from lowtide.estimate.adapters import LORA, QLORA, layer_adapters, layer_bytes, matrices
+from lowtide.estimate.adapters import LORA, QLORA, adapted, layer_adapters, layer_bytes
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import FULLY_SHARD, ZERO, ZERO_OFFLOAD, Line
 from lowtide.estimate.optimizers import OPTIMIZERS
 
 
-def stage_parameters(config: Config, stage: int) -> int:
-    """Parameters on one device of a pipeline stage, before ZeRO splits them.
+def layer_parameters(config: Config, ep: int = 0) -> Fraction:
+    """Parameters of one layer on one device (of so many expert-parallel ones, where given), on average over
+    the kinds of layers.
+    """
+    t, ep = config.tp, ep or config.ep
+    return config.mean_layer(
+        lambda kind: kind.model.layer_matrix_parameters(t, ep) + kind.model.layer_shared_parameters(ep)
+    )
+
+
+def edge_parameters(config: Config, stage: int) -> int:
+    """Parameters on one device of a pipeline stage that belong to no layer.
 
     The first stage holds the embedding, the last the final norm and the output layer, which is a copy of the
     embedding where they are tied and the pipeline has more than one stage. The vocabulary is split over the
     tensor-parallel ranks (rounded up), learned positions are not.
     """
-    model, t = config.model, config.tp
-    count = config.stage_layers * (model.layer_matrix_parameters(t) + model.layer_shared_parameters())
-    table = -(-model.vocab // t) * model.hidden
+    model, count = config.model, 0
+    table = -(-model.vocab // config.tp) * model.hidden
     first, last = stage == 0, stage == config.pp - 1
     if first:
         count += table + (model.sequence * model.hidden if model.positions == "learned" else 0)
@@ -37,19 +46,33 @@ def stage_parameters(config: Config, stage: int) -> int:
     return count
 
 
-def trained_parameters(config: Config, stage: int) -> int:
+def stage_parameters(config: Config, stage: int, ep: int = 0) -> int:
+    """Parameters on one device of a pipeline stage, before ZeRO splits them (with so many expert-parallel
+    ranks, where given: 1 counts what ZeRO splits among all).
+    """
+    return int(config.stage_layers * layer_parameters(config, ep)) + edge_parameters(config, stage)
+
+
+def trained_parameters(config: Config, stage: int, ep: int = 0) -> int:
     """Parameters on one device of a stage that the optimizer updates, before ZeRO splits them."""
-    return config.stage_layers * layer_adapters(config) if config.lora else stage_parameters(config, stage)
+    if config.lora:
+        return int(config.stage_layers * config.mean_layer(lambda kind: layer_adapters(kind, ep=ep)))
+    return stage_parameters(config, stage, ep)
 
 
-def frozen_bytes(config: Config, stage: int) -> Fraction:
+def updated_parameters(config: Config, stage: int) -> Fraction:
+    """Parameters that one device of a stage updates: its share, where ZeRO splits the optimizer."""
+    if config.zero:
+        return Fraction(trained_parameters(config, stage, ep=1), config.shards)
+    return Fraction(trained_parameters(config, stage))
+
+
+def frozen_bytes(config: Config, stage: int, ep: int = 0) -> Fraction:
     """Bytes of the weights on one device of a stage that are not trained, before ZeRO splits them."""
     if not config.lora:
         return Fraction(0)
-    model, layers = config.model, config.stage_layers
-    layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
-    rest = stage_parameters(config, stage) - layers * layer
-    return layers * layer_bytes(config) + config.frozen_bytes * rest
+    layers = config.stage_layers * config.mean_layer(lambda kind: layer_bytes(kind, ep))
+    return layers + config.frozen_bytes * edge_parameters(config, stage)
 
 
 def first_gradients(config: Config, stage: int) -> Fraction:
@@ -58,16 +81,16 @@ def first_gradients(config: Config, stage: int) -> Fraction:
     """
     model, t = config.model, config.tp
     table = -(-model.vocab // t) * model.hidden if stage == config.pp - 1 else 0
-    layer = model.layer_matrix_parameters(t) + model.layer_shared_parameters()
+    layer, ranks = layer_parameters(config), (t, config.ep)
     if config.lora:
-        table, layer = 0, layer_adapters(config)
+        table, layer = 0, config.mean_layer(layer_adapters)
     if config.optimizer_in_backward and config.lora:
-        found = max(map(max, matrices(model, t).values())) * config.lora
+        found = config.lora * max(one.copies * max(one.inputs, one.outputs) for one in adapted(config))
     elif config.optimizer_in_backward:
-        found = max(table, model.hidden * max(model.ffn, model.query_width) // t)
+        found = max(table, *(one.elements for one in model.matrices(*ranks).values()))
     else:
         found = table + layer
-    return min(Fraction(1), Fraction(found, trained_parameters(config, stage)))
+    return min(Fraction(1), Fraction(found) / trained_parameters(config, stage))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +117,15 @@ def model_states(
     gradient_bytes: int = 2,
     optimizer_bytes: int | Fraction = 12,
     no_sync: bool = False,
+    whole: int | float | None = None,
 ) -> ModelStates:
     """Bytes of the model states of ``parameters`` parameters (Psi) on each of ``dp`` devices (N_d).
 
     ZeRO (1910.02054, Figure 1): nothing split 16 Psi; stage 1 (P_os) 4 Psi + 12 Psi/N_d; stage 2 (P_os+g) 2
         Psi + 14 Psi/N_d; stage 3
     (P_os+g+p) 16 Psi/N_d. ZeRO-Offload (2101.06840, Table 1): of the offloaded fraction the gradients and the
-    optimizer leave the device, 16 M becoming 2 M. With ``no_sync`` gradients are not split.
+    optimizer leave the device, 16 M becoming 2 M. With ``no_sync`` gradients are not split. ``whole`` are the
+    parameters that are split, where each device has only its experts' of ``parameters``.
 
     >>> float(model_states(7.5e9, dp=64, zero=2).total)
     16640625000.0
@@ -115,10 +140,11 @@ def model_states(
             "to 1 are needed"
         )
     count, stays = Fraction(parameters), 1 - Fraction(offload)
+    split = Fraction(parameters if whole is None else whole) / dp
     return ModelStates(
-        weights=weight_bytes * count / (dp if zero >= 3 else 1),
-        gradients=gradient_bytes * count * stays / (dp if zero >= 2 and not no_sync else 1),
-        optimizer=optimizer_bytes * count * stays / (dp if zero >= 1 else 1),
+        weights=weight_bytes * (split if zero >= 3 else count),
+        gradients=gradient_bytes * stays * (split if zero >= 2 and not no_sync else count),
+        optimizer=optimizer_bytes * stays * (split if zero >= 1 else count),
     )
 
 
@@ -137,6 +163,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
         no_sync=config.no_sync,
+        whole=trained_parameters(config, stage, ep=1),
     )
     figure = f"{ZERO} Fig. 1"
     plain = f"{ZERO} Sec. 3.1" if gradient == weight else "arXiv 2205.05198 Fig. 1"
@@ -149,7 +176,8 @@ def state_lines(config: Config, stage: int) -> list[Line]:
     )
     frozen = []
     if config.lora:
-        size = ceil(frozen_bytes(config, stage) / (config.shards if zero >= 3 else 1))
+        split = frozen_bytes(config, stage, ep=1) / config.shards
+        size = ceil(split if zero >= 3 else frozen_bytes(config, stage))
         kind = "" if config.quantize == "none" else f", the layers' matrices in {config.quantize}"
         formula = "frozen" + ("/d" if zero >= 3 else "")
         source = LORA if config.quantize == "none" else QLORA
@@ -180,7 +208,7 @@ def host_bytes(config: Config, stage: int) -> int:
     """Host memory that one device's share of the offloaded optimizer takes: optimizer state and gradients
     (2101.06840, Table 1: 14 M); of a paged one all of its state.
     """
-    count = Fraction(trained_parameters(config, stage), config.shards if config.zero >= 1 else 1)
+    count = updated_parameters(config, stage)
     away = Fraction(config.offload_optimizer)
     paged = (1 - away) * config.optimizer_bytes if OPTIMIZERS[config.optimizer].paged else 0
     return ceil(count * (away * (config.optimizer_bytes + config.gradient_bytes) + paged))

@@ -141,6 +141,7 @@ class Estimate:
         return {
             "config": dict(describe(self.config)),
             "parameters": self.parameters,
+            "active_parameters": self.config.model.active_parameters(),
             "devices": self.config.devices,
             "stages": [
                 stage.to_json() | {"traffic": [item.to_json() for item in items]}
@@ -251,7 +252,7 @@ def whole_micro_batches(config: Config, stage: Stage) -> int:
     flying = int(stage.micro_batches_in_flight)
     if left < 0:
         return 0
-    saved = total(layer_terms(config)) - sum(
+    saved = config.mean_layer(lambda kind: total(layer_terms(kind))) - sum(
         (term.bytes * share for term, share in kept_terms(config)), Fraction(0)
     )
     return flying if saved <= 0 else min(flying, int(left / (saved * config.stage_layers)))
@@ -284,7 +285,7 @@ def _notes(config: Config) -> list[str]:
         )
     if config.lora:
         own = ",".join(targets(config.lora_targets, config.model))
-        count = config.model.layers * layer_adapters(config, tp=1)
+        count = int(config.model.layers * config.mean_layer(lambda kind: layer_adapters(kind, tp=1, ep=1)))
         notes.append(
             f"adapters of rank {config.lora} on {own}: {count:,} parameters are trained. With recomputation "
             "the embedding's output has to require gradients (enable_input_require_grads), which takes no "

@@ -17,9 +17,9 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.edges import logit_elements
 from lowtide.estimate.layer import kept_terms
 from lowtide.estimate.lines import FULLY_SHARD, KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
-from lowtide.estimate.states import frozen_bytes, trained_parameters
+from lowtide.estimate.states import frozen_bytes, trained_parameters, updated_parameters
 
-Link = Literal["tensor", "context", "pipeline", "data", "host"]
+Link = Literal["tensor", "context", "expert", "pipeline", "data", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Traffic:
     """Bytes of one kind that one device of a stage sends in a step.
 
     Attributes:
-        link: ``tensor``, ``context``, ``pipeline`` or ``data`` parallel group, or ``host``.
+        link: ``tensor``, ``context``, ``expert``, ``pipeline`` or ``data`` parallel group, or ``host``.
         name: what it is.
         bytes: sent by one device.
         formula, source: as in `lowtide.estimate.lines.Line`.
@@ -54,6 +54,7 @@ def stage_traffic(config: Config, stage: int) -> list[Traffic]:
     return [
         *_tensor(config, stage),
         *_context(config),
+        *_experts(config),
         *_pipeline(config, stage),
         *_data(config, stage),
         *_host(config, stage),
@@ -155,10 +156,23 @@ def _context(config: Config) -> list[Traffic]:
     """
     if config.cp == 1:
         return []
-    keys = Fraction(2 * config.element_bytes * config.tokens * config.local_kv_width)
+    width = config.local_kv_width + config.local_value_width
+    keys = Fraction(config.element_bytes * config.tokens * width)
     rounds = 3 + config.recomputed_share
     size = ceil((config.cp - 1) * keys * rounds * config.stage_layers * config.micro_batches)
     return [Traffic("context", "keys and values around the ring", size, "4(c-1)sbkd", "arXiv 2310.01889")]
+
+
+def _experts(config: Config) -> list[Traffic]:
+    """Rows to the ranks of their experts and back, in forward (again where recomputed) and backward."""
+    if config.ep == 1:
+        return []
+    message = config.element_bytes * config.expert_rows * config.model.hidden / config.tp
+    layers = config.stage_layers * config.mean_layer(lambda kind: kind.model.experts > 0)
+    rounds = 4 + 2 * config.recomputed_share
+    size = ceil(_ring(message, config.ep) * rounds * layers * config.micro_batches)
+    source = "arXiv 2006.16668 Sec. 3.2"
+    return [Traffic("expert", "all-to-alls of the experts' rows", size, "4 x 2sbkh(e-1)/e", source)]
 
 
 def _pipeline(config: Config, stage: int) -> list[Traffic]:
@@ -182,12 +196,13 @@ def _data(config: Config, stage: int) -> list[Traffic]:
     d, n = config.shards, config.micro_batches
     if d == 1:
         return []
-    count = Fraction(trained_parameters(config, stage))
+    # of what has c copies on d ranks, (c - 1) / c travels: all but the rank's own share of the whole
+    count = trained_parameters(config, stage) - Fraction(trained_parameters(config, stage, ep=1), d)
     size = config.gathered_bytes if config.zero == 3 else config.weight_bytes
-    gradients, weights = _ring(count * config.reduced_bytes, d), _ring(count * size, d)
+    gradients, weights = count * config.reduced_bytes, count * size
     if config.zero == 3:
         cast = min(Fraction(1), Fraction(config.gathered_bytes, config.frozen_bytes))
-        weights += _ring(cast * frozen_bytes(config, stage), d)
+        weights += cast * (frozen_bytes(config, stage) - frozen_bytes(config, stage, ep=1) / d)
     source = f"{ZERO} Sec. 7"
     if config.zero == 3 and config.pp > 1:
         return [
@@ -211,11 +226,7 @@ def _data(config: Config, stage: int) -> list[Traffic]:
 def _host(config: Config, stage: int) -> list[Traffic]:
     found = []
     if config.offload_optimizer:
-        share = (
-            Fraction(config.offload_optimizer)
-            * trained_parameters(config, stage)
-            / (config.shards if config.zero >= 1 else 1)
-        )
+        share = Fraction(config.offload_optimizer) * updated_parameters(config, stage)
         source = f"{ZERO_OFFLOAD} Sec. 3"
         # no room on the device to sum them over micro-batches
         down = ceil(share * config.gradient_bytes * config.micro_batches)

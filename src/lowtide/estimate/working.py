@@ -27,7 +27,13 @@ from lowtide.estimate.layer import (
 )
 from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
 from lowtide.estimate.optimizers import OPTIMIZERS
-from lowtide.estimate.states import first_gradients, frozen_bytes, trained_parameters
+from lowtide.estimate.states import (
+    first_gradients,
+    frozen_bytes,
+    layer_parameters,
+    trained_parameters,
+    updated_parameters,
+)
 
 
 def loss_moment(config: Config) -> Fraction:
@@ -44,13 +50,14 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     e, x = config.element_bytes, config.residual_bytes
     full = Fraction(config.tokens * model.hidden)
     shared = full / config.replication
-    inner = Fraction(config.tokens * model.ffn, t)
-    first = inner * (2 if model.mlp == "swiglu" else 1)
+    inner, rows = config.inner_elements, config.expert_rows * model.hidden
+    first = inner * (model.mlp_matrices - 1)
     queries = Fraction(config.tokens * model.query_width, t)
-    qkv = queries + 2 * Fraction(config.tokens * config.local_kv_width)
+    qkv = queries + Fraction(config.tokens * (config.local_kv_width + config.local_value_width))
     gathered = e * full if config.sequence_parallel else Fraction(0)
     terms = layer_terms(config)
-    down = total(term for term in terms if term.name.startswith("input of the MLP's last"))
+    given = ("input of the MLP's last layer", "outputs of the experts")
+    down = total(term for term in terms if term.name in given)
     act = sum(
         (
             term.bytes
@@ -68,9 +75,9 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     )
     softmax = 4 if config.dtype == "autocast" else e
     return {
-        "last linear layer of the MLP": stream + branch + gathered + e * inner,
+        "last linear layer of the MLP": stream + branch + gathered + e * inner + 2 * e * rows,
         "activation of the MLP": stream + e * inner + e * first - down,
-        "first linear layer of the MLP": stream + e * first + gathered + e * full - down - act,
+        "first linear layer of the MLP": stream + e * (first + rows) + gathered + e * full - down - act,
         "attention core": stream + e * queries + (e + 2 * softmax) * scores + e * qkv - mlp,
         "q, k, v projection": stream + e * qkv + gathered + e * full - mlp - core,
     }
@@ -92,6 +99,15 @@ def recomputed_bytes(config: Config) -> tuple[Fraction, str]:
     return whole, f"{KORTHIKANTI} Sec. 5"
 
 
+def _working(config: Config) -> tuple[Fraction, Fraction, str, str]:
+    """What stands at most in backward of a layer above what is kept, what of it was recomputed, from which
+    equation, and the moment.
+    """
+    recomputed, source = recomputed_bytes(config)
+    name, most = max(backward_moments(config).items(), key=lambda item: item[1])
+    return max(most + recomputed, Fraction(0)), recomputed, source, name
+
+
 def temporary_lines(config: Config, stage: int) -> list[Line]:
     """What stands for moments only, on one device of a stage."""
     lines = []
@@ -100,9 +116,7 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
         name, size = "gradients of the loss", ceil(loss_moment(config))
         note = f"{config.loss_kind}: {config.loss_form.what}"
         lines.append(_at(0, Line("temporaries", name, size, _loss_formula(config), source, note)))
-    recomputed, source = recomputed_bytes(config)
-    name, most = max(backward_moments(config).items(), key=lambda item: item[1])
-    most = max(most + recomputed, Fraction(0))
+    most, recomputed, source, name = max(_working(kind) for _, kind in config.kinds)
     again = min(recomputed, most)
     if again:
         what = {"selective": "attention core", "sqrt": "segment"}.get(str(config.recompute), "layer")
@@ -142,8 +156,8 @@ def update_lines(config: Config, stage: int) -> list[Line]:
     copies = OPTIMIZERS[config.optimizer].copies
     if config.update_kind != "foreach" or not copies or config.optimizer_in_backward:
         return []
-    count = trained_parameters(config, stage) * (1 - Fraction(config.offload_optimizer))
-    size = ceil(copies * config.state_bytes * count / (config.shards if config.zero else 1))
+    count = updated_parameters(config, stage) * (1 - Fraction(config.offload_optimizer))
+    size = ceil(copies * config.state_bytes * count)
     over = "/d" if config.zero else ""
     name = "square roots of the second moments"
     formula = f"{copies * config.state_bytes}Ψ{over}"
@@ -197,10 +211,12 @@ def _zero3(config: Config, stage: int) -> list[Line]:
         note = "micro-batches of a pipeline share one gather, and one reduction of float32 gradients"
         name = "gathered weights and gradients"
         return [_not_update(Line("temporaries", name, size, formula, FULLY_SHARD, note))]
-    whole = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
-    layer = Fraction(e * whole)
+    layer = e * max(layer_parameters(kind) for _, kind in config.kinds)
     if config.lora:  # quantised weights are gathered as they are
-        layer = min(layer, layer_bytes(config)) + e * layer_adapters(config)
+        layer = max(
+            min(e * layer_parameters(kind), layer_bytes(kind)) + e * layer_adapters(kind)
+            for _, kind in config.kinds
+        )
     table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
     size = ceil(2 * layer + e * table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
@@ -223,14 +239,7 @@ def offload_lines(config: Config, lines: list[Line]) -> list[Line]:
     note = "on the host but for the two layers at work: one in use, one on its way"
     return [
         Line(
-            line.kind,
-            line.name,
-            size,
-            f"{line.formula}, 2 layers",
-            source,
-            note,
-            line.place,
-            (size, size, 0),
+            line.kind, line.name, size, f"{line.formula}, 2 layers", source, note, line.place, (size, size, 0)
         )
         for line in lines
         for size in (ceil(line.bytes * share / flying),)
