@@ -63,7 +63,7 @@ class Interceptor:
             return
         thread.active = [one for one in thread.active if one is not self]
         thread.choose()
-        if not thread.active and thread.level < 0:
+        if not thread.active and _RUNNING.level < 0:
             _include(_KEY, False)  # another thread's kernels find out by themselves
 
     def __enter__(self) -> Any:
@@ -74,17 +74,28 @@ class Interceptor:
         self.stop()
 
 
+class _Running(threading.local):
+    """Of the thread itself: which interceptor runs an operation now, by its place among the active ones, -1
+    where none does; and the dispatch keys of that operation. Of a backward on several threads (one for each
+    device) each is in an operation of its own.
+    """
+
+    level = -1
+    keyset: Any = None
+
+
+_RUNNING = _Running()
+
+
 class _Thread:
     """What is active on a thread; the threads on which autograd runs a backward share it with the one that
     asked for that.
     """
 
-    __slots__ = ("active", "core", "keyset", "level")
+    __slots__ = ("active", "core")
 
     def __init__(self) -> None:
         self.active: list[Interceptor] = []
-        self.level = -1  # place of the interceptor that runs an operation now, -1 where none does
-        self.keyset: Any = None
         self.core: Any = None  # takes part as long as its interceptor is the only one
 
     def choose(self) -> None:
@@ -119,7 +130,7 @@ def settle() -> None:
     backward began, and until the next operation Dynamo would guard on it.
     """
     thread = _known_thread()
-    if thread is not None and not thread.active and thread.level < 0:
+    if thread is not None and not thread.active and _RUNNING.level < 0:
         _include(_KEY, False)
     writes.settle()
 
@@ -128,16 +139,16 @@ def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all,
     just run it.
     """
-    thread = _known_thread()
-    if thread is None or thread.level < 0:
+    running, thread = _RUNNING, _known_thread()
+    if thread is None or running.level < 0:
         return func(*args, **kwargs)
-    if thread.level == 0:
-        return _run(func, thread.keyset & _BELOW, args, kwargs)
-    thread.level -= 1
+    if running.level == 0:
+        return _run(func, running.keyset & _BELOW, args, kwargs)
+    running.level -= 1
     try:
-        return thread.active[thread.level].operation(func, tuple(args), kwargs)
+        return thread.active[running.level].operation(func, tuple(args), kwargs)
     finally:
-        thread.level += 1
+        running.level += 1
 
 
 class unseen:
@@ -211,19 +222,19 @@ class _Kernel:
         thread = _known_thread()
         if (
             thread is None
-            or thread.level >= 0
+            or _RUNNING.level >= 0
             or not thread.active
             or (args and isinstance(args[0], private.FakeTensor))
         ):
             with unseen():
                 return _run(func, keyset & _BELOW, args, kwargs)
         _include(_KEY, False)
-        active = thread.active
-        thread.level, thread.keyset = len(active) - 1, keyset
+        active, running = thread.active, _RUNNING
+        running.level, running.keyset = len(active) - 1, keyset
         try:
             return active[-1].operation(func, args, kwargs)
         finally:
-            thread.level = -1
+            running.level = -1
             if thread.active:
                 _include(_KEY, True)
 

@@ -12,10 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import private
 from lowtide.interception import (
     _KEY,
+    _STATE,
     Interceptor,
     _included,
+    _thread,
     interceptors,
     is_evicted,
     proceed,
@@ -387,3 +390,43 @@ def test_watchers_are_interceptors_and_dispatch_modes() -> None:
 
     with Passing() as passing, Counts() as counts:
         assert watchers() == [passing, counts]
+
+
+def test_two_threads_of_one_backward_are_seen_both() -> None:
+    """Autograd has a thread for each device, and gives it the state of the thread that called backward: while
+    one is in an operation the other's are seen, too, and each operation runs once.
+    """
+
+    class Slow(Names):
+        """Stays in the operation that the first thread runs until the second has run its own."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside, self.other_ran = threading.Event(), threading.Event()
+
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if func is torch.ops.aten.sin.default:
+                self.inside.set()
+                assert self.other_ran.wait(10)
+            return super().operation(func, args, kwargs)
+
+    slow = Slow()
+    x, found = torch.ones(3), []
+
+    def device_thread(state: Any) -> None:
+        private.set_thread_object(_STATE, state)
+        private.include_key(_KEY, True)
+        assert slow.inside.wait(10)
+        found.append(x.cos())
+        found.append(x * 2)
+        slow.other_ran.set()
+
+    with slow:
+        other = threading.Thread(target=device_thread, args=(_thread(),))
+        other.start()
+        result = x.sin()
+        other.join()
+        after = x.tan()
+    assert sorted(slow.short) == ["cos", "mul", "sin", "tan"]
+    assert torch.equal(result, torch.ones(3).sin()) and torch.equal(after, torch.ones(3).tan())
+    assert torch.equal(found[0], torch.ones(3).cos())
