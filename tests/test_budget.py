@@ -152,9 +152,11 @@ def test_auto_is_what_the_device_has_less_a_reserve(monkeypatch: pytest.MonkeyPa
         resolve("auto")
 
 
-def test_auto_counts_what_the_cuda_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 80 * GIB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * GIB)
+def test_auto_leaves_out_tensors_beside_the_model_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """5 GiB are free, 4 are reserved without a tensor; of the 3 that tensors take, 1 is the model's."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     assert resolve("auto", device="cuda:1", standing_bytes=GIB) == 9 * GIB
 
 

@@ -170,8 +170,8 @@ def resolve(
         smallest_bytes: the smallest peak of any plan, or what finds it; called for ``"min"`` alone, since
             that may take a search.
         device: whose memory ``"auto"`` is about.
-        standing_bytes: of what the budget counts, what stands in memory already; ``"auto"`` adds it to what
-            is free on a CPU.
+        standing_bytes: of what the budget counts, what is resident already; ``"auto"`` adds it to what is
+            free.
 
     Raises:
         BudgetError: the budget is malformed, or what it is a share of is not known.
@@ -227,17 +227,19 @@ def auto_bytes(available_bytes: int | None, device: str = "cpu") -> int:
 
 
 def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
-    """What this process can have of a device's memory, what its tensors take already included; ``None`` where
-    the system does not say.
+    """What a step can have of a device's memory; ``None`` where the system does not say.
 
-    On CUDA: free memory and what PyTorch's allocator has reserved. On a CPU: available main memory within the
-    limits of the process's control group, and ``standing_bytes``.
+    What is free, and ``standing_bytes``, which the step counts and which are allocated already. On CUDA free
+    is what the device has left and what PyTorch's allocator has reserved without a tensor in it: tensors
+    beside the model (another model, a cache) stay where they are. On a CPU it is available main memory within
+    the limits of the process's control group.
     """
     import torch  # here, since `lowtide --help` and the closed forms do without
 
     place = torch.device(device)
     if place.type == "cuda":
-        return torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
+        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
+        return torch.cuda.mem_get_info(place)[0] + unused + standing_bytes
     from lowtide.meter import free_main_memory  # imports torch
 
     free = free_main_memory()

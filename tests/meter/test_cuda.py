@@ -4,6 +4,8 @@ reserved. The statistics are played here; on a CUDA machine they are real.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -14,17 +16,31 @@ class Played:
     """A device's allocator statistics."""
 
     def __init__(self) -> None:
-        self.live = self.most = 0
+        self.live = self.most = self.blocks = self.most_blocks = 0
         self.reserved = self.most_reserved = 1 << 20
         self.initialized = False
+        self.readings = 0
+        self.backend = "native"
 
-    def alloc(self, size: int) -> None:
+    def alloc(self, size: int, rest: int = 0) -> None:
+        """``size`` bytes are asked for (or given back), in a block with a ``rest`` that is not split off."""
         self.live += size
-        self.most = max(self.most, self.live)
+        self.blocks += size + rest
+        self.most, self.most_blocks = max(self.most, self.live), max(self.most_blocks, self.blocks)
 
     def reserve(self, size: int) -> None:
         self.reserved += size
         self.most_reserved = max(self.most_reserved, self.reserved)
+
+    def stats(self, device: int) -> dict[str, Any]:
+        self.readings += 1
+        asked = (self.live, self.most) if self.backend == "native" else (0, 0)
+        counts = {
+            "requested_bytes": asked,
+            "allocated_bytes": (self.blocks, self.most_blocks),
+            "reserved_bytes": (self.reserved, self.most_reserved),
+        }
+        return {name: {"all": {"current": now, "peak": most}} for name, (now, most) in counts.items()}
 
     def initialize(self) -> None:
         self.initialized = True
@@ -32,16 +48,14 @@ class Played:
     def reset(self, device: int) -> None:
         if not self.initialized:
             raise RuntimeError("Invalid device argument 0: did you call init?")
-        self.most, self.most_reserved = self.live, self.reserved
+        self.most, self.most_blocks, self.most_reserved = self.live, self.blocks, self.reserved
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Played:
     card = Played()
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: card.live)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: card.most)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: card.reserved)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: card.most_reserved)
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", card.stats)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: card.backend)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", card.initialize)
@@ -90,6 +104,33 @@ def test_cuda_is_initialized_before_anything_is_asked_of_its_allocator(
     with peak("cuda:0", timeline=True) as seen:
         card.alloc(5)
     assert seen.peak_bytes == 5
+
+
+def test_bytes_are_those_requested_and_blocks_stand_beside_them(card: Played) -> None:
+    """A plan counts requests: the rest of a block that is not split (up to 1 MiB) is no failed prediction."""
+    card.alloc(1000, rest=24)
+    with peak("cuda:0") as seen:
+        card.alloc(20 << 20, rest=1 << 19)
+        card.alloc(-(20 << 20), rest=-(1 << 19))
+        assert (seen.peak_bytes, seen.live_bytes) == (20 << 20, 0)
+    assert seen.allocated_bytes == (20 << 20) + (1 << 19)
+    with peak("cpu") as here:
+        pass
+    assert here.allocated_bytes is None
+
+
+def test_an_allocator_that_counts_no_requests_is_read_by_its_blocks(card: Played) -> None:
+    card.backend = "cudaMallocAsync"
+    with peak("cuda:0") as seen:
+        card.alloc(1000, rest=24)
+    assert seen.peak_bytes == seen.allocated_bytes == 1024
+
+
+def test_a_reading_asks_the_allocator_once(card: Played) -> None:
+    with peak("cuda:0") as seen:
+        before = card.readings
+        assert seen.peak_bytes == 0
+        assert card.readings == before + 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -226,3 +226,19 @@ def test_workspaces_of_cublas_are_named_in_a_refusal(refuses: str) -> None:
         model(batch()).backward()
     assert refused.value.parts["cuBLAS workspaces"] == 2 * EACH
     assert "cuBLAS workspaces 2" in str(refused.value)
+
+
+def test_auto_counts_only_the_state_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is free, the optimizer's state that the first update makes is still to be taken."""
+    free = 1 << 30
+    monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: free)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(32, 64)
+    parameters = sum(p.nbytes for p in model.parameters())
+    handle = lowtide.limit_memory(model, budget="auto", optimizer=optimizer)
+    model(x).sum().backward()
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    counted = handle.plan.budget_bytes + (256 << 20) - free  # of what stands already
+    assert parameters <= counted <= parameters + x.nbytes + (1 << 12)

@@ -9,7 +9,7 @@ autograd runs backward for the device. From the first product of matrices on the
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -18,13 +18,39 @@ from lowtide import private
 from .register import Moments, Peak
 
 _LOCK = threading.Lock()
-_BLOCK = 512
-"""The allocator rounds sizes up to so many bytes."""
 _MAX_EVENTS = 200_000
 
 
+class _Statistics(NamedTuple):
+    """What a device's allocator says of itself, in bytes; ``most`` since its statistics were last reset.
+
+    Attributes:
+        requested: those that were asked for and are live, as a plan counts them. Beside a large tensor the
+            allocator may keep a rest of up to 1 MiB in its block, which is no part of them.
+        allocated: whole blocks of the live ones.
+        reserved: what it holds of the device.
+    """
+
+    requested: int
+    most_requested: int
+    allocated: int
+    most_allocated: int
+    reserved: int
+    most_reserved: int
+
+
+def _statistics(index: int) -> _Statistics:
+    """One reading of a device's allocator."""
+    found = torch.cuda.memory_stats_as_nested_dict(index)
+    # cudaMallocAsync counts no requests: its blocks are what there is
+    asked = "requested_bytes" if torch.cuda.get_allocator_backend() == "native" else "allocated_bytes"
+    counts = [found[name]["all"] for name in (asked, "allocated_bytes", "reserved_bytes")]
+    return _Statistics(*(count[which] for count in counts for which in ("current", "peak")))
+
+
 class CudaPeak(Peak):
-    """A peak register of one device; a timeline is the allocator's event history, without stacks.
+    """A peak register of one device, in the bytes that were requested; a timeline is the allocator's event
+    history, without stacks.
 
     Opening one resets the device's peak statistics (`torch.cuda.reset_peak_memory_stats`), after handing
     what it read to every register that is open: each sees its own peak.
@@ -43,8 +69,10 @@ class CudaPeak(Peak):
             private.record_cuda_history(_MAX_EVENTS)
         with _LOCK:
             self._fold()
-            self._start = self._most = torch.cuda.memory_allocated(self._at)
-            self._reserved = torch.cuda.memory_reserved(self._at)
+            now = _statistics(self._at)
+            self._start = self._most = now.requested
+            self._allocated_start = self._allocated = now.allocated
+            self._reserved = now.reserved
             self._all.setdefault(self._at, []).append(self)
             torch.cuda.reset_peak_memory_stats(self._at)
 
@@ -54,17 +82,25 @@ class CudaPeak(Peak):
             self._all[self._at].remove(self)
         return bytes_, self._moments() if self._recorded else ()
 
-    def _fold(self) -> None:
-        """Hand the device's peaks to every open register."""
-        peak = torch.cuda.max_memory_allocated(self._at)
-        reserved = torch.cuda.max_memory_reserved(self._at)
+    def _fold(self) -> _Statistics:
+        """Hand the device's peaks to every open register; returns what was read."""
+        now = _statistics(self._at)
         for other in self._all.get(self._at, []):
-            other._most, other._reserved = max(other._most, peak), max(other._reserved, reserved)
+            other._most = max(other._most, now.most_requested)
+            other._allocated = max(other._allocated, now.most_allocated)
+            other._reserved = max(other._reserved, now.most_reserved)
+        return now
 
     def _read(self) -> tuple[int, int]:
         with _LOCK:
-            self._fold()
-            return self._most - self._start, torch.cuda.memory_allocated(self._at) - self._start
+            now = self._fold()
+            return self._most - self._start, now.requested - self._start
+
+    @property
+    def allocated_bytes(self) -> int | None:
+        """Most bytes of whole blocks so far, above those at entry."""
+        self._now()
+        return self._allocated - self._allocated_start
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -82,7 +118,7 @@ class CudaPeak(Peak):
         steps = [event for event in events if event["action"] in ("alloc", "free_requested")]
         live, moments = 0, []
         for event in steps:
-            size = -(-int(event["size"]) // _BLOCK) * _BLOCK
+            size = int(event["size"])  # as requested
             live += size if event["action"] == "alloc" else -size
             moments.append(((event["time_us"] - steps[0]["time_us"]) * 1e-6, live))
         return tuple(moments)

@@ -21,8 +21,7 @@ from .register import Peak, Source
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a step did. Bytes are those of PyTorch's tensors and scratch, as requested on the CPU, in whole
-    blocks on CUDA.
+    """What a step did. Bytes are those of PyTorch's tensors and scratch, as requested.
 
     Attributes:
         peak_bytes: most bytes live at any moment, on top of those live at the start.
@@ -33,6 +32,8 @@ class Measurement:
         value: what the step returned in its last run.
         source: where the bytes come from.
         reserved_bytes: on CUDA the most the allocator took from the device, else ``None``.
+        allocated_bytes: on CUDA most bytes of the allocator's blocks, on top of those at the start: what was
+            requested is rounded up to them. Else ``None``.
     """
 
     peak_bytes: int
@@ -42,6 +43,7 @@ class Measurement:
     value: Any = field(repr=False)
     source: Source
     reserved_bytes: int | None = None
+    allocated_bytes: int | None = None
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -163,7 +165,14 @@ def measure(
             allocator.uninstall()
     typical = statistics.median(times or [seconds])
     return Measurement(
-        seen.peak_bytes, seen.live_bytes, seen.timeline, typical, value, seen.source, seen.reserved_bytes
+        seen.peak_bytes,
+        seen.live_bytes,
+        seen.timeline,
+        typical,
+        value,
+        seen.source,
+        seen.reserved_bytes,
+        seen.allocated_bytes,
     )
 
 

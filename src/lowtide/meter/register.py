@@ -52,6 +52,13 @@ class Peak:
         self._kept, self.timeline = self._close()
 
     @property
+    def allocated_bytes(self) -> int | None:
+        """On CUDA most bytes of the allocator's blocks so far, above those at entry, else None: what was
+        requested is rounded up to whole blocks.
+        """
+        return None
+
+    @property
     def reserved_bytes(self) -> int | None:
         """On CUDA the most that the allocator held of the device so far, fragments included, else None."""
         return None

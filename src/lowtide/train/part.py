@@ -120,7 +120,6 @@ class Part(ABC):
         """
         device = self.ranks.device
         free, sharing = budgets.available_bytes(device), self.ranks.size if device.type == "cpu" else 1
-        standing_bytes = standing_bytes if device.type == "cpu" else 0
         return budgets.auto_bytes(None if free is None else free // sharing + standing_bytes, str(device))
 
     def own(self, batch: Batch) -> Batch:

@@ -21,12 +21,14 @@ class OptimizerNeed:
     Attributes:
         state_bytes: its state, present or still to come.
         step_bytes: the most that one ``step()`` allocates beyond its state.
+        to_come_bytes: of the state what is not there yet.
         unknown: why ``step_bytes`` could not be worked out (they are 0 then), or nothing.
     """
 
     state_bytes: int
     step_bytes: int
     unknown: str = ""
+    to_come_bytes: int = 0
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
@@ -72,7 +74,8 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and subtract "
             "its state from the budget"
         ) from error
-    return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]))
+    to_come = total - present
+    return OptimizerNeed(total, max(0, peaks[0] - to_come, peaks[1]), to_come_bytes=to_come)
 
 
 def _as_chosen(group: dict[str, Any]) -> dict[str, Any]:

@@ -196,8 +196,10 @@ class Planner:
                 least = error.smallest_bytes
             return max(least + margin_bytes, updating)
 
-        device = torch.device(graph.device)
-        return budgets.resolve(self.budget, whole_peak, smallest, device, standing_bytes=graph.resident_bytes)
+        device, standing = torch.device(graph.device), graph.resident_bytes
+        if self.optimizer is not None:
+            standing -= self.need_of(self.optimizer).to_come_bytes  # of these "auto" finds none allocated
+        return budgets.resolve(self.budget, whole_peak, smallest, device, standing_bytes=standing)
 
     def _fits(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> bool:
         """Whether some plan leaves the margin free within a limit that the optimizer's own step sets."""
