@@ -149,3 +149,20 @@ def test_a_block_is_freed_once() -> None:
         allocator.free(block)
     allocator.free(allocator.allocate(0))  # a null pointer, as in PyTorch
     assert allocator.allocated_bytes == 0
+
+
+def test_it_goes_on_from_a_snapshot() -> None:
+    blocks = [(4, "active_allocated"), (6, "inactive"), (10, "active_allocated")]
+    parts = [{"size": n * MIB, "requested_size": n * MIB, "state": state} for n, state in blocks]
+    segment = {
+        "address": 7 * MIB,
+        "total_size": 20 * MIB,
+        "segment_type": "large",
+        "stream": 99,
+        "blocks": parts,
+    }
+    allocator = CachingAllocator()
+    allocator.resume([segment])
+    assert (allocator.reserved_bytes, allocator.allocated_bytes) == (20 * MIB, 14 * MIB)
+    assert allocator.allocate(5 * MIB).address == 11 * MIB  # in the hole
+    assert allocator.allocate(5 * MIB).address >= 27 * MIB and allocator.reserved_bytes == 40 * MIB

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from lowtide.errors import LowtideError
@@ -32,3 +34,11 @@ def test_only_what_is_priced() -> None:
         PlanOptions(device="h100")
     with pytest.raises(LowtideError, match=r"there is no such device.*or a card to price it for.*h100"):
         PlanOptions(device="h1000", dtype="bf16")
+
+
+def test_what_pytorch_would_reserve_is_said_for_a_card() -> None:
+    notes = make_plan(PlanOptions(device="h100", **SMALL)).notes  # type: ignore[arg-type]
+    (note,) = [note for note in notes if "would reserve" in note]
+    assert re.search(r"would reserve [\d.]+ MiB .*, [\d.]+ MiB with PYTORCH_ALLOC_CONF", note)
+    on_cpu = make_plan(PlanOptions(device="cpu", **SMALL)).notes  # type: ignore[arg-type]
+    assert not any("would reserve" in note for note in on_cpu)

@@ -8,9 +8,10 @@ PyTorch 2.11 to 2.13.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 MIB = 1 << 20
 SMALLEST, SMALL = 512, MIB  # the smallest block; the largest one of the small pool
@@ -161,6 +162,29 @@ class CachingAllocator:
         self._capturing = False
         self._pending: list[tuple[Block, set[int]]] = []  # freed; the streams that have yet to get there
         self._next_address = LARGE_SEGMENT
+
+    def resume(self, snapshot: Iterable[dict[str, Any]]) -> None:
+        """Go on from a real allocator's state, ``torch.cuda.memory_snapshot()`` of one device."""
+        streams: dict[int, int] = {}
+        for segment in sorted(snapshot, key=lambda segment: segment["address"]):
+            pool = self._shared.small if segment["segment_type"] == "small" else self._shared.large
+            stream = streams.setdefault(segment["stream"], len(streams))
+            block, address = None, segment["address"]
+            for part in segment["blocks"]:
+                block = Block(address, part["size"], stream, pool, part["requested_size"], previous=block)
+                if block.previous is not None:
+                    block.previous.next = block
+                address += block.bytes
+                if part["state"] == "inactive":
+                    pool.add(block)
+                else:
+                    block.allocated = True
+                    self.allocated_bytes += block.bytes
+                    self.active_bytes += block.bytes
+                    self.requested_bytes += block.requested
+            self.reserved_bytes += segment["total_size"]
+            self._next_address = max(self._next_address, address)
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def allocate(self, bytes: int, stream: int = 0) -> Block:
         """The block that PyTorch hands out; ``MemoryError`` where neither device nor cache has room."""

@@ -18,9 +18,11 @@ from lowtide.estimate.fitted import fitted
 from lowtide.estimate.simulation.pricing import pricer
 from lowtide.estimate.suggest import RESERVE
 from lowtide.graph import StepGraph
+from lowtide.meter.reserved import CachingAllocator
 from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
+from lowtide.plan.reserved import reserved_after, standing
 from lowtide.progress import working
 from lowtide.run.hidden_costs import with_overhead
 from lowtide.trace.costs.measure import measure_costs
@@ -178,7 +180,7 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
             )
             made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
             made = replace(made, notes=(*made.notes, _priced(card)))
-        made = replace(made, notes=(*made.notes, _no_optimizer(model)))
+        made = replace(made, notes=(*made.notes, *_reserved(graph, made, card), _no_optimizer(model)))
         work.done(in_one_line(made))
     return graph, made
 
@@ -196,6 +198,21 @@ def _priced(card: Device) -> str:
         f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
         "published runs (docs/estimate.md), and what kernels allocate while they run is not in it"
     )
+
+
+def _reserved(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
+    """What PyTorch's allocator takes for the plan's steps, where the device is a CUDA card."""
+    if plan.moves or not (graph.device.startswith("cuda") or card is not None):
+        return []
+    either = [
+        reserved_after(graph, plan.stored, standing(graph, CachingAllocator(expandable_segments=expandable)))
+        for expandable in (False, True)
+    ]
+    default, expandable = (budgets.format_bytes(max(reserved)) for reserved in either)
+    return [
+        f"PyTorch's allocator would reserve {default} for its steps, {expandable} with "
+        "PYTORCH_ALLOC_CONF=expandable_segments:True"
+    ]
 
 
 def _no_optimizer(model: nn.Module) -> str:

@@ -1,0 +1,138 @@
+"""What PyTorch's caching allocator reserves on CUDA for steps under a plan.
+
+In: a step graph, the values that a plan stores, and a model of the allocator in the state in which the steps
+begin (`lowtide.meter.reserved`). Out: the bytes that are reserved after each step. The blocks of a step are
+asked for and given back in the order of its events, as the executor does.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+
+from lowtide.graph import StepGraph
+from lowtide.meter.reserved import Block, CachingAllocator
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate.replay import Held
+
+BlockName = tuple[str, int]
+"""What the block is: a ``storage``, a replayed ``copy`` of a value, or ``scratch``; and its number."""
+
+
+def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[BlockName, int]]:
+    """The blocks of one step in order: a name with the bytes that are asked for, or 0 as it is given back.
+
+    What is not given back stands after the step: gradients, outputs, what the program keeps. The inputs are
+    asked for first. What was there before, such as parameters, is left out.
+
+    Args:
+        graph: of the step.
+        stored: ids of the values that the plan stores (`Plan.stored`).
+    """
+    simulator, seen = Simulator(graph), list[Held]()
+    simulation = simulator.simulate(stored, seen=seen)
+    moments, ends = defaultdict[int, list[Held]](list), defaultdict[int, list[int]](list)
+    for moment in seen:
+        moments[moment.event].append(moment)
+    until = dict(enumerate(simulator.natural_end)) | simulation.held_until
+    emptied = set[int]()
+    for storage in graph.storages:
+        if storage.producer is not None or storage.kind == "input":
+            ends[until[storage.id]].append(storage.id)
+        if storage.kind == "input" and storage.bytes:
+            yield ("storage", storage.id), storage.bytes
+    copies = dict[int, int]()  # a value, and the one whose block its copy lies in
+    for event, (kind, index) in enumerate(graph.events):
+        if kind == "op":
+            for value in graph.operations[index].writes:
+                storage = graph.storages[graph.values[value].storage]
+                if storage.producer == index and not graph.values[value].version and storage.bytes:
+                    yield ("storage", storage.id), storage.bytes
+            yield from _scratch(graph.operations[index].scratch_bytes)
+        elif kind in ("fill", "empty") and event < until[index] and (kind == "fill") is (index in emptied):
+            yield ("storage", index), graph.storages[index].bytes if kind == "fill" else 0
+            emptied.symmetric_difference_update({index})
+        for moment in moments[event]:
+            begun, ended = moment.values - copies.keys(), copies.keys() - moment.values
+            for value in sorted(begun):
+                if simulator.previous[value] in ended:  # written in place, over the copy before
+                    ended.discard(simulator.previous[value])
+                    copies[value] = copies.pop(simulator.previous[value])
+            for value in sorted(ended):
+                yield ("copy", copies.pop(value)), 0
+            for value in sorted(begun - copies.keys()):
+                copies[value] = value
+                yield ("copy", value), simulator.value_bytes[value]
+            yield from _scratch(moment.scratch_bytes)
+        for storage in ends[event]:
+            if storage not in emptied:
+                yield ("storage", storage), 0
+
+
+def _scratch(bytes: int) -> Iterator[tuple[BlockName, int]]:
+    """Scratch comes and goes. A counter or a flag has a block of its own: the odd unit of 512 bytes."""
+    small = min(bytes, 512) if bytes % 1024 else 0
+    sizes = [size for size in (bytes - small, small) if size]
+    for number, size in enumerate(sizes):
+        yield ("scratch", number), size
+    for number in range(len(sizes)):
+        yield ("scratch", number), 0
+
+
+def standing(graph: StepGraph, allocator: CachingAllocator) -> CachingAllocator:
+    """The allocator with what stands before the step: parameters, buffers and gradients, each in its block,
+    and the rest, such as an optimizer's state, in blocks of the parameters' sizes.
+    """
+    sizes = [s.bytes for s in graph.storages if s.producer is None and s.kind != "input" and s.bytes]
+    inputs = sum(s.bytes for s in graph.storages if s.kind == "input")
+    parameters = [s.bytes for s in graph.storages if s.kind == "parameter" and s.bytes]
+    rest = graph.resident_bytes - inputs - sum(sizes)
+    while rest > 0:
+        more = parameters if parameters and sum(parameters) <= rest else [rest]
+        sizes, rest = sizes + more, rest - sum(more)
+    for bytes in sizes:
+        allocator.allocate(bytes)
+    return allocator
+
+
+def reserved_after(
+    graph: StepGraph,
+    stored: Collection[int],
+    allocator: CachingAllocator,
+    steps: int = 10,
+    update_blocks: Collection[int] = (),
+) -> list[int]:
+    """The bytes that are reserved after each of some steps under a plan.
+
+    Args:
+        graph: of the step.
+        stored: ids of the values that the plan stores.
+        allocator: as it stands before the steps; it goes through them.
+        steps: how many.
+        update_blocks: bytes of the blocks that the optimizer's update takes for itself after each step.
+
+    Raises:
+        MemoryError: a step does not fit the allocator's capacity.
+
+    Example:
+        >>> import lowtide, torch
+        >>> model = torch.nn.Linear(1024, 1024)
+        >>> graph = lowtide.trace(lambda: model(torch.ones(1024, 1024)).sum())
+        >>> stored = {saved.value for saved in graph.saved}
+        >>> reserved_after(graph, stored, CachingAllocator(), steps=2)
+        [23068672, 23068672]
+    """
+    reserved: list[int] = []
+    for _ in range(steps):
+        blocks: dict[BlockName, Block] = {}
+        for name, bytes in block_changes(graph, stored):
+            if bytes:
+                blocks[name] = allocator.allocate(bytes)
+            elif name in blocks:
+                allocator.free(blocks.pop(name))
+        for block in [allocator.allocate(bytes) for bytes in update_blocks]:
+            allocator.free(block)
+        for block in blocks.values():
+            allocator.free(block)
+        reserved.append(allocator.reserved_bytes)
+    return reserved
