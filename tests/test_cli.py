@@ -139,12 +139,12 @@ def test_a_compiled_step_is_planned_without_running_it(
 
 
 def test_a_small_run_shows_the_whole_story(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     shorter = ["--steps", "4", "--budget", "70%", "--json", "r.json", "--report", "memory.png"]
-    code, out, errors = main(monkeypatch, capsys, "train", *SMALL, *shorter)
+    code, out, errors = main(monkeypatch, capsys, "train", *SMALL, *shorter, "--data", str(text))
     assert code == 0, errors
     output = words(out)
     for expected in (
