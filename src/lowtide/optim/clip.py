@@ -54,13 +54,23 @@ def total_norm(gradients: Sequence[tuple[Tensor, Tensor | None]], order: float) 
 
 
 def _norm_of_all(gradients: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of what this process holds of gradients, combined as `torch.nn.utils.get_total_norm` does."""
+    """The norm of what this process holds of gradients, combined as `torch.nn.utils.get_total_norm` does.
+
+    The norms of each device are brought together at once: one by one, each would wait for its device.
+    """
     norms = [norm_of(gradient, order) for gradient in gradients]
-    return (
-        torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
-        if norms
-        else torch.tensor(0.0)
-    )
+    if not norms:
+        return torch.tensor(0.0)
+    places: dict[torch.device, list[int]] = {}
+    for place, norm in enumerate(norms):
+        places.setdefault(norm.device, []).append(place)
+    if len(places) == 1:
+        return torch.linalg.vector_norm(torch.stack(norms), order)
+    together = [torch.stack([norms[place] for place in some]).to(norms[0].device) for some in places.values()]
+    found = torch.cat(together)  # in the gradients' order again: a sum depends on it
+    back = torch.empty(len(norms), dtype=torch.int64)
+    back[torch.tensor([place for some in places.values() for place in some])] = torch.arange(len(norms))
+    return torch.linalg.vector_norm(found[back.to(found.device)], order)
 
 
 def norm_of(gradient: Tensor, order: float) -> Tensor:
@@ -69,12 +79,13 @@ def norm_of(gradient: Tensor, order: float) -> Tensor:
     if stand_in is None:
         return torch.linalg.vector_norm(local(gradient).detach(), order)
     held = stand_in.stream.current(stand_in)
-    held.wait()
+    for wait in (lambda: None, held.wait):  # one that was gathered as the gradient left needs no transfer
+        wait()
+        if not held.scales and (norm := held.norm) is not None and norm[0] == order:
+            return norm[1]
     if held.scales:
         held.rescale()
         held.norm = None
-    if held.norm is not None and held.norm[0] == order:
-        return held.norm[1]
     elements = held.elements
     if stand_in.device_elements is not None:  # a norm of parts would differ in its last bits
         cut = stand_in.device_elements.numel()
@@ -88,14 +99,21 @@ def scale_by(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a factor: at once where they lie on the device, with the update where they lie on
     the host.
     """
+    factors = {factor.device: factor}
+
+    def on(device: torch.device) -> Tensor:
+        if device not in factors:  # once each: it waits for the device that has the factor
+            factors[device] = factor.to(device)
+        return factors[device]
+
     for gradient in gradients:
         stand_in = sent(gradient)
         if stand_in is None:
             piece = local(gradient)
-            piece.mul_(factor.to(piece.device))
+            piece.mul_(on(piece.device))
             continue
         held = stand_in.stream.current(stand_in)
-        held.scales.append(factor.to("cpu"))
+        held.scales.append(on(torch.device("cpu")))
         held.norm = None
         if stand_in.device_elements is not None:
-            stand_in.device_elements.mul_(factor.to(stand_in.device_elements.device))
+            stand_in.device_elements.mul_(on(stand_in.device_elements.device))

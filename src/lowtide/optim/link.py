@@ -6,9 +6,11 @@ Transfers are those of `lowtide.store.lanes`.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Event, Tensor
@@ -48,6 +50,13 @@ class Link(ABC):
         """Copy a stretch from the device to the host, after the work on the device that is already asked
         for.
         """
+
+    def ready(self) -> object:  # noqa: B027
+        """A mark for `down_after`: the work on the device that is already asked for."""
+
+    def down_after(self, ready: object, host: Tensor, device: Tensor) -> Transfer:
+        """As `down`, from any thread: after the work that was asked for when `ready` gave the mark."""
+        return self.down(host, device)
 
     @abstractmethod
     def up(self, device: Tensor, host: Tensor) -> Transfer:
@@ -111,12 +120,20 @@ class CudaLink(Link):
         self.device = device
         self.streams = streams if streams is not None else Streams(device)
         self._down, self._up = StreamLane(self.streams), StreamLane(self.streams)
+        self._counting = threading.Lock()
         self._ready: tuple[Event, ...] = ()
         """within a step: what copies wait for, so that none waits for the device's own update"""
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
-        self.bytes_down += host.nbytes
-        return self._down.copy([(host, device)], device, self._ready)
+        return self.down_after(self._ready, host, device)
+
+    def ready(self) -> tuple[Event, ...]:
+        return self._ready or (self.streams.mark(self.streams.current()),)
+
+    def down_after(self, ready: Any, host: Tensor, device: Tensor) -> Transfer:
+        with self._counting:  # one thread sends gradients, another fetches those that are added
+            self.bytes_down += host.nbytes
+            return self._down.copy([(host, device)], device, ready)
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         self.bytes_up += device.nbytes

@@ -149,10 +149,12 @@ class GradientStream:
         self._owner = weakref.ref(owner)
         self._flying: deque[tuple[list[Transfer], int]] = deque()
         self._largest = 0
+        self._sums: deque[tuple[Transfer, int]] = deque()
+        """(sum under way, bytes of the gradient on the device that it still reads), the oldest first"""
         self._adding: dict[int, Transfer] = {}
         self._turn = 0
-        self._worker = ThreadLane("gradients")
-        """adds up gradients"""
+        self._fetcher, self._worker = ThreadLane("gradients-down"), ThreadLane("gradients")
+        """one fetches gradients that are added, through few buffers; the other adds them up"""
         self._hooks: dict[Tensor, Any] = {}
         weakref.finalize(self, _remove, self._hooks)
 
@@ -174,6 +176,7 @@ class GradientStream:
     def close(self) -> None:
         """Remove the hooks, and let go of the thread."""
         _remove(self._hooks)
+        self._fetcher.close()  # it asks the other one for sums
         self._worker.close()
 
     def _take(self, parameter: Tensor) -> None:
@@ -292,26 +295,67 @@ class GradientStream:
             held.elements.add_(elements[slot.cut :])
             self._norm(slot, held)
             return
+        added, ready, given = Transfer(), self.link.ready(), [elements]
+
+        def fetch() -> None:
+            try:
+                sums = self._fetch(given.pop(), slot, held, ready)
+            except BaseException as error:
+                added.finish(error)
+            else:
+                self._worker.do(lambda: finish(sums))
+
+        def finish(sums: list[Transfer]) -> None:
+            try:
+                for one in sums:
+                    one.wait()  # they are over: it raises what went wrong
+                self._norm(slot, held)
+            except BaseException as error:
+                added.finish(error)
+            else:
+                added.finish()
+
+        self._fetcher.do(fetch)
+        held.transfers.append(added)
+        self._bound(added, elements.nbytes)
+
+    def _fetch(self, elements: Tensor, slot: Slot, held: HostGradient, ready: object) -> list[Transfer]:
+        """Copy a gradient to the host, stretch by stretch, and have each added. Runs on the fetcher's thread,
+        which waits for buffers in backward's place. Returns the sums under way.
+        """
+        sums: list[Transfer] = []
         for start, stop in spans(slot.cut, elements.numel(), self.updater.chunk_elements):
             turn = self._turn = self._turn + 1
             before = self._adding.pop(turn % DEPTH, None)
             if before is not None:
                 before.wait()
             near = self.updater.buffer("add", turn, elements.dtype)[: stop - start]
-            coming = self.link.down(near, elements[start:stop])
+            coming = self.link.down_after(ready, near, elements[start:stop])
             target = held.elements[start - slot.cut : stop - slot.cut]
-            last = stop == elements.numel()
 
-            def add(
-                near: Tensor = near, coming: Transfer = coming, target: Tensor = target, last: bool = last
-            ) -> None:
+            def add(near: Tensor = near, coming: Transfer = coming, target: Tensor = target) -> None:
                 coming.wait()
                 target.add_(near)
-                if last:
-                    self._norm(slot, held)
 
             self._adding[turn % DEPTH] = adding = self._worker.do(add)
-            held.transfers.append(adding)
+            sums.append(adding)
+        return sums
+
+    def _bound(self, added: Transfer, size: int) -> None:
+        """Bound the gradients on the device that wait to be added on the host: backward waits for the oldest
+        only where they take more than may be in flight.
+        """
+        self._sums.append((added, size))
+        self._largest = max(self._largest, size)
+        while self._sums and self._sums[0][0].done:
+            self._sums.popleft()
+        while sum(size for _, size in self._sums) > self._limit:
+            self._sums.popleft()[0].wait()
+
+    @property
+    def _limit(self) -> int:
+        """Bytes that gradients in flight may take of the device."""
+        return max(_IN_FLIGHT_CHUNKS * self.updater.chunk_elements * 4, 2 * self._largest)
 
     def _norm(self, slot: Slot, held: HostGradient) -> None:
         """Gather the norm of a gradient that was added up on the host; of a split one the device has a
@@ -352,11 +396,10 @@ class GradientStream:
         """
         self._flying.append((transfers, size))
         self._largest = max(self._largest, size)
-        limit = max(_IN_FLIGHT_CHUNKS * self.updater.chunk_elements * 4, 2 * self._largest)
         while self._flying and all(transfer.done for transfer in self._flying[0][0]):
             for transfer in self._flying.popleft()[0]:
                 transfer.wait()  # lets go of the memory
-        while sum(size for _, size in self._flying) > limit:
+        while sum(size for _, size in self._flying) > self._limit:
             for transfer in self._flying.popleft()[0]:
                 transfer.join()
 
