@@ -112,3 +112,22 @@ def test_workspaces_of_cublas_are_what_a_first_product_leaves() -> None:
         assert torch.cuda.memory_allocated() - before == private.blas_workspace_bytes(GPU)
         private.take_blas_workspaces(GPU)
         assert torch.cuda.memory_allocated() - before == private.blas_workspace_bytes(GPU)
+
+
+def test_a_capture_is_asked_about_only_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert not private.is_capturing()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    assert private.is_capturing()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_real_capture_is_seen() -> None:
+    graph = torch.cuda.CUDAGraph()
+    torch.ones(1, device="cuda")
+    assert not private.is_capturing()
+    with torch.cuda.graph(graph):
+        torch.ones(1, device="cuda")
+        assert private.is_capturing()

@@ -22,7 +22,10 @@ from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Chain, Compress, Link, Offload, Plan, Shard
+from lowtide.run.move import TransferEngine
+from lowtide.store import stores as stores_module
 from lowtide.store.codec import Codec, CodecError, Form
+from lowtide.store.host import Host
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["gelu", "relu"])
@@ -364,3 +367,27 @@ def test_the_planner_picks_the_cheaper_mix() -> None:
     alone = lowtide.plan(graph, budget=budget)
     assert fast.predicted_extra_seconds <= alone.predicted_extra_seconds
     assert slow.predicted_extra_seconds <= alone.predicted_extra_seconds * 1.0001
+
+
+def test_tiers_are_laid_out_where_the_step_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan that was made on ``cuda:0`` (or says ``cuda``) and runs on ``cuda:1`` opens one tier, which is
+    large enough before the first value goes there.
+    """
+    opened: list[torch.device] = []
+
+    def opening(path: str, device: torch.device) -> Host:
+        opened.append(device)
+        return Host()
+
+    monkeypatch.setitem(stores_module._OPEN, "host", opening)
+    graph = lowtide.trace(lambda x: net(layers=2)(x).sum(), X)
+    plan = lowtide.plan(graph, policy=policies.offload("host", min_bytes=1, slab=False))
+    for device in ("cuda", "cuda:0"):
+        opened.clear()
+        stores = lowtide.Stores()
+        engine = TransferEngine(replace(plan, device=device), stores, False, torch.device("cuda:1"))
+        assert opened == [torch.device("cuda:1")]
+        (tier,) = stores.tiers.values()
+        assert tier.counts.allocations == 1 and tier.counts.slab_bytes >= max(m.bytes for m in plan.moves)
+        del engine
+        stores.close()

@@ -265,3 +265,19 @@ def test_data_parallel_around_a_limited_model_is_refused(limited: str) -> None:
             module._replicate_for_data_parallel()
     lowtide.handle_of(copied[0]).remove()
     assert isinstance(copied[0]._replicate_for_data_parallel(), nn.Module)
+
+
+def test_a_step_in_a_cuda_graph_capture_is_refused_and_leaves_nothing(
+    twins: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = twins(small(), budget="80%")
+    pair.check(lambda model: model(batch()).sum())
+    with monkeypatch.context() as capture:
+        capture.setattr("lowtide.private.is_capturing", lambda: True)
+        with pytest.raises(PlanError, match=r"while a CUDA graph is captured.*handle\.remove\(\)"):
+            pair.limited(batch())
+        with pytest.raises(PlanError, match="CUDA graph"), lowtide.checkpointing():
+            pass
+        with torch.no_grad():
+            pair.limited(batch())
+    pair.check(lambda model: model(batch()).sum())

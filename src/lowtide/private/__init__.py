@@ -88,6 +88,7 @@ from lowtide.private.measuring import (
     blas_workspace_bytes,
     cpu_device_type,
     cuda_history_events,
+    is_capturing,
     is_cuda_history_recorded,
     is_profiler_enabled,
     occupy_gpu,

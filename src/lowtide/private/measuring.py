@@ -54,6 +54,12 @@ def on_cuda_out_of_memory(observer: Callable[[int, int], None]) -> None:
     torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream. A build without CUDA cannot be asked."""
+    built = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return built and torch.cuda.is_current_stream_capturing()
+
+
 occupy_gpu: Any = torch.cuda._sleep  # pyright: ignore
 """Queue a kernel on the current CUDA stream that does nothing for so many cycles of the GPU's clock."""
 

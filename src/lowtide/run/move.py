@@ -23,7 +23,7 @@ from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Gather, Replicas
 from lowtide.store.slab import hand_out, offsets_of
-from lowtide.store.stores import Stores
+from lowtide.store.stores import Stores, with_index
 from lowtide.store.tier import Tier
 
 Destination = Callable[[Sequence[int]], list[torch.Tensor]]
@@ -217,6 +217,8 @@ class TransferEngine:
         plan: has moves.
         stores: the stores to use; what a step under the plan needs there is reserved once.
         verify: check that what is sharded is replicated.
+        device: where the step runs; the plan's, which may have been made on another one of that kind, where
+            it is not known before. Tiers and slab are laid out for it, once.
 
     Raises:
         StoreError: the stores have too little memory.
@@ -226,8 +228,9 @@ class TransferEngine:
         notes: values that did not fit their codec, with the reason.
     """
 
-    def __init__(self, plan: Plan, stores: Stores, verify: bool) -> None:
-        _prepare(plan, stores, torch.device(plan.device))
+    def __init__(self, plan: Plan, stores: Stores, verify: bool, device: torch.device | None = None) -> None:
+        self._device = with_index(torch.device(plan.device) if device is None else device)
+        _prepare(plan, stores, self._device)
         self.plan = plan
         self.stores = stores
         self.verify = verify
@@ -244,6 +247,13 @@ class TransferEngine:
         """Store the value of ``tensor``, the ``number``-th of the plan's moves (rules 1 and 2)."""
         move = self.plan.moves[number]
         with unseen():
+            if (
+                tensor.device != self._device
+                and tensor.device.type == self._device.type
+                and not self._waiting
+            ):
+                self._device = tensor.device  # the plan was made on another device of this kind
+                _prepare(self.plan, self.stores, self._device)
             stored = StoredTensor(move, number, tensor, self.stores, self.verify)
             if stored.note:
                 self.notes.append(stored.note)
@@ -288,7 +298,7 @@ class TransferEngine:
 
 def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
     """Lay out and reserve what every step under ``plan`` stores, once."""
-    if stores.prepared is plan:
+    if stores.prepared is not None and stores.prepared[0] is plan and stores.prepared[1] == device:
         return
     lives: dict[Tier, list[tuple[int, int, int]]] = {}
     for number, move in enumerate(plan.moves):
@@ -307,7 +317,7 @@ def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
     for tier, own in lives.items():
         tier.expect(_offsets(tuple(own), tier.align), [size for _, _, size in own])
     stores.reserve(plan.slab_bytes, device)
-    stores.prepared = plan
+    stores.prepared = plan, device
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,18 @@ _OPEN: dict[str, Callable[[str, torch.device], Tier]] = {
 """How the tiers are opened that plans name (`lowtide.Offload`)."""
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device with its index, whether a plan says ``cuda`` or a tensor ``cuda:0``; of those that have none
+    of their own it is the current one.
+
+    >>> with_index(torch.device("cpu")), with_index(torch.device("cuda:1"))
+    (device(type='cpu'), device(type='cuda', index=1))
+    """
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
 class Stores:
     """Tiers, codecs and groups by the names that plans use.
 
@@ -32,7 +44,7 @@ class Stores:
 
     Attributes:
         groups, codecs: as given.
-        prepared: the plan that the tiers are laid out for.
+        prepared: the plan that tiers and slab are laid out for, and the device.
         slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its
             own.
         unplaced: how many values (and encoded forms) came back into memory of their own although the plan has
@@ -58,14 +70,16 @@ class Stores:
         self.codecs = tuple(codecs)
         self._used: dict[str, Codec] = {}
         self.tiers: dict[tuple[str, str, str], Tier] = {}
-        self.prepared: object = None
+        self.prepared: tuple[object, torch.device] | None = None
         self.slab: Slab | None = None
         self.unplaced = 0
 
     def reserve(self, bytes_: int, device: torch.device) -> None:
         """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each
         count their own in their peak: the slab is as large as the one that runs."""
-        if bytes_ != (self.slab.memory.numel() if self.slab is not None else 0):
+        if bytes_ != (self.slab.memory.numel() if self.slab is not None else 0) or (
+            self.slab is not None and self.slab.memory.device != with_index(device)
+        ):
             self.slab = None  # before the next one is made
             self.slab = Slab(device, bytes_) if bytes_ else None
 
@@ -84,13 +98,12 @@ class Stores:
         return Stores(groups=self.groups, codecs=self.codecs)
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
-        """The tier of that name: one for a device, whether a plan says ``cuda`` or a tensor ``cuda:0``.
+        """The tier of that name: one for a device (`with_index`).
 
         Raises:
             PlanError: it cannot be opened.
         """
-        if device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        device = with_index(device)
         key = (name, os.path.abspath(path) if path else "", str(device))
         if key not in self.tiers:
             self.tiers[key] = _OPEN[name](path, device)

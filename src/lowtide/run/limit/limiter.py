@@ -445,7 +445,8 @@ class Limiter:
         first, timed, several = planned.steps == 0, planned.times_next(), kind.backwards > 1
         if timed:
             planned.timed = watch
-        mover = TransferEngine(plan, self.stores, first and self.verify != "never") if plan.moves else None
+        verify = first and self.verify != "never"
+        mover = TransferEngine(plan, self.stores, verify, members.device) if plan.moves else None
         program, compiled_program = planned.program(outcome.without_plan)
         outcome.director = PlanDirector(program, plan.moves, smaller=outcome.key != planned.key)
         recorder = Recorder(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowtide import private, writes
+from lowtide.errors import PlanError
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import Call, OpInfo, covers_storage, enter, has_plain_storage, is_sparse, is_wrapper, op_info
 from lowtide.run.digest import digest, on_a_copy, reach
@@ -25,6 +26,13 @@ from lowtide.run.record.native import native_recorder
 from lowtide.run.record.replay import draw, flat_results
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Tables, Writer
 from lowtide.run.record.verify import Findings, copy_of, why_not_reproduced
+
+CAPTURED = (
+    "a limited step (or a recomputing scope) runs while a CUDA graph is captured: the graph would keep this "
+    "step's memory and random numbers for all replays, and no later step would be held to a budget. Capture "
+    "the model without a limit (handle.remove() before, and no checkpointing scope in it), or run limited "
+    "steps outside of torch.cuda.graph and torch.cuda.make_graphed_callables"
+)
 
 
 class Recorder(Interceptor):
@@ -39,6 +47,9 @@ class Recorder(Interceptor):
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             Verifying and checking are done in Python.
+
+    Raises:
+        PlanError: a CUDA graph is being captured.
     """
 
     def __init__(
@@ -52,6 +63,8 @@ class Recorder(Interceptor):
         program: Any = None,
     ) -> None:
         private.keep_dynamo_out()
+        if private.is_capturing():
+            raise PlanError(CAPTURED)
         self.director = director
         self.verify = verify
         self.check = check or verify
