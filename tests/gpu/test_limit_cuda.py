@@ -5,14 +5,17 @@ allocator's own statistics.
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import lowtide
+from lowtide.meter.reserved import CachingAllocator
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
+from lowtide.plan.reserved import reserved_after
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -90,3 +93,24 @@ def test_out_of_memory_says_what_holds_most() -> None:
         pytest.raises(torch.OutOfMemoryError),
     ):
         torch.empty(1 << 46, dtype=torch.uint8, device="cuda")
+
+
+@pytest.mark.parametrize("budget", ["80%", "60%", "min"])
+def test_what_the_allocator_reserves_is_predicted(budget: str) -> None:
+    model, batch = model_and_batch()
+    handle = lowtide.limit_memory(model, budget=budget)
+    for _ in range(2):
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    expandable = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
+    allocator = CachingAllocator(expandable_segments=expandable)
+    allocator.resume(torch.cuda.memory_snapshot())
+    assert allocator.reserved_bytes == torch.cuda.memory_reserved()
+    assert handle.plan is not None and handle.graph is not None
+    predicted = reserved_after(handle.graph, handle.plan.stored, allocator, steps=4)[-1]
+    for _ in range(4):
+        model(**batch).loss.backward()
+        model.zero_grad(set_to_none=True)
+    assert predicted == pytest.approx(torch.cuda.memory_reserved(), rel=0.02)
