@@ -26,7 +26,7 @@ from benchmarks.cases import WithLoss, gpt
 from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of, total_peak
 from lowtide import limit_memory
 from lowtide.plan.search.planner import planner_of
-from lowtide.run.limit.planning import Planner
+from lowtide.run.limit.planning import PlanMaker
 
 BUDGETS = ("70%", "min")
 PLAIN_FACTOR, OPERATION_SECONDS = 3.0, 50e-6
@@ -210,7 +210,7 @@ class _Clocked:
         self.seconds = 0.0
 
     def __enter__(self) -> _Clocked:
-        self._plan = plan = Planner.plan
+        self._plan = plan = PlanMaker.make
 
         def timed(*args: Any) -> Any:
             begin = time.process_time()
@@ -219,11 +219,11 @@ class _Clocked:
             finally:
                 self.seconds += time.process_time() - begin
 
-        Planner.plan = timed  # type: ignore[method-assign]
+        PlanMaker.make = timed  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Planner.plan = self._plan  # type: ignore[method-assign]
+        PlanMaker.make = self._plan  # type: ignore[method-assign]
 
 
 def row_of(case: Case, budget: str, rounds: int) -> dict[str, Any]:

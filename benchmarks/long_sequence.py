@@ -79,7 +79,7 @@ def rows_of(
     rounds = rounds_within(list(steps.values()), seconds_each, least=7 if seconds_each else 1)
     seconds = dict(zip(steps, paired(list(steps.values()), rounds), strict=True))
     base = statistics.median(seconds["plain"])
-    plan = handle._limiter.kinds.latest.plan if handle._limiter.kinds.latest is not None else None
+    plan = handle._limiter.cache.latest.plan if handle._limiter.cache.latest is not None else None
     assert plan is not None
     (store,) = handle._limiter.stores.tiers.values()
     planned = planned_bytes(plan, store.align)

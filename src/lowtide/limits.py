@@ -105,7 +105,7 @@ def limit_memory(
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
     if says_it_checkpoints(model):  # others show it in their first step
-        limiter.planner.tell(own_checkpointing(model))
+        limiter.warn_once(own_checkpointing(model))
     return Handle(limiter)
 
 
@@ -137,12 +137,10 @@ def compiled_engine(limiter: Limiter, compiling: private.Compiling) -> Any:
     """
     from lowtide.compiled.api import limit_compiled_forward  # importing Inductor takes seconds
 
-    planner = limiter.planner
-    own = {"policy": planner.policy != "optimal", "stores": not limiter.own_stores}
+    maker = limiter.maker
+    own = {"policy": maker.policy != "optimal", "stores": not limiter.own_stores}
     own["verify"] = limiter.verify != "first"
     if asked := [f"{name}=" for name, given in own.items() if given]:
         raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
-    assert planner.budget is not None, "the optimal policy has one"
-    return limit_compiled_forward(
-        limiter.model, limiter.forward, planner.budget, planner.optimizer, compiling
-    )
+    assert maker.budget is not None, "the optimal policy has one"
+    return limit_compiled_forward(limiter.model, limiter.forward, maker.budget, maker.optimizer, compiling)

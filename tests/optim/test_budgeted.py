@@ -12,7 +12,7 @@ from torch import nn
 import lowtide
 from lowtide import meter
 from lowtide.optim import HostOptimizer
-from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.trainer import train
 

@@ -78,7 +78,7 @@ class Twins:
             self.step(run, seed=seed, **options)
         assert self.handle.plan is not None
         assert bool(self.handle.plan.replayed) is replayed
-        assert all(not kind.wants_look for kind in self.handle._limiter.kinds.known.values())
+        assert all(not entry.wants_profile for entry in self.handle._limiter.cache.known.values())
         return self.handle
 
 

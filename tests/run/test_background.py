@@ -59,9 +59,9 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 def search_of(handle: lowtide.Handle) -> BackgroundSearch | None:
-    (kind,) = handle._limiter.kinds.known.values()
-    assert kind.planned is not None
-    return kind.planned.search
+    (entry,) = handle._limiter.cache.known.values()
+    assert entry.planned is not None
+    return entry.planned.search
 
 
 def test_a_better_plan_is_found_between_steps_and_replaces_the_first_once(hurried: None) -> None:

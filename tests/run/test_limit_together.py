@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_model import N, batch, small
+from small_model import N, batch, needs_meter, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,7 +38,7 @@ def test_two_models_interleaved(twins: Any) -> None:
             (first * third).backward()
             grads.append([p.grad.clone() for p in pair.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert limited.a.__dict__["forward"].kinds.known is not limited.b.__dict__["forward"].kinds.known
+    assert limited.a.__dict__["forward"].cache.known is not limited.b.__dict__["forward"].cache.known
 
 
 THREADS = """
@@ -353,3 +353,16 @@ def test_a_limited_model_whose_forward_a_backward_runs(same: Any) -> None:
             pairs = zip(plain.parameters(), limited.parameters(), strict=True)
             assert all(same(a.grad, b.grad) for a, b in pairs)
     assert len(caught) == 1 and handle.plan is None
+
+
+@needs_meter
+def test_the_peak_of_a_step_of_several_models_is_not_given_as_that_of_one() -> None:
+    """It stayed that of an earlier step of one model alone."""
+    first, second = small(), small()
+    handles = [lowtide.limit_memory(model, "80%", progress=False) for model in (first, second)]
+    first(batch(100)).backward()
+    first.zero_grad()
+    assert handles[0].measured_peak_bytes is not None
+    for _ in range(3):
+        (first(batch(200)) + second(batch(200))).backward()
+        assert [handle.measured_peak_bytes for handle in handles] == [None, None]

@@ -22,7 +22,7 @@ from lowtide.meter import measure
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.run.limit import planned
+from lowtide.run.limit import entry
 from lowtide.run.record import directors, tape, verify
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
@@ -114,12 +114,12 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     limiter = pair.limited.__dict__["forward"]
-    first = limiter.kinds.latest
-    limiter.planner.set_optimizer(None)
+    first = limiter.cache.latest
+    limiter.maker.set_optimizer(None)
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
-    assert limiter.kinds.latest is not first
-    assert limiter.kinds.latest.programs[False][1] is not first.programs[False][1]
+    assert limiter.cache.latest is not first
+    assert limiter.cache.latest.program()[1] is not first.program()[1]
 
 
 @pytest.mark.parametrize("policy", ["full", evict_gelu])
@@ -135,8 +135,8 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
         return measure(lambda: pair.limited(batch()).backward()).peak_bytes
 
     compiled_peak = peak()
-    monkeypatch.setattr(planned, "compiled_program", lambda steps: None)
-    pair.limited.__dict__["forward"].kinds.latest.programs.clear()
+    monkeypatch.setattr(entry, "compiled_program", lambda steps: None)
+    pair.limited.__dict__["forward"].cache.latest._program = None
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak
@@ -232,7 +232,7 @@ def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)
     if inside == "limited model":
-        assert pair.limited.blocks[1].__dict__["forward"].kinds.latest is None
+        assert pair.limited.blocks[1].__dict__["forward"].cache.latest is None
 
 
 class Unlike(nn.Module):

@@ -12,13 +12,13 @@ from small_model import batch, small
 
 import lowtide
 from lowtide import LowtideWarning, private
-from lowtide.run.limit.out_of_memory import OutOfMemory
+from lowtide.run.limit.refusal import OutOfMemory
 
 
 def told(observer: OutOfMemory) -> list[str]:
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
-        observer.tell(0, 3 << 30)
+        observer.warn(0, 3 << 30)
     return [str(one.message) for one in shown if issubclass(one.category, LowtideWarning)]
 
 
@@ -30,7 +30,7 @@ def test_it_says_what_holds_most_and_what_would_help(monkeypatch: pytest.MonkeyP
     limiter = model.__dict__["forward"]
     for _ in range(2):
         observer.follow(limiter)
-    assert attached == [observer.tell], "PyTorch cannot take one away: attached once"
+    assert attached == [observer.warn], "PyTorch cannot take one away: attached once"
     assert told(observer) == [], "nothing is planned yet"
     model(batch()).backward()
     (text,) = told(observer)

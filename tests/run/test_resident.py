@@ -16,8 +16,8 @@ from torch import nn
 import lowtide
 from lowtide.meter import available, measure
 from lowtide.run.limit import planning
-from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
-from lowtide.run.limit.planning import Planner
+from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.planning import PlanMaker
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p),
@@ -65,7 +65,7 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
 def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str) -> None:
     model, more = nn.Linear(8, 8), nn.Linear(8, 32)
     optimizer = torch.optim.AdamW(model.parameters())
-    need_of = Planner(model, dict, None, "full", optimizer).need_of
+    need_of = PlanMaker(model, dict, None, "full", optimizer).need_of
     first = need_of(optimizer)
     assert first == optimizer_need(optimizer)
     with patch.object(planning, "optimizer_need", side_effect=AssertionError("worked out again")):

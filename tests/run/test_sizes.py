@@ -1,6 +1,4 @@
-"""Steps of other sizes: what was verified at one size is not verified again, and what needs no plan gets
-none.
-"""
+"""Steps of other sizes: what was verified at one is not verified again, and a plan serves smaller ones."""
 
 from __future__ import annotations
 
@@ -92,18 +90,16 @@ def test_always_and_never_mean_what_they_say(verified: list[bool]) -> None:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_step_that_fits_as_it_is_recomputes_nothing(verified: list[bool], asks: bool) -> None:
+def test_a_plan_serves_smaller_steps(verified: list[bool], asks: bool) -> None:
     plain, net = Net(asks), Net(asks)
     standing = sum(p.nbytes for p in net.parameters()) * 2
     handle = lowtide.limit_memory(net, int(0.7 * (standing + peak_of(plain, 1024))))
     step(net, 1024)
     assert handle.plan is not None and handle.plan.replayed
-    assert all(map(torch.equal, step(net, 128), step(plain, 128)))  # under the plan for 1,024
-    net.zero_grad()
-    plain.zero_grad()
-    assert peak_of(net, 100) == peak_of(plain, 100), "a smaller one holds what a plain one does"
-    net.zero_grad()
-    plain.zero_grad()
+    for count in (128, 900, 100):
+        assert all(map(torch.equal, step(net, count), step(plain, count)))
+    for one in (net, plain):
+        one.zero_grad()
     assert peak_of(net, 1024) < peak_of(plain, 1024)
     assert len(verified) == 1 and len(handle.plans) == 1
 
@@ -164,7 +160,7 @@ def test_shapes_prepared_together_are_planned_for_once_by_the_largest() -> None:
 
 
 def test_plans_of_old_kinds_of_steps_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.run.limit.kinds.MOST_KINDS", 2)
+    monkeypatch.setattr("lowtide.run.limit.cache.MOST_ENTRIES", 2)
     net = Net()
     handle = lowtide.limit_memory(net, "90%")
     for count in (128, 256, 512, 640):

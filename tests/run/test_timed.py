@@ -37,7 +37,7 @@ def test_a_plan_goes_on_following_the_times_of_its_steps() -> None:
     planned, timed = None, []
     for _ in range(60):
         model(x).backward()
-        planned = handle._limiter.kinds.latest
+        planned = handle._limiter.cache.latest
         assert planned is not None
         timed.append(planned.timed is not None)
     assert planned is not None and planned.settled
@@ -71,7 +71,7 @@ def test_a_time_that_the_device_has_yet_to_tell_is_not_waited_for() -> None:
     handle = limit_memory(model, budget="90%")
     for _ in range(6):
         model(x).backward()
-    planned = handle._limiter.kinds.latest
+    planned = handle._limiter.cache.latest
     assert planned is not None and planned.timed is not None
     running, before = planned.timed, len(planned.seconds)
 

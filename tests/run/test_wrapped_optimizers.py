@@ -14,7 +14,7 @@ import lowtide
 from lowtide import meter
 from lowtide.meter.resident import innermost
 from lowtide.optim import HostOptimizer
-from lowtide.run.limit.optimizer_need import optimizer_need
+from lowtide.run.limit.need import optimizer_need
 
 
 def net() -> nn.Module:

@@ -17,7 +17,7 @@ from lowtide.plan.data import Chain, Compress, Offload, Plan
 from lowtide.plan.layout import check
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import Simulator
-from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
 from lowtide.store.slab import Slab, hand_out
 
 FORMS = {

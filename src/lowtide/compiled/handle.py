@@ -40,10 +40,10 @@ from lowtide.run.limit.arguments import (
     refuse_replicas,
     sharded_units,
 )
-from lowtide.run.limit.optimizer_need import optimizer_need
-from lowtide.run.limit.shown import Shown
-from lowtide.run.limit.standing import standing_by_name
-from lowtide.run.messages import Once, Overruns, limit_line, warn
+from lowtide.run.limit.handle import LimitHandle
+from lowtide.run.limit.need import optimizer_need
+from lowtide.run.limit.refusal import standing_by_name
+from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_inside
 from lowtide.trace.untouched import untouched, without_history
@@ -57,7 +57,7 @@ _OTHER = (
 )
 
 
-class CompiledHandle(Shown):
+class CompiledHandle(LimitHandle):
     """What governs a compiled model, see `lowtide.compile` and `lowtide.handle_of`.
 
     Attributes:
@@ -106,10 +106,14 @@ class CompiledHandle(Shown):
             compiled.__dict__["forward"] = lambda *args, **kwargs: self.run(*args, **kwargs)
             replicate_by(compiled, no_replicas)
 
-    def __repr__(self) -> str:
-        if self._removed:
-            return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self.budget, len(self.plans), self.plan)
+    def _is_removed(self) -> bool:
+        return self._removed
+
+    def _given_budget(self) -> str | int:
+        return self.budget
+
+    def _all_plans(self) -> Sequence[Plan]:
+        return self.plans
 
     # ---- what is known ---------------------------------------------------------------------------
 
@@ -164,8 +168,6 @@ class CompiledHandle(Shown):
 
     @property
     def measured_peak_bytes(self) -> int | None:
-        """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
-        ``None`` before, and where a running peak cannot be measured."""
         return self._measured
 
     @property
@@ -192,7 +194,6 @@ class CompiledHandle(Shown):
 
     @property
     def optimizer_bytes(self) -> int:
-        """What of the step's standing bytes is the optimizer's state."""
         return self._standing() - resident_bytes(self.model) - workspace_bytes(self._device)
 
     # ---- what is asked for -----------------------------------------------------------------------
@@ -286,13 +287,6 @@ class CompiledHandle(Shown):
             self.compiled.__dict__["forward"] = run
         self.compiled.__dict__.pop(_HANDLE, None)
         replicate_by(self.compiled, None)
-
-    def _check_in_force(self) -> None:
-        if self._removed:
-            raise PlanError(
-                "this handle's limit was removed, or replaced by another one: ask lowtide.handle_of(model) "
-                "for the one in force"
-            )
 
     def _close(self) -> None:
         """Give back what lies in tiers as soon as no step under way needs it."""

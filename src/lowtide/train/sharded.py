@@ -29,7 +29,7 @@ from lowtide.parallel.gradients import (
     partial_gradients,
     reduced_bytes,
 )
-from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
 from lowtide.train.errors import require
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, WholeModel, raised

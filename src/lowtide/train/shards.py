@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
-from lowtide.run.limit.optimizer_need import own_share
+from lowtide.run.limit.need import own_share
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks
 

@@ -22,7 +22,7 @@ from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import MicroBatch, StageMemory, measure_micro_batch
-from lowtide.run.limit.optimizer_need import missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
 from lowtide.train.arrangements import DEFAULT_SCHEDULE
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, Part, count_parameters, raised, reduced_over, shared_model

@@ -1,18 +1,25 @@
-"""`limit_memory`: a model whose training step stays within a budget."""
+"""The handles of limits: what users hold and ask.
+
+`LimitHandle` is what every limit shows, whichever engine holds it; `Handle` is that of `limit_memory`,
+`lowtide.compiled.handle` has that of compiled models.
+"""
 
 from __future__ import annotations
 
 import functools
+import html
 import inspect
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.interception import settle
 from lowtide.meter.resident import innermost
@@ -20,8 +27,162 @@ from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.shown import Shown
 from lowtide.run.messages import limit_line
+from lowtide.trace.results import tensors_inside
+
+if TYPE_CHECKING:
+    from lowtide.report import Report
+    from lowtide.report.tradeoff import Point
+
+
+class LimitHandle(ABC):
+    """What the handle of every limit shows.
+
+    Attributes:
+        model: the limited model.
+    """
+
+    model: torch.nn.Module
+    _curve: tuple[StepGraph, tuple[Point, ...]] | None = None  # of the graph that was reported on last
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan | None:
+        """The plan that is shown, or ``None`` before there is one."""
+
+    @property
+    @abstractmethod
+    def graph(self) -> StepGraph | None:
+        """The step graph that `plan` was made for."""
+
+    @property
+    @abstractmethod
+    def measured_peak_bytes(self) -> int | None:
+        """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
+        ``None`` before, and where that cannot be measured: without a running peak, or where several limited
+        models take part in one step."""
+
+    @property
+    @abstractmethod
+    def optimizer_bytes(self) -> int:
+        """What of `StepGraph.resident_bytes` is the optimizer's state."""
+
+    @abstractmethod
+    def prepare(self, *args: Any, **kwargs: Any) -> Plan:
+        """Plan for a step with these arguments now."""
+
+    @abstractmethod
+    def _is_removed(self) -> bool:
+        """Whether the limit was removed, or replaced by a later one."""
+
+    @abstractmethod
+    def _given_budget(self) -> str | int | None:
+        """The budget as it was given."""
+
+    @abstractmethod
+    def _all_plans(self) -> Sequence[Plan]:
+        """The plans so far."""
+
+    def __repr__(self) -> str:
+        if self._is_removed():
+            return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
+        return limit_line(self.model, self._given_budget(), len(self._all_plans()), self.plan)
+
+    def _check_in_force(self) -> None:
+        """Check that the limit is still in force.
+
+        Raises:
+            PlanError: it was removed or replaced.
+        """
+        if self._is_removed():
+            raise PlanError(
+                "this handle's limit was removed, or replaced by another one: ask lowtide.handle_of(model) "
+                "for the one in force"
+            )
+
+    def _repr_html_(self) -> str:
+        """For a notebook: the line that ``repr`` has, and the plan's table."""
+        plan = self.plan
+        shown = "" if plan is None else plan._repr_html_()
+        return f"<p><code>{html.escape(repr(self))}</code></p>{shown}"
+
+    def report(self, path: str | Path, title: str = "") -> Path:
+        """Show the latest step and its plan in a file.
+
+        Args:
+            path: ``.html`` for a page, ``.png``, ``.pdf`` or ``.svg`` for a picture, ``.pickle`` for
+                PyTorch's memory viewer.
+            title: which step it is; empty for the model's class.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            LowtideError: no step has ended yet, or the file cannot be written.
+
+        Example:
+            >>> handle.report("page.html")  # doctest: +SKIP
+        """
+        from lowtide.report import save_report  # what draws is needed by few runs
+
+        return save_report(self.make_report(title), path)
+
+    def make_report(self, title: str = "", **more: Any) -> Report:
+        """What `report` shows of the latest step and its plan, as data.
+
+        Args:
+            title: which step it is; empty for the model's class.
+            more: measurements and other arguments of `lowtide.report.make_report`.
+
+        Raises:
+            PlanError: no step has ended yet.
+        """
+        from lowtide.report import Measured, make_report
+        from lowtide.report.tradeoff import tradeoff
+
+        plan, graph = self.plan, self.graph
+        if plan is None or graph is None:
+            raise PlanError(
+                "there is no plan to report on yet: run a step, or call prepare(...) with its arguments"
+                if plan is None
+                else "this step's compiled code and its plan come from PyTorch's cache on disk, which has no "
+                "step graph to report on: call set_budget(...) with another budget, or set "
+                "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 and run again"
+            )
+        more.setdefault("measured_planned", Measured(self.measured_peak_bytes))
+        if more.get("points") is None:  # they take seconds to plan for, and are of the graph alone
+            if self._curve is None or self._curve[0] is not graph:
+                self._curve = graph, tradeoff(graph)
+            more["points"] = self._curve[1]
+        return make_report(
+            graph,
+            plan,
+            title=title or f"{type(self.model).__name__}, one training step",
+            optimizer_bytes=self.optimizer_bytes,
+            **more,
+        )
+
+    def prepare_all(self, steps: Iterable[Mapping[str, Any] | Sequence[Any] | Any]) -> list[Plan]:
+        """Plan for steps of several shapes, the largest first: a plan serves smaller steps, too.
+
+        Args:
+            steps: of each step, its keyword arguments (a mapping), its arguments (a tuple or list), or its
+                only argument.
+
+        Raises:
+            BudgetError: no plan fits.
+            PlanError: ``steps`` holds no steps.
+        """
+        several = isinstance(steps, Iterable) and not isinstance(steps, str)
+        expect(several, "prepare_all(steps=)", steps, "a list of steps' arguments, [x, (x, y)]")
+        calls = [
+            ((), dict(step))
+            if isinstance(step, Mapping)
+            else (tuple(step) if isinstance(step, (tuple, list)) else (step,), {})
+            for step in steps
+        ]
+        calls.sort(key=lambda call: -sum(t.numel() for t in tensors_inside(call)))
+        return [self.prepare(*args, **kwargs) for args, kwargs in calls]
 
 
 def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,7 +199,7 @@ def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
     return found
 
 
-class Handle(Shown):
+class Handle(LimitHandle):
     """What `limit_memory` returns: the one handle of a limit.
 
     Attributes:
@@ -50,10 +211,14 @@ class Handle(Shown):
         self.model = limiter.model
         limiter.handle = self
 
-    def __repr__(self) -> str:
-        if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
-            return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self._limiter.planner.budget, len(self.plans), self.plan)
+    def _is_removed(self) -> bool:
+        return self._limiter.removed
+
+    def _given_budget(self) -> str | int | None:
+        return self._limiter.maker.budget
+
+    def _all_plans(self) -> Sequence[Plan]:
+        return list(self.plans.values())
 
     @property
     @_of_engine
@@ -61,7 +226,7 @@ class Handle(Shown):
         """The plan of the latest step, or ``None`` before the first has ended. Its
         `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
         follow the steps that are timed: the first ones, and every fourth of the others."""
-        latest = self._limiter.kinds.latest
+        latest = self._limiter.cache.latest
         return latest.calibrated() if latest is not None else None
 
     @property
@@ -70,49 +235,46 @@ class Handle(Shown):
         """The budget in bytes, one for all kinds of steps: of ``"60%"``, ``"min"`` or ``"auto"`` the most
         that any kind was planned for since it was given; ``None`` before, and without a budget. A kind's own
         is its `Plan.budget_bytes`."""
-        planner = self._limiter.planner
-        planned = (kind.planned for kind in self._limiter.kinds.known.values())
-        in_force = (one.plan.budget_bytes for one in planned if one and one.wanted[0] == planner.changes)
-        return budgets.one_for_all(planner.budget, in_force)
+        maker, known = self._limiter.maker, self._limiter.cache.known.values()
+        in_force = (
+            entry.planned for entry in known if entry.planned_for and entry.planned_for[0] == maker.version
+        )
+        return budgets.one_for_all(maker.budget, (one.plan.budget_bytes for one in in_force if one))
 
     @property
     @_of_engine
     def measured_peak_bytes(self) -> int | None:
-        """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
-        ``None`` before, and where a running peak cannot be measured."""
         return self._limiter.measured_bytes
 
     @property
     @_of_engine
     def graph(self) -> StepGraph | None:
-        """The step graph that `plan` was made for."""
-        latest = self._limiter.kinds.latest
+        latest = self._limiter.cache.latest
         return latest.graph if latest is not None else None
 
     @property
     @_of_engine
     def optimizer_bytes(self) -> int:
-        """What of `StepGraph.resident_bytes` is the optimizer's state."""
-        return self._limiter.planner.optimizer_bytes
+        return self._limiter.maker.optimizer_bytes
 
     @property
     @_of_engine
     def plans(self) -> dict[StepKey, Plan]:
         """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
-        known = self._limiter.kinds.known
-        return {key: kind.planned.calibrated() for key, kind in known.items() if kind.planned is not None}
+        known = self._limiter.cache.known
+        return {key: entry.planned.calibrated() for key, entry in known.items() if entry.planned is not None}
 
     @property
     @_of_engine
     def plannings(self) -> int:
         """How many plans were searched for so far."""
-        return self._limiter.planner.solved
+        return self._limiter.maker.solved
 
     @property
     @_of_engine
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they do not reproduce, with the reason."""
-        return dict(self._limiter.planner.kept)
+        return dict(self._limiter.maker.kept)
 
     @_of_engine
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
@@ -134,8 +296,8 @@ class Handle(Shown):
         """
         budgets.check(budget)
         limiter = self._in_force()
-        with limiter.kinds.lock:
-            limiter.planner.set_budget(budget)
+        with limiter.cache.lock:
+            limiter.maker.set_budget(budget)
         if limiter.around.handle is not None:
             limiter.around.handle.set_budget(budget)
 
@@ -157,8 +319,8 @@ class Handle(Shown):
         """
         limiter = self._in_force()
         check_optimizer(self.model, optimizer)
-        with limiter.kinds.lock:
-            limiter.planner.set_optimizer(None if optimizer is None else innermost(optimizer))
+        with limiter.cache.lock:
+            limiter.maker.set_optimizer(None if optimizer is None else innermost(optimizer))
         if limiter.around.handle is not None:
             limiter.around.handle.set_optimizer(optimizer)
 
@@ -169,7 +331,7 @@ class Handle(Shown):
         if limiter.removed:
             return
         limiter.removed = True
-        limiter.kinds.stop()
+        limiter.cache.stop()
         private.replicate_by(self.model, None)
         if self.model.__dict__.get("forward") is limiter:
             if limiter.original is None:
@@ -188,12 +350,12 @@ class Handle(Shown):
             PlanError: the limit was removed or replaced.
         """
         limiter = self._in_force()
-        limiter.removed = True
+        limiter.paused = True
         try:
             with limiter.engagement.paused():
                 yield
         finally:
-            limiter.removed = False
+            limiter.paused = False
 
     def _in_force(self) -> Limiter:
         """The limiter, which is still in force.
@@ -201,11 +363,7 @@ class Handle(Shown):
         Raises:
             PlanError: it was removed or replaced.
         """
-        if self._limiter.removed:
-            raise PlanError(
-                "this handle's limit was removed, or replaced by another call of limit_memory: ask "
-                "lowtide.handle_of(model) for the one in force"
-            )
+        self._check_in_force()
         return self._limiter
 
 
@@ -232,7 +390,7 @@ def count_reduced(handle: Handle, reduced_bytes: int) -> None:
         handle: of a limit that knows its optimizer; nothing is planned yet.
         reduced_bytes: the most there is of that at once.
     """
-    handle._limiter.planner.reduced_bytes = reduced_bytes
+    handle._limiter.maker.reduced_bytes = reduced_bytes
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:

@@ -1,9 +1,7 @@
 """Replace the forward of a model whose training step stays within a budget.
 
-A kind of step goes through three states. *Unknown*: its next step is profiled
-(`lowtide.run.profile.profiler`). *Looked at*: the planner makes a plan when backward has ended, before
-anything else runs. *Planned*: steps run under the plan, and each is measured. What follows a step
-(`outcome.py`) is noted with its kind, and done before the next step.
+A call reads: a step that is not ours runs plainly; finish the last step; find the entry of this one; do what
+the state machine says, which is to plan, to profile the step, or to run it under its plan.
 """
 
 from __future__ import annotations
@@ -13,51 +11,53 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import CodeType
 from typing import Any
 
 import torch
 
-from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors, settle
 from lowtide.progress import took
-from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.limit import machine
 from lowtide.run.limit.around import Around, Engine, Refused
-from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import Kind, Kinds
-from lowtide.run.limit.out_of_memory import out_of_memory
-from lowtide.run.limit.outcome import Outcome, learn, said
-from lowtide.run.limit.planned import Planned
-from lowtide.run.limit.planning import Planner
+from lowtide.run.limit.cache import Cache
+from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.key import Members, step_key
+from lowtide.run.limit.machine import Action
+from lowtide.run.limit.planning import PlanMaker
+from lowtide.run.limit.refusal import out_of_memory
+from lowtide.run.limit.step import PlannedStep, ProfiledStep
 from lowtide.run.limit.unlimited import (
     IN_BACKWARD,
     SHARED,
     UNREACHED,
     Engagement,
     governed,
-    governing,
     keeps_nothing,
     why_governed,
     why_unlimited,
 )
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
-from lowtide.run.move import TransferEngine
 from lowtide.run.profile.profiler import Profiler, profile_aside
-from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.native import native_recorder
-from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
-from lowtide.trace.results import loss_to_plan_for, tensors_inside
-from lowtide.words import count_text
+from lowtide.trace.results import loss_to_plan_for
+
+_TOGETHER = (
+    "a forward of this limited model begins while what an earlier one saved is still needed (its backward is "
+    "to come, or kept its graph): the budget holds for each of them, and together they take more than the "
+    "budget. Run backward after each forward (gradients add up), or put the limit on a module that runs them "
+    "both"
+)
 
 
 class _Local(threading.local):
@@ -65,34 +65,35 @@ class _Local(threading.local):
 
     Attributes:
         inside: the model's own forward runs.
-        look: the look at a step whose backward is still to come.
-        watch: the watch of the latest step.
+        step: the latest step.
     """
 
     def __init__(self) -> None:
         self.inside = False
-        self.look: tuple[Profiler, Kind] | None = None
-        self.watch: StepWatch | None = None
+        self.step: ProfiledStep | PlannedStep | None = None
 
 
 class Limiter:
-    """Replaces ``model.forward``: looks at the first step of each kind, and runs later ones under its plan.
+    """Replaces ``model.forward``: profiles the first step with each cache key, and runs later ones under its
+    plan.
 
     Args:
         model, loss_fn, verify, stores: as of `limit_memory`.
         engine: holds the limit where `torch.compile` is around the model; ``None`` runs it eagerly.
-        asked: as of `Planner`: budget, policy, optimizer, progress.
+        asked: as of `PlanMaker`: budget, policy, optimizer, progress.
 
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
     It can be copied and pickled with the model; plans are not copied, the copy makes its own.
 
     Attributes:
-        planner: makes the plans.
-        kinds: the kinds of steps so far, and what is planned for each.
+        maker: makes the plans.
+        cache: the cached plans.
         around: runs the steps that `torch.compile` is around.
+        measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         shared: other limited models take part in the same steps; each is planned for its own part.
         visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
+        paused: they do for a while.
     """
 
     def __init__(
@@ -114,22 +115,23 @@ class Limiter:
         """Begin with no plans; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
-        self.planner = Planner(self.model, lambda: self.stores.groups, **asked)
-        self.kinds = Kinds(self.planner, self.verify)
-        self.measured_bytes: int | None = None  # of the latest step that ended
+        self.maker = PlanMaker(self.model, lambda: self.stores.groups, **asked)
+        self.cache = Cache(self.maker, self.verify)
+        self.warn_once = self.maker.warn_once
+        self.measured_bytes: int | None = None
         self.overruns = Overruns()
-        self.around = Around(self.engine, self.planner.tell)
+        self.around = Around(self.engine, self.warn_once)
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
-        self.shared = self.visible = False
+        self.shared = self.visible = self.paused = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names, planner = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.planner
-        asked = {"budget": planner.budget, "policy": planner.policy, "progress": planner.progress}
+        names, maker = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.maker
+        asked = {"budget": maker.budget, "policy": maker.policy, "progress": maker.progress}
         return {
             "asked": asked,
-            "counted": planner.optimizer is not None,
+            "counted": maker.optimizer is not None,
             **{name: self.__dict__[name] for name in names},
         }
 
@@ -171,13 +173,13 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
-    # ---- a step ----------------------------------------------------------------------------------
+    # ---- a call ----------------------------------------------------------------------------------
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
-        if self.local.inside or self.removed:
+        if self.local.inside or self.removed or self.paused:
             return self.forward(*args, **kwargs)
         with private.out_of_dynamo() as compiling:
             if compiling is not None and self._may_compile():
@@ -186,7 +188,25 @@ class Limiter:
                         return self.around.run(self, compiling, args, kwargs)
                 except Refused:
                     pass
-            return self._call(args, kwargs, compiling is not None)
+            begin = time.perf_counter()
+            members = self._limited(args, kwargs)
+            if members is None:
+                return self._plainly(args, kwargs)
+            if not self._finish_last():
+                return self._beside(args, kwargs)
+            key = step_key(members, args, kwargs)
+            entry = self.cache.find(key)
+            # a compiled call restores dispatch when it returns
+            action = self.cache.called(entry, hidden=compiling is not None)
+            if self.shared and self.maker.budget is not None:
+                self.warn_once(SHARED)
+            crowded = self._is_crowded()
+            if action is Action.PROFILE and (crowded or entry.hidden):
+                action = self._profile_aside_first(args, kwargs, crowded)
+            if action is Action.PROFILE:
+                return self._profile(entry, members.device, args, kwargs)
+            step = PlannedStep(entry, key, members.device, crowded, weakly(self._step_ended))
+            return self._run(step, members, args, kwargs, begin)
 
     def _may_compile(self) -> bool:
         """Whether this model decides about its own step, and it is no lazy one that has yet to begin."""
@@ -198,67 +218,42 @@ class Limiter:
             self.engagement.end()
         return True
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
+    def _limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Members | None:
+        """The members of the model if this step is limited, else ``None``: it runs plainly. Warns once where
+        that would surprise.
+        """
         if keeps_nothing():
-            return self._plainly(args, kwargs)
+            return None
         if governed():
             self.engagement.end()
             self.visible = True
             if reason := why_governed():
-                self.planner.tell(reason)
-            return self._plainly(args, kwargs)
+                self.warn_once(reason)
+            return None
         if private.in_backward():
-            return self._within_backward(args, kwargs)
+            self.engagement.end()
+            if private.torch_checkpoint() is None:
+                self.warn_once(IN_BACKWARD)
+            return None
         members = Members(self.model)
         unlimited = why_unlimited(members, args, kwargs)
-        if unlimited is not None:
-            if unlimited:
-                self.engagement.end()  # the reason is told instead
-                self.planner.tell(unlimited)
-            self.visible = True
-            return self._plainly(args, kwargs)
-        begin = time.perf_counter()
-        self.engagement.end()
-        self.visible = False
-        self._finish_previous()
-        if self.local.look is not None:  # a step with several forwards before its backward
-            with unseen_by_checkpoint():
-                result = self._plainly(args, kwargs)
-            self.local.look[0].beside(result, partial(self.planner.tell, ABANDONED))
-            return result
-        key = step_key(members, args, kwargs)
-        kind = self.kinds.kind_for(key)
-        self._tell_above(kind)  # of one whose budget was refused
-        if self.shared and self.planner.budget is not None:
-            self.planner.tell(SHARED)
-        # other models' looks, which show the operations of both; whether it is one step, their ends will show
-        within = [one for one in interceptors() if isinstance(one, StepTracer)]
-        for tracer in within:
-            tracer.others.append(self)
-        crowded = self.shared or bool(within)
-        kind.unseen_backward |= compiled  # a compiled call restores dispatch when it returns
-        if kind.wants_look and (crowded or kind.unseen_backward):
-            try:
-                with alone():
-                    self.prepare(args, kwargs, within_step=True)
-            except TraceError:
-                if not crowded:  # a teacher beside others takes no part in backward
-                    raise
-        if kind.wants_look:
-            return self._look(kind, members.device, args, kwargs)
-        return self._step(kind, key, members, partial(self.forward, *args, **kwargs), begin, crowded)
+        if unlimited is None:
+            self.engagement.end()
+            self.visible = False
+            return members
+        if unlimited:
+            self.engagement.end()  # the reason is told instead
+            self.warn_once(unlimited)
+        self.visible = True
+        return None
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self._inside():
+        """Run the forward as it is. One that a backward runs is, where a checkpoint around this model runs it
+        again, to save what the first one has shown to that checkpoint.
+        """
+        again = private.in_backward() and not keeps_nothing() and not governed() and not self.visible
+        with self._inside(), unseen_by_checkpoint() if again else nullcontext():
             return self.forward(*args, **kwargs)
-
-    def _within_backward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a forward that a backward runs: again for a checkpoint around this model, or for itself."""
-        self.engagement.end()
-        if private.torch_checkpoint() is None:
-            self.planner.tell(IN_BACKWARD)
-        with nullcontext() if self.visible else unseen_by_checkpoint():
-            return self._plainly(args, kwargs)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -268,105 +263,83 @@ class Limiter:
         finally:
             self.local.inside = False
 
-    def _finish_previous(self) -> None:
-        """Finish this thread's previous step, whose graph its caller may have kept."""
+    def _finish_last(self) -> bool:
+        """Finish this thread's last step, whose graph its caller may have kept.
+
+        Returns:
+            Whether it is over; one that is being profiled and whose backward is still to come is not.
+        """
         settle()
-        if self.local.look is not None:
-            look, kind = self.local.look
-            if look.ended:  # it was finished on the thread that ran backward
-                self.local.look = None
-            elif look.watch.backwards:
-                if look.tracer.unreleased:  # else it went with an output that no loss used
-                    self._tell_together()
-                self._look_ended(kind, look)
-            elif look.tracer.closed or look.watch.failed():
-                self.local.look = None
-                look.close()
-        watch, self.local.watch = self.local.watch, None
-        if watch is not None:
-            if watch.pending():
-                self._tell_together()
-            else:
-                watch.close()
+        step = self.local.step
+        if isinstance(step, ProfiledStep) and step.pending:
+            return False
+        self.local.step = None
+        if isinstance(step, ProfiledStep):
+            if step.has_ended:
+                if step.profiler.tracer.unreleased:  # else it went with an output that no loss used
+                    self.warn_once(_TOGETHER)
+                self._profile_ended(step.entry, step.profiler)
+            step.profiler.close()
+        elif step is not None and step.pending():
+            self.warn_once(_TOGETHER)
+        elif step is not None:
+            step.close()
+        return True
 
-    def _tell_together(self) -> None:
-        self.planner.tell(
-            "a forward of this limited model begins while what an earlier one saved is still needed (its "
-            "backward is to come, or kept its graph): the budget holds for each of them, and together they "
-            "take more than the budget. Run backward after each forward (gradients add up), or put the "
-            "limit on a module that runs them both",
-        )
-
-    # ---- looking ---------------------------------------------------------------------------------
-
-    def _look(self, kind: Kind, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        native_recorder()  # takes half a minute once; better now than after backward
-        look = Profiler(
-            self.model,
-            device,
-            verify=self.kinds.is_to_verify(kind),
-            on_end=weakly(self._look_ended, kind),
-        )
-        self.local.look = (look, kind)
-        try:
-            with self._inside():
-                result = look.run(self.forward, args, kwargs)
-        except BaseException:
-            self.local.look = None
-            raise
-        self._tell_unreached(look.watch)
+    def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run another forward of a step that is being profiled."""
+        step = self.local.step
+        assert isinstance(step, ProfiledStep)
+        with unseen_by_checkpoint(), self._inside():
+            result = self.forward(*args, **kwargs)
+        step.profiler.beside(result, partial(self.warn_once, ABANDONED))
         return result
 
-    def _tell_unreached(self, watch: StepWatch) -> None:
-        """Warn where a training step's forward has ended and backward cannot begin at what it returned."""
-        if self.model.training and not (watch.pending() or watch.began or watch.backwards):
-            self.planner.tell(UNREACHED)
+    def _is_crowded(self) -> bool:
+        """Whether other limited models take part in the step. Where one is being profiled, the profile shows
+        the operations of both; whether it is one step, its end will show.
+        """
+        within = [one for one in interceptors() if isinstance(one, StepTracer)]
+        for tracer in within:
+            tracer.others.append(self)
+        return self.shared or bool(within)
 
-    def _look_ended(self, kind: Kind, look: Profiler) -> None:
-        """A look has ended: plan for its kind."""
-        if self.local.look is not None and self.local.look[0] is look:
-            self.local.look = None
-        if look.blind or look.tracer.others:
-            kind.unseen_backward |= look.blind
-            for limiter in look.tracer.others:
-                limiter.shared = self.shared = True
-            look.close()
-            return
-        twice = "every operation ran twice" if look.verified else "no operation ran twice"
-        took("looked at a first step", time.perf_counter() - look.began, twice, self.planner.progress)
-        with self.kinds.lock:
-            graph = look.graph()
-            self._take_in(kind, look, graph)
+    # ---- profiling -------------------------------------------------------------------------------
 
-    def _take_in(self, kind: Kind, look: Profiler, graph: StepGraph) -> None:
-        """Take in a look at one of the user's steps, and what that took."""
-        optimizer, peak = self.planner.optimizer, look.peak_bytes
-        state = self.planner.optimizer_bytes if optimizer is not None and optimizer.state else 0
-        taken = None if peak is None else graph.resident_bytes + state + peak
-        kind.untold_bytes = max(kind.untold_bytes, taken or 0)
-        self.kinds.take_in(kind, look, graph)
-        if kind.planned is not None and taken is not None:
-            self.measured_bytes = taken
-        self._tell_above(kind)
+    def _profile(
+        self, entry: Entry, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a step in little memory, and plan from it when its backward has ended."""
+        native_recorder()  # takes half a minute once; better now than after backward
+        profiler = Profiler(
+            self.model,
+            device,
+            verify=self.cache.is_to_verify(entry),
+            on_end=weakly(self._profile_ended, entry),
+        )
+        self.local.step = ProfiledStep(profiler, entry)
+        try:
+            with self._inside():
+                result = profiler.run(self.forward, args, kwargs)
+        except BaseException:
+            self.local.step = None
+            raise
+        self._warn_unreached(profiler.watch)
+        return result
 
-    def _tell_above(self, kind: Kind) -> None:
-        """Warn if a step that was looked at took more than the budget, once a plan says how much that is."""
-        if kind.planned is None or not kind.untold_bytes:
-            return
-        taken, limit = kind.untold_bytes, kind.planned.plan.budget_bytes
-        kind.untold_bytes = 0
-        if limit is not None and taken > limit:
-            which = "the first step" if len(self.kinds.known) == kind.looks == 1 else "this step"
-            smallest = budgets.asks_for(self.planner.budget) == "min"
-            others = ", other kinds to their own smallest" if smallest else ""
-            warn(
-                f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)}, and the budget is "
-                f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}",
-                each_time=True,
-            )
+    def _profile_aside_first(self, args: tuple[Any, ...], kwargs: dict[str, Any], crowded: bool) -> Action:
+        """Profile a step of lowtide's own, before one of the user's that cannot be profiled."""
+        try:
+            with alone():
+                self.prepare(args, kwargs, within_step=True)
+        except TraceError:
+            if not crowded:  # a teacher beside others takes no part in backward
+                raise
+            return Action.PROFILE
+        return Action.RUN
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
-        """Plan for steps with these arguments now: look at one, and restore all state afterwards.
+        """Plan for steps with these arguments now: profile one, and restore all state afterwards.
 
         Args:
             args, kwargs: of the model.
@@ -377,10 +350,10 @@ class Limiter:
             TraceError: no loss can be found or made up.
         """
         members = Members(self.model)
-        kind = self.kinds.kind_for(step_key(members, args, kwargs))
-        if kind.wants_look:
+        entry = self.cache.find(step_key(members, args, kwargs))
+        if self.cache.called(entry) is Action.PROFILE:
             with self.engagement.paused(), self._inside():
-                look, graph = profile_aside(
+                profiler, graph = profile_aside(
                     [self.model],
                     members.device,
                     self.forward,
@@ -389,97 +362,66 @@ class Limiter:
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
                 )
-            with self.kinds.lock:
-                (self._take_in if within_step else self.kinds.take_in)(kind, look, graph)
-        assert kind.planned is not None
-        return kind.planned
+            self._take_in(entry, profiler, graph, users=within_step)
+            self.cache.called(entry)  # the plan of a longer step may be out of date
+        assert entry.planned is not None
+        return entry.planned
 
-    # ---- under a plan ----------------------------------------------------------------------------
+    def _profile_ended(self, entry: Entry, profiler: Profiler) -> None:
+        """The backward of a profiled step has ended: plan from it."""
+        last = self.local.step
+        if isinstance(last, ProfiledStep) and last.profiler is profiler:
+            self.local.step = None
+        if profiler.blind or profiler.tracer.others:
+            if profiler.blind:
+                with self.cache.lock:
+                    machine.hide(entry)
+            for limiter in profiler.tracer.others:
+                limiter.shared = self.shared = True
+            self.measured_bytes = None  # it is that of all models together
+            profiler.close()
+            return
+        twice = "every operation ran twice" if profiler.verified else "no operation ran twice"
+        took("looked at a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
+        self._take_in(entry, profiler, profiler.graph(), users=True)
 
-    def _step(
-        self,
-        kind: Kind,
-        key: StepKey,
-        members: Members,
-        forward: Callable[[], Any],
-        begin: float,
-        crowded: bool,
+    def _take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> None:
+        """Plan from a profiled step; see `Cache.profiled`."""
+        with self.cache.lock:
+            taken = self.cache.profiled(entry, profiler, graph, users)
+        if users and entry.planned is not None:
+            self.measured_bytes = taken
+
+    # ---- running ---------------------------------------------------------------------------------
+
+    def _run(
+        self, step: PlannedStep, members: Members, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float
     ) -> Any:
-        planned, planner = kind.planned, self.planner
-        assert planned is not None
+        """Run a step under its plan; the call began at ``begin``."""
+        planned = step.planned
         if members.device.type == "cuda":
             out_of_memory().follow(self)
         planned.note_time()
-        # ranks that share a model run alike, and a policy that the user chose is followed
-        alone = planner.agreement is None and planner.policy == "optimal"
-        outcome = Outcome(key, planned, planned.fits_without_plan(key), alone, crowded)
-        # another backward may come when the outputs are gone: the next step closes its watch
-        stays = (lambda: None) if kind.backwards > 1 else None
-        watch = StepWatch(weakly(self._learn, kind, outcome), members.device, stays)
-        self.local.watch = watch
-        plan = planned.plan
-        if plan.budget_bytes is not None and watch.peak_bytes is None:
-            planner.tell(UNMEASURED)
-        steady = plan.budget_bytes is None or not kind.varies
-        if steady and (outcome.without_plan or plan.changes_nothing):
-            with self._inside(), governing(), unseen_by_checkpoint():
-                result = forward()
-        else:
-            result = self._recorded(kind, outcome, watch, members, forward, begin)
-        planned.steps += 1
-        watch.forward_ends(tensors_inside(result))
-        self._tell_unreached(watch)
+        if planned.plan.budget_bytes is not None and step.peak_bytes is None:
+            self.warn_once(UNMEASURED)
+        self.local.step = step
+        forward = partial(self.forward, *args, **kwargs)
+        with self._inside():
+            result = step.run(forward, members, self.stores, self.verify, begin)
+        self._warn_unreached(step)
         return result
 
-    def _recorded(
-        self,
-        kind: Kind,
-        outcome: Outcome,
-        watch: StepWatch,
-        members: Members,
-        forward: Callable[[], Any],
-        begin: float,
-    ) -> Any:
-        """Run the forward under the plan; all since ``begin`` beside the forward itself is its overhead."""
-        planned, plan = outcome.planned, outcome.planned.plan
-        first, timed, several = planned.steps == 0, planned.times_next(), kind.backwards > 1
-        if timed:
-            planned.timed = watch
-        verify = first and self.verify != "never"
-        mover = TransferEngine(plan, self.stores, verify, members.device) if plan.moves else None
-        program, compiled_program = planned.program(outcome.without_plan)
-        outcome.director = PlanDirector(program, plan.moves, smaller=outcome.key != planned.key)
-        recorder = Recorder(
-            outcome.director,
-            check=self.verify == "always",
-            around_unpack=watch.unpacks if timed or several else None,
-            mover=mover,
-            program=compiled_program,
-        )
-        outcome.findings = recorder.findings
-        if recorder.core is not None:
-            watch.follow(recorder.core.replays, several)
-        with ExitStack() as stack:
-            stack.enter_context(self._inside())
-            stack.enter_context(recorder.recording())
-            stack.enter_context(left_alone(members.compiled))
-            inside = time.perf_counter()
-            result = forward()
-            outside = time.perf_counter()
-        if mover is not None and mover.notes and first:
-            warn(
-                f"codecs do not fit {count_text(len(mover.notes), 'value')}, kept as they are on top of the "
-                f"predicted peak ({mover.notes[0]})"
-            )
-        watch.recording_seconds += inside - begin + time.perf_counter() - outside
-        return result
-
-    def _learn(self, kind: Kind, outcome: Outcome, watch: StepWatch) -> None:
-        """A backward of a step has ended: compare what it took with the budget."""
-        planned, peak = outcome.planned, watch.peak_bytes
-        outcome.backwards, outcome.makes_graph = watch.backwards, watch.makes_graph
-        if peak is not None and not outcome.crowded:  # else it is that of all models together
-            outcome.measured_bytes = planned.graph.resident_bytes + planned.plan.slab_bytes + peak
-            self.measured_bytes = outcome.measured_bytes
-        if text := said(self.overruns, outcome, learn(kind, outcome)):
+    def _step_ended(self, step: PlannedStep) -> None:
+        """A backward of a planned step has ended: what follows, by what it took."""
+        self.measured_bytes = step.measured_bytes
+        with self.cache.lock:
+            action = machine.ended(step.entry, step)
+        if text := step.overrun_text(self.overruns, action):
             warn(text, each_time=True)
+
+    # ---- warnings --------------------------------------------------------------------------------
+
+    def _warn_unreached(self, watch: StepWatch) -> None:
+        """Warn where a training step's forward has ended and backward cannot begin at what it returned."""
+        if self.model.training and not (watch.pending() or watch.began or watch.backwards):
+            self.warn_once(UNREACHED)

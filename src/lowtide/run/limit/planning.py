@@ -1,9 +1,14 @@
-"""From a step that was looked at to a plan for it, within the budget."""
+"""From an entry to its plan: the profiled step graph is transformed, and a plan is chosen within the budget.
+
+In: an entry whose step graph is known. Out: its `Planned`, or the refusal.
+"""
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,23 +19,27 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import bytes_under, gradient_of
+from lowtide.meter.resident import gradient_of
 from lowtide.plan import make
-from lowtide.plan.data import Plan
+from lowtide.plan.background import BackgroundSearch
+from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
-from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, REDUCED, UPDATE, WORKSPACES
-from lowtide.run.hidden_costs import overlapped_bytes, with_overhead
-from lowtide.run.limit.optimizer_need import (
+from lowtide.progress import working
+from lowtide.remedies import REDUCED, UPDATE
+from lowtide.run.hidden_costs import with_overhead
+from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.need import (
     OptimizerNeed,
     depends_on,
     missing_gradient_bytes,
     optimizer_need,
 )
-from lowtide.run.limit.standing import standing_by_name
+from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_over
+from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
 from lowtide.run.messages import Once
-from lowtide.run.ranks import Agreement, agreement_of, agreement_over
 from lowtide.trace.tracer import with_collectives
+from lowtide.words import count_text
 
 Policy = str | Callable[..., Plan]
 
@@ -41,7 +50,7 @@ _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
 
 
-class Planner:
+class PlanMaker:
     """Makes the plans of one model, between steps, never while one runs.
 
     Args:
@@ -53,13 +62,11 @@ class Planner:
         progress: as of `limit_memory`.
 
     Attributes:
-        changes: how often another budget or optimizer was given.
+        version: how often another budget or optimizer was given.
         kept: operations that do not reproduce, with the reason: every plan keeps their results.
-        unfinished: the step and the bytes of the latest plan's search, if that ended early and may go on
-            elsewhere: not where ranks share the plan, who would find theirs at different times.
         solved: how many plans took a search. A step that fits as it is takes none.
         agreement: the ranks that share the model and its plans, or ``None``.
-        tell: warns of something once.
+        warn_once: warns of something once.
         reduced_bytes: what gradients are copied into, between backward and the optimizer's step, while ranks
             add them up.
     """
@@ -74,13 +81,12 @@ class Planner:
         progress: bool | None = None,
     ) -> None:
         self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
-        self.budget, self.optimizer, self.changes = budget, optimizer, 0
+        self.budget, self.optimizer, self.version = budget, optimizer, 0
         self.reduced_bytes = 0
         self.kept: dict[str, str] = {}
-        self.unfinished: tuple[StepGraph, int] | None = None
         self.solved = 0
         self.agreement: Agreement | None = None
-        self.tell = Once()
+        self.warn_once = Once()
         self._looked_for_ranks = False  # a copied model is not complete yet here
         self._need: tuple[Any, OptimizerNeed] | None = None
         self._moved_bytes = 0  # of the optimizer's state, to the host
@@ -88,18 +94,41 @@ class Planner:
 
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget from now on."""
-        self.budget, self.changes = budget, self.changes + 1
+        self.budget, self.version = budget, self.version + 1
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer from now on."""
-        self.optimizer, self._moved_bytes, self.changes = optimizer, 0, self.changes + 1
+        self.optimizer, self._moved_bytes, self.version = optimizer, 0, self.version + 1
 
-    def wanted(self, margin_bytes: int) -> tuple[int, int]:
-        """What a plan is made for: one for anything else is out of date."""
-        return self.changes, margin_bytes
+    def make(self, entry: Entry) -> Planned:
+        """A plan for an entry's step within the budget, less what the entry says is to be left free.
 
-    def agreed(self, looked: StepGraph) -> tuple[StepGraph, Agreement | None]:
-        """The step to plan for, from one that was looked at.
+        Raises:
+            BudgetError: no plan fits.
+        """
+        assert entry.graph is not None
+        past = "planned again" if entry.planned is not None else "planned"
+        if not entry.profiles:  # the step graph is a sibling's
+            past = "planned for steps that add to gradients"
+        with working("planning", past, self.progress) as work:
+            work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
+            try:
+                with _no_collection():
+                    graph, plan, limit = self._choose(entry)
+            except BudgetError as error:
+                add_what_else(error, entry, self.model)
+                raise
+            work.done(in_one_line(plan))
+        self.solved += not plan.changes_nothing
+        made = Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
+        # ranks that share a plan would find a better one at different times
+        if self.agreement is None and plan.budget_bytes is not None and _ended_early(plan):
+            with suppress(OSError):  # where no process can be started the plan stays
+                made.search = BackgroundSearch(graph, plan.budget_bytes)
+        return made
+
+    def agreed(self, profiled: StepGraph) -> tuple[StepGraph, Agreement | None]:
+        """The step to plan for, from one that was profiled.
 
         It has all of the model and the executor's own time. Its collectives may run again where the ranks
         that share the model agree on the program.
@@ -110,7 +139,7 @@ class Planner:
         if not self._looked_for_ranks:
             self._looked_for_ranks = True
             self.agreement = agreement_of(self.model) or agreement_over(self.groups())
-        graph, shared = with_overhead(_with_all_of(self.model, looked)), self.agreement
+        graph, shared = with_overhead(_with_all_of(self.model, profiled)), self.agreement
         if shared is None:
             return graph, None
         if shared.same_program(graph):
@@ -118,75 +147,87 @@ class Planner:
         self.agreement = None  # on every rank alike
         return graph, shared
 
-    def plan(self, graph: StepGraph, margin_bytes: int, checkpoint_bytes: int = 0) -> tuple[StepGraph, Plan]:
-        """Plan for a step within the budget, less a margin.
-
-        Args:
-            graph: the step, the optimizer aside.
-            margin_bytes: how much of the budget is left free.
-            checkpoint_bytes: what the plain step keeps beside the graph's tensors; part of the margin.
+    def _choose(self, entry: Entry) -> tuple[StepGraph, Plan, int | None]:
+        """A plan for an entry's step.
 
         Returns:
-            The step with all that counts, and its plan.
+            The step with all that exists beside it; its plan, whose budget is what the policy was given; and
+            the budget in bytes.
 
         Raises:
             BudgetError: no plan fits.
         """
-        kept = self.kept
-        graph = graph.with_operations(
-            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
-        )
-        graph = _with_resident(graph, self.optimizer_bytes + self._moved_bytes)
-        unseen = overlapped_bytes(graph) + checkpoint_bytes
-        plain_peak = max(plain(graph).peak_bytes + unseen, self._greatest_plain)
+        graph, free = self._transformed(entry), entry.unseen_bytes + entry.margin_bytes
+        plain_peak = max(plain(graph).peak_bytes + entry.unseen_bytes, self._greatest_plain)
         whole_peak = max(plain_peak, sum(self._optimizer_parts().values()) + self._moved_bytes)
-        limit = self._limit_bytes(graph, whole_peak, margin_bytes)
-        self._balance(graph, limit, margin_bytes)
+        limit = self._limit_bytes(graph, whole_peak, free)
+        self._balance(graph, limit, free)
         graph = _with_resident(graph, -self._moved_bytes)
-
-        def solve(limit: int | None) -> Plan:
-            return self._plan_within(graph, limit, margin_bytes, whole_peak)
-
-        refusal, alone = self._optimizer_refuses(limit), self.agreement is None
+        alone, too_large = self.agreement is None, self._optimizer_refuses(limit)
         if self.agreement is not None:
-            refusal = self.agreement.refusal(refusal)
+            too_large = self.agreement.refusal(too_large)
         try:
-            if refusal is not None and alone and self._fits(graph, refusal.smallest_bytes, margin_bytes):
-                raise refusal  # no search for a smaller step
-            try:  # a plan of this rank's own, or one for all ranks that share the model
-                plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+            if too_large is not None and alone and self._fits(graph, too_large.smallest_bytes, free):
+                raise too_large  # no search for a smaller step
+            try:
+                plan = self._solve(graph, limit, free)
             except BudgetError as error:
-                if refusal is None:
-                    raise
+                of_step = refused_step(
+                    error,
+                    entry,
+                    graph,
+                    self.model,
+                    plain_peak_bytes=plain(graph).peak_bytes,
+                    whole_peak_bytes=whole_peak if str(self.budget).rstrip().endswith("%") else None,
+                    state_bytes=self.optimizer_bytes,
+                )
                 # the smallest budget that is named has to do for both
-                if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
-                    error.add("Nor does the budget hold optimizer.step().")
-                    raise
-            if refusal is not None:
-                raise refusal
+                if too_large is None or (of_step.smallest_bytes or 0) > (too_large.smallest_bytes or 0):
+                    if too_large is not None:
+                        of_step.add(OPTIMIZER_TOO)
+                    raise of_step from None
+            if too_large is not None:
+                raise too_large
         finally:
-            del refusal  # an error's traceback holds this frame, which is not to hold the error
-        self.unfinished = None
-        if self.agreement is None and plan.budget_bytes is not None and _ended_early(plan):
-            self.unfinished = graph, plan.budget_bytes
+            del too_large  # an error's traceback holds this frame, which is not to hold the error
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         self._greatest_plain = plain_peak
-        self.solved += not plan.changes_nothing
-        return graph, replace(plan, budget_bytes=limit)
+        return graph, plan, limit
 
-    def _limit_bytes(self, graph: StepGraph, whole_peak: int, margin_bytes: int) -> int | None:
+    def _transformed(self, entry: Entry) -> StepGraph:
+        """An entry's step with what no plan recomputes, and with the optimizer's state."""
+        kept, graph = self.kept, entry.graph
+        assert graph is not None
+        graph = graph.with_operations(
+            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
+        )
+        return _with_resident(graph, self.optimizer_bytes + self._moved_bytes)
+
+    def _solve(self, graph: StepGraph, limit: int | None, free: int) -> Plan:
+        """A plan of this rank's own, or one for all ranks that share the model."""
+
+        def solve(limit: int | None) -> Plan:
+            try:
+                return self._plan_within(graph, limit, free)
+            except BudgetError as error:
+                error.budget_bytes = limit
+                raise
+
+        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+
+    def _limit_bytes(self, graph: StepGraph, whole_peak: int, free: int) -> int | None:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
         largest step that was planned, so that the last one of an epoch has no smaller budget, and of the
-        optimizer's own step where that takes more; ``"min"`` includes the margin, and holds the optimizer's
-        own step.
+        optimizer's own step where that takes more; ``"min"`` includes what is left ``free``, and holds the
+        optimizer's own step.
         """
         if self.budget is None:
             return None
 
         def smallest() -> int:
             updating = sum(self._optimizer_parts().values())
-            if self._fits(graph, updating, margin_bytes):
+            if self._fits(graph, updating, free):
                 return updating
             try:
                 least = make(graph, budget=1, policy=self.policy).predicted_peak_bytes
@@ -194,55 +235,42 @@ class Planner:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
-            return max(least + margin_bytes, updating)
+            return max(least + free, updating)
 
         device, standing = torch.device(graph.device), graph.resident_bytes
         if self.optimizer is not None:
             standing -= self.need_of(self.optimizer).to_come_bytes  # of these "auto" finds none allocated
         return budgets.resolve(self.budget, whole_peak, smallest, device, standing_bytes=standing)
 
-    def _fits(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> bool:
-        """Whether some plan leaves the margin free within a limit that the optimizer's own step sets."""
-        if not limit or limit < graph.resident_bytes + margin_bytes:
+    def _fits(self, graph: StepGraph, limit: int | None, free: int) -> bool:
+        """Whether some plan leaves so much free within a limit that the optimizer's own step sets."""
+        if not limit or limit < graph.resident_bytes + free:
             return False
         try:
-            self._plan_within(graph, limit, margin_bytes)
+            self._plan_within(graph, limit, free)
         except BudgetError:
             return False
         return True
 
-    def _plan_within(
-        self, graph: StepGraph, limit: int | None, margin_bytes: int, whole_peak: int = 0
-    ) -> Plan:
-        """A plan that leaves the margin free within the limit.
+    def _plan_within(self, graph: StepGraph, limit: int | None, free: int) -> Plan:
+        """A plan that leaves so much of the limit free.
 
         A step that needs eviction is planned for a little less, or for all of it if less does not work.
 
         Raises:
-            BudgetError: no plan fits; says the smallest budget that works, with the optimizer's state as a
-                part of its own.
+            BudgetError: no plan fits; says the smallest peak of any.
         """
         if limit is None:
             return make(graph, policy=self._policy(graph))
-        most, as_it_is = limit - margin_bytes, plain(graph).peak_bytes
-        evicts = as_it_is > most
+        most = limit - free
+        evicts = plain(graph).peak_bytes > most
         target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
         try:
             return make(graph, budget=target, policy=self._policy(graph))
         except BudgetError as error:
             least = error.smallest_bytes
-            if least is None:
+            if least is None or least > most:
                 raise
-            if least > most:
-                raise budgets.too_small(
-                    limit,
-                    min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1),
-                    self._named(error.parts, graph),
-                    policy=error.policy,
-                    plain_peak_bytes=whole_peak if str(self.budget).rstrip().endswith("%") else None,
-                    detail=error.detail,
-                    made=error.made,
-                ) from None
             return make(graph, budget=least, policy=self._policy(graph))
 
     def _policy(self, graph: StepGraph) -> Policy:
@@ -252,17 +280,6 @@ class Planner:
         from lowtide.plan.policies import optimal
 
         return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds))
-
-    def _named(self, parts: Mapping[str, int], graph: StepGraph) -> dict[str, int]:
-        """What stands at a peak, by name, with the state and what the step itself does not touch."""
-        kinds = {"workspace": WORKSPACES, "parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
-        told = dict.fromkeys(kinds.values(), 0)
-        for storage in graph.storages:
-            if storage.kind in kinds:
-                told[kinds[storage.kind]] += storage.bytes
-        model, device = self.model, torch.device(graph.device)
-        gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
-        return standing_by_name(parts, model, gradients, self.optimizer_bytes, device, told)
 
     # ---- the optimizer ---------------------------------------------------------------------------
 
@@ -279,7 +296,7 @@ class Planner:
         if self._need is None or self._need[0] != asked:
             self._need = asked, optimizer_need(optimizer)
             if unknown := self._need[1].unknown:
-                self.tell(
+                self.warn_once(
                     "unknown",
                     f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
                     f"out ({unknown}), so only the state counts against the budget: measure "
@@ -312,7 +329,7 @@ class Planner:
         detail = "An optimizer with fused=True takes less for its update." if parts[UPDATE] else ""
         return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
 
-    def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:
+    def _balance(self, graph: StepGraph, limit: int | None, free: int) -> None:
         """With ``host_fraction="auto"``, move optimizer state to the host while that takes less time than
         recomputing.
         """
@@ -329,7 +346,7 @@ class Planner:
         def extra_seconds(share: float) -> float:
             moved = _with_resident(graph, optimizer.device_state_bytes(share) - everything)
             try:
-                return self._plan_within(moved, limit, margin_bytes).predicted_extra_seconds
+                return self._plan_within(moved, limit, free).predicted_extra_seconds
             except BudgetError:
                 return math.inf
 
@@ -358,3 +375,17 @@ def _with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
     # gradients that the step made
     made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
     return _with_resident(graph, max(0, resident_bytes(model) - made - seen))
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without cyclic garbage collection: a plan is made of many small objects, and no tensor. To look through
+    all that a process holds again and again takes as long as planning does.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -86,8 +86,12 @@ class Agreement:
                 answer = error
         answer, first_resident = self.from_first((answer, graph.resident_bytes))
         if isinstance(answer, BudgetError):
-            if answer.smallest_bytes is not None:
-                answer.smallest_bytes += graph.resident_bytes - first_resident
+            more = graph.resident_bytes - first_resident
+            if answer.smallest_bytes is not None and answer.budget_bytes is not None:
+                answer.smallest_bytes, answer.budget_bytes = (
+                    answer.smallest_bytes + more,
+                    answer.budget_bytes + more,
+                )
             raise answer
         return replace(Plan.from_json(answer), budget_bytes=limit)
 

@@ -1,0 +1,235 @@
+"""The cached plans of a limited model: the one owner of its entries.
+
+In: the key of a step that begins, or a step that was profiled. Out: its entry, with a plan where one can be
+made. What follows is the state machine's to say (`machine.py`); here plans are made when it says so.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from lowtide import budget as budgets
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.run.limit import machine
+from lowtide.run.limit.arguments import refuse_replicas, refuse_sharded
+from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.key import StepKey
+from lowtide.run.limit.machine import Action
+from lowtide.run.limit.planning import PlanMaker
+from lowtide.run.limit.ranks import LEARNING_STEPS
+from lowtide.run.messages import own_checkpointing, warn
+from lowtide.run.profile.profiler import Profiler
+from lowtide.run.record.verify import Verify
+
+MOST_ENTRIES = 24  # are remembered
+
+
+class Cache:
+    """The cached plans of one model.
+
+    Args:
+        maker: makes the plans.
+        verify: as of `limit_memory`.
+
+    Attributes:
+        known: the entries by key, the latest last.
+        latest: the plan of the latest step, or ``None``.
+        lock: held while an entry changes.
+    """
+
+    def __init__(self, maker: PlanMaker, verify: Verify) -> None:
+        self.maker = maker
+        self.verify: Verify = verify
+        self.known: dict[StepKey, Entry] = {}
+        self.latest: Planned | None = None
+        self.lock = threading.RLock()
+        self._verified: set[str] = set()  # programs whose operations were seen to reproduce
+
+    # ---- a step begins ---------------------------------------------------------------------------
+
+    def find(self, key: StepKey) -> Entry:
+        """The entry of steps with this key: their own, else the smallest one whose plan serves them, else a
+        new one. A new one whose steps differ from known ones only in gradients that exist before begins from
+        these.
+        """
+        with self.lock:
+            serving = [entry for entry in self.known.values() if entry.serves(key)]
+            if (own := self.known.get(key)) is not None or serving:
+                return own or min(serving, key=lambda entry: entry.key.elements())
+            refuse_sharded(self.maker.model)
+            refuse_replicas(self.maker.model)
+            sibling = self._sibling(key)
+            entry = self.known[key] = Entry(key)
+            if sibling is not None and sibling.refused_at != self.maker.version:
+                machine.borrow(entry, sibling)
+            if len(self.known) > MOST_ENTRIES:
+                machine.removed(self.known.pop(next(iter(self.known))))
+            return entry
+
+    def _sibling(self, key: StepKey) -> Entry | None:
+        """An entry whose step graph is known, of steps that differ from those with this key only in gradients
+        that exist before.
+        """
+        alike = key.without_gradients()
+        others = (e for e in self.known.values() if e.graph and e.key.without_gradients() == alike)
+        return next(others, None) if key.gradients else None
+
+    def stop(self) -> None:
+        """The limit is removed."""
+        with self.lock:
+            for entry in self.known.values():
+                machine.removed(entry)
+
+    def called(self, entry: Entry, hidden: bool = False) -> Action:
+        """What a step of an entry that begins does, once plans are made that have to be.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        with self.lock:
+            self._ask_peers(entry)
+            action = self._plan(entry, machine.called(entry, self.maker.version, hidden))
+            if action is Action.RUN and entry.planned is not None and (better := entry.planned.better()):
+                machine.better_found(entry, better)
+            self.latest = entry.planned or self.latest
+            self._warn_above(entry)  # of one whose budget was refused
+            return action
+
+    def _plan(self, entry: Entry, action: Action) -> Action:
+        """Plan as long as the state machine asks for it; the action that is left.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        version, dropped = self.maker.version, ""
+        while action is Action.PLAN:
+            try:
+                planned = self.maker.make(entry)
+            except BudgetError as error:
+                action = machine.plan_refused(entry, version)
+                if action is Action.RAISE:
+                    raise
+                dropped = str(error)
+            else:
+                action = machine.plan_made(entry, planned, version)
+        if dropped:
+            self.maker.warn_once(
+                "stays",
+                f"lowtide plans as if no step had taken more than predicted: no plan leaves that. {dropped}",
+            )
+        return Action.RUN if action is Action.ACCEPT else action
+
+    def _ask_peers(self, entry: Entry) -> None:
+        """All ranks that share the plan exchange what the last step showed: if one has to profile or to plan
+        again, all do.
+        """
+        maker, planned = self.maker, entry.planned
+        if maker.agreement is None or (planned is not None and planned.steps > LEARNING_STEPS):
+            return
+        outdated = machine.is_outdated(entry, maker.version)
+        mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.kept)
+        profile, old, versions, margins, kept = zip(*maker.agreement.share(mine), strict=True)
+        maker.version = max(versions)
+        for found in kept:
+            maker.kept.update(found)
+        machine.peers_told(entry, any(profile), any(old), max(margins))
+
+    # ---- a step was profiled ---------------------------------------------------------------------
+
+    def is_to_verify(self, entry: Entry) -> bool:
+        """Whether each operation of a profiled step runs twice; not where that was done at another size."""
+        if self.verify == "never" or entry.profiles or self.maker.kept:
+            return self.verify != "never"
+        others = self.known.values()
+        return not any(other.profiles and other.key.differs_in_size(entry.key) for other in others)
+
+    def profiled(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
+        """Plan from a profiled step.
+
+        Args:
+            entry: of the step.
+            profiler: wrote the step down.
+            graph: the step.
+            users: it was a step of the user's, and what it took is held against the budget.
+
+        Returns:
+            What a step of the user's took; ``None`` where that is not known.
+
+        Raises:
+            BudgetError: no plan fits; on every rank that shares the model's layers.
+        """
+        maker, peak = self.maker, profiler.peak_bytes
+        taken = None
+        if users and peak is not None:
+            has_state = maker.optimizer is not None and maker.optimizer.state
+            taken = graph.resident_bytes + (maker.optimizer_bytes if has_state else 0) + peak
+            machine.note_taken(entry, taken)
+        self._warn_of_operations(profiler)
+        program = graph.fingerprint(sizes=False)
+        if profiler.verified:
+            self._verified.add(program)
+        action = machine.profiled(
+            entry,
+            graph,
+            verified=self.verify == "never" or program in self._verified,
+            backwards=profiler.watch.backwards,
+            makes_graph=profiler.watch.makes_graph,
+            varies=profiler.tracer.asks,
+            checkpoints=profiler.tracer.checkpoints,
+        )
+        if action is Action.PLAN:
+            self._plan_together(entry, graph)
+        self.latest = entry.planned or self.latest
+        self._warn_above(entry)
+        return taken
+
+    def _plan_together(self, entry: Entry, graph: StepGraph) -> None:
+        """Plan for a step that was just profiled.
+
+        Raises:
+            BudgetError: no plan fits; on every rank that shares the model's layers.
+        """
+        refusal = None
+        graph, neighbours = self.maker.agreed(graph)
+        machine.agreed(entry, graph)
+        try:
+            self._plan(entry, Action.PLAN)
+        except BudgetError as error:
+            refusal = error
+        if neighbours is not None:  # if one refused alone, the others would wait in a collective
+            refusal = neighbours.refusal(refusal)
+        if refusal is not None:
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback holds this frame, and all that the step's frames hold
+
+    # ---- warnings --------------------------------------------------------------------------------
+
+    def _warn_of_operations(self, profiler: Profiler) -> None:
+        """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
+        keeps their results from now on.
+        """
+        kept = profiler.recorder.findings.kept
+        for name, reason in kept.items():
+            if name not in self.maker.kept:
+                warn(f"lowtide keeps the results of {name}: {reason}")
+        self.maker.kept.update(kept)
+        if profiler.tracer.checkpoints:
+            self.maker.warn_once(own_checkpointing(self.maker.model))
+
+    def _warn_above(self, entry: Entry) -> None:
+        """Warn if a profiled step took more than the budget, once a plan says how much that is."""
+        if entry.planned is None or not entry.untold_bytes:
+            return
+        taken, limit = machine.pop_taken(entry), entry.planned.plan.budget_bytes
+        if limit is not None and taken > limit:
+            which = "the first step" if len(self.known) == entry.profiles == 1 else "this step"
+            smallest = budgets.asks_for(self.maker.budget) == "min"
+            others = ", other kinds to their own smallest" if smallest else ""
+            warn(
+                f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)}, and the budget is "
+                f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}",
+                each_time=True,
+            )

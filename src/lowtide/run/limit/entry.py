@@ -1,0 +1,186 @@
+"""A cached plan: an entry, with what its steps have shown.
+
+The state machine alone changes an `Entry` (`machine.py`), and the cache owns it (`cache.py`). What ran under
+a plan in force, and how long that took, is the plan's own (`Planned`).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from lowtide.graph import StepGraph
+from lowtide.plan.background import BackgroundSearch
+from lowtide.plan.data import Plan, ProgramStep
+from lowtide.run.limit.key import StepKey
+from lowtide.run.record.native import compiled_program
+from lowtide.run.watch import StepWatch
+
+_MOST_PROFILES = 8  # of one entry whose steps differ, before the plan for the longest stays
+_TIMED = 9  # so many steps are timed before a plan settles, and make up its step time from then on, too
+_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
+_TIMED_AT_LEAST = 2  # before their times say anything
+
+
+class State(Enum):
+    """The state of an entry; the value says what its next step does."""
+
+    NEW = "is profiled, unless a plan can be made from the graph of a sibling"
+    REFUSED = "is profiled again, or planned for where another budget was given"
+    DOUBTED = "is profiled, since other operations ran than the plan in force has"
+    STALE = "waits for a plan"
+    PLANNED = "runs under the plan"
+    GONE = "runs under the plan that it began with; nothing follows"
+
+
+@dataclass
+class Planned:
+    """A plan in force, and the times of the steps that ran under it.
+
+    Attributes:
+        key: of the step that was planned for.
+        profiled: the step graph that was planned for, the optimizer aside.
+        graph: the same with all that exists beside it.
+        plan: its plan.
+        search: goes on for a better plan, or ``None``.
+        steps: how many steps have run under the plan.
+        timed: the step that is being timed, or ``None``.
+        seconds: of the steps that were timed, and of recording and replaying in them where the host knows.
+    """
+
+    key: StepKey
+    profiled: StepGraph
+    graph: StepGraph
+    plan: Plan
+    search: BackgroundSearch | None = field(default=None, repr=False)
+    steps: int = 0
+    timed: StepWatch | None = None
+    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
+    _program: tuple[Sequence[ProgramStep], Any] | None = None
+
+    def better(self) -> Planned | None:
+        """The plan that the search has found by now, if that adds less time and holds as much; asked for once
+        the search is over.
+        """
+        if self.search is None or not self.search.is_over:
+            return None
+        search, self.search = self.search, None
+        found, plan = search.plan(), self.plan
+        if found is None or found.predicted_extra_seconds >= plan.predicted_extra_seconds:
+            return None
+        better = replace(found, budget_bytes=plan.budget_bytes)
+        return Planned(self.key, self.profiled, self.graph, better)
+
+    def stop(self) -> None:
+        """End the search."""
+        if self.search is not None:
+            self.search.stop()
+            self.search = None
+
+    def program(self) -> tuple[Sequence[ProgramStep], Any]:
+        """The plan's program, and the same as the compiled recorder knows it."""
+        if self._program is None:
+            self._program = self.plan.program, compiled_program(self.plan.program)
+        return self._program
+
+    # ---- times -----------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough steps were timed."""
+        return len(self.seconds) == _TIMED
+
+    def times_next(self) -> bool:
+        """Whether the next step is to be timed; the first is slower than others."""
+        return self.steps > 0 and self.timed is None and (not self.settled or self.steps % _EVERY == 0)
+
+    def note_time(self) -> None:
+        """Take down the time of the step that was timed, once it is known without waiting for the device."""
+        watch = self.timed
+        if watch is None or not watch.over():
+            return
+        self.timed = None
+        seconds = watch.seconds()
+        if seconds is not None:
+            extra = watch.replay_seconds + watch.recording_seconds + self.graph.overhead_seconds
+            self.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
+
+    def calibrated(self) -> Plan:
+        """The plan with the times of the timed steps beside its forecast: of whole steps, and of recording
+        and replaying in them.
+        """
+        plan = self.plan
+        predicted = plan.plain_seconds + plan.predicted_extra_seconds
+        if len(self.seconds) < _TIMED_AT_LEAST or not predicted:
+            return plan
+        whole = statistics.median(seconds for seconds, _ in self.seconds)
+        replays = [again for _, again in self.seconds if again is not None]
+        if replays:
+            # no clock of the executor sees crowding
+            extra = min(whole, statistics.median(replays) + plan.crowding_seconds)
+        else:
+            extra = plan.predicted_extra_seconds * whole / predicted
+        return plan.calibrated(whole - extra, extra)
+
+
+@dataclass
+class Entry:
+    """The cached plan of the steps with one key, and what they have shown.
+
+    Attributes:
+        key: the cache key.
+        state: what its next step does.
+        graph: the longest step that was profiled, the optimizer aside, or ``None`` before.
+        planned: the plan in force, or ``None``.
+        planned_for: the version of budget and optimizer, and the margin, that the plan was made or accepted
+            for.
+        refused_at: the version of budget and optimizer that no plan was found for, or ``None``.
+        accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
+        margin_bytes: by how much a step was seen to exceed its prediction.
+        unseen_bytes: what steps hold that their graph does not show (collectives, random states).
+        checkpoints: how many calls of ``torch.utils.checkpoint`` the profiled step made itself.
+        profiles: how many steps were profiled.
+        backwards: the most backwards that ran through a step that was profiled.
+        makes_graph: a backward of the profiled step was run with ``create_graph=True``.
+        varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
+        untold_bytes: the most that its profiled steps took, not yet held against a budget.
+        hidden: backward runs on a thread whose operations are not intercepted, so that a step is profiled
+            aside.
+    """
+
+    key: StepKey
+    state: State = State.NEW
+    graph: StepGraph | None = None
+    planned: Planned | None = None
+    planned_for: tuple[int, int] | None = None
+    refused_at: int | None = None
+    accepted_bytes: int = 0
+    margin_bytes: int = 0
+    unseen_bytes: int = 0
+    checkpoints: int = 0
+    profiles: int = 0
+    backwards: int = 1
+    makes_graph: bool = False
+    varies: bool = False
+    untold_bytes: int = 0
+    hidden: bool = False
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether its next step is profiled."""
+        return self.state in (State.NEW, State.REFUSED, State.DOUBTED)
+
+    @property
+    def may_profile(self) -> bool:
+        """Whether few steps were profiled so far; some models run other operations in every step."""
+        return self.profiles < _MOST_PROFILES
+
+    def serves(self, key: StepKey) -> bool:
+        """Whether its plan holds for steps with this key: those that are smaller, since the bytes of each
+        operation grow with the step's sizes.
+        """
+        return self.planned is not None and not self.wants_profile and key.fits_in(self.key)

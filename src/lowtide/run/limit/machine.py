@@ -1,0 +1,369 @@
+"""The state machine of cached plans: what follows from what happened.
+
+`TABLE` is all that is decided, `transition` looks it up and changes nothing. Each function below it takes one
+piece of evidence, asks `transition`, and writes down what the evidence says; no other file assigns an
+entry's fields.
+
+```text
+                         refused                 fits
+   NEW ---> profiled ---> REFUSED    STALE <------------> PLANNED
+    |          |             |         ^  another budget,    |
+    |          '-------------+---------'  took more          |  other operations ran
+    '---- sibling known ---------------'                  DOUBTED ---> profiled
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum, auto
+from typing import Literal, NamedTuple, Protocol
+
+from lowtide import budget as budgets
+from lowtide.graph import StepGraph
+from lowtide.run.hidden_costs import checkpoint_bytes, overlapped_bytes, with_earlier_gradients
+from lowtide.run.limit.entry import Entry, Planned, State
+from lowtide.run.record.directors import PlanDirector
+
+_LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
+
+
+class Evidence(Enum):
+    """What happened to an entry."""
+
+    CALLED = auto()
+    """A step of it begins."""
+    PEERS = auto()
+    """The ranks that share its plan have told what their steps showed."""
+    PROFILED = auto()
+    """A step was profiled."""
+    PLAN_MADE = auto()
+    PLAN_REFUSED = auto()
+    """No plan fits."""
+    BETTER_FOUND = auto()
+    """A search that went on has found a better plan."""
+    ENDED = auto()
+    """A backward of a planned step has ended."""
+    REMOVED = auto()
+    """The limit was removed, or the entry made room for another."""
+
+
+Fact = Literal[
+    "graph known",  # its step graph is, of a sibling at least
+    "other budget",  # or optimizer, than the one that no plan was found for
+    "outdated",  # the plan was made for another budget, optimizer or margin
+    "peer profiles",  # a rank that shares the plan profiles its next step
+    "peer outdated",  # the plan of a rank that shares it is
+    "unverified",  # operations ran once, in a program that was never seen to reproduce
+    "shorter",  # the step has no more operations than the one that is planned for
+    "margin",  # steps were seen to take more than predicted
+    "current plan",  # for this step graph, budget and optimizer there is one already
+    "planned",  # there is a plan in force
+    "borrowed",  # its step graph is a sibling's
+    "replaced",  # the step's plan is in force no more
+    "above",  # the step took more than its budget
+    "second derivatives",  # a backward made a graph of its own, other than the profiled step's
+    "accepted",  # no plan leaves what the step took more
+    "unseen",  # nothing had to be recomputed, so its operations were not recorded
+    "departed",  # it ran other operations than the plan has
+    "longer",  # many more than the plan has
+    "profiles left",  # few steps were profiled so far
+    "more backwards",  # ran than through the profiled step
+]
+
+
+class Action(Enum):
+    """What follows. The words of those after a step that took more than its budget are in `step.py`."""
+
+    NOTHING = auto()
+    PROFILE = auto()
+    """Run the step in little memory, and write it down."""
+    PLAN = auto()
+    """Make a plan from the step graph."""
+    RUN = auto()
+    """Run the step under the plan."""
+    RAISE = auto()
+    """Raise the refusal."""
+    ACCEPT = auto()
+    """Warn that the plan stays, and run the step under it."""
+    CLOSE = auto()
+    """End what goes on for it."""
+    WARN_NEWER = auto()
+    WARN_GRAPH = auto()
+    WARN_ACCEPTED = auto()
+    WARN_UNSEEN = auto()
+    WARN_DEPARTED = auto()
+    WARN_BACKWARDS = auto()
+    WARN_LESS = auto()
+
+
+class Row(NamedTuple):
+    """One line of the table: in one of these states, on this evidence with all of these facts, ...
+
+    Attributes:
+        states: the states that it is for.
+        evidence: what happened.
+        facts: what has to be true of it.
+        then: the next state; ``None`` is the same one.
+        action: what follows.
+    """
+
+    states: tuple[State, ...]
+    evidence: Evidence
+    facts: tuple[Fact, ...]
+    then: State | None
+    action: Action
+
+
+_S, _E, _A = State, Evidence, Action
+_ALIVE = (_S.NEW, _S.REFUSED, _S.DOUBTED, _S.STALE, _S.PLANNED)
+_IN_FORCE = (_S.DOUBTED, _S.STALE, _S.PLANNED)
+
+TABLE: tuple[Row, ...] = (
+    Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
+    Row((_S.NEW,), _E.CALLED, (), None, _A.PROFILE),
+    Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
+    Row((_S.REFUSED,), _E.CALLED, (), None, _A.PROFILE),
+    Row((_S.DOUBTED,), _E.CALLED, (), None, _A.PROFILE),
+    Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
+    Row((_S.PLANNED,), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
+    Row((_S.PLANNED,), _E.CALLED, (), None, _A.RUN),
+    Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
+    Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
+    Row(_ALIVE, _E.PROFILED, ("unverified",), None, _A.PROFILE),
+    Row(_ALIVE, _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
+    Row(_ALIVE, _E.PROFILED, (), _S.STALE, _A.PLAN),
+    Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
+    Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
+    Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
+    Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
+    Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
+    Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
+    Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
+    Row(_IN_FORCE, _E.ENDED, ("replaced",), None, _A.WARN_NEWER),
+    Row(_IN_FORCE, _E.ENDED, ("above", "second derivatives"), None, _A.WARN_GRAPH),
+    Row(_IN_FORCE, _E.ENDED, ("above", "accepted"), None, _A.WARN_ACCEPTED),
+    Row(_IN_FORCE, _E.ENDED, ("above", "unseen", "profiles left"), _S.DOUBTED, _A.WARN_UNSEEN),
+    Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
+    Row(_IN_FORCE, _E.ENDED, ("above", "more backwards"), None, _A.WARN_BACKWARDS),
+    Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
+    Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
+    Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
+)
+"""The first row that fits holds; where none does, nothing follows."""
+
+
+def transition(
+    state: State, evidence: Evidence, facts: Iterable[Fact] = (), table: Iterable[Row] = TABLE
+) -> tuple[State, Action]:
+    """The next state, and what follows from this evidence in this state.
+
+    Args:
+        state: the entry's.
+        evidence: what happened.
+        facts: what is true of it; others are not.
+        table: the rows to look it up in.
+
+    Example:
+        >>> transition(State.PLANNED, Evidence.CALLED, ["outdated"])
+        (<State.STALE: 'waits for a plan'>, <Action.PLAN: 3>)
+    """
+    true = set(facts)
+    for row in table:
+        if state in row.states and evidence is row.evidence and true.issuperset(row.facts):
+            return row.then or state, row.action
+    return state, Action.NOTHING
+
+
+def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool]) -> Action:
+    """Move the entry to its next state."""
+    entry.state, action = transition(entry.state, evidence, [fact for fact, true in facts.items() if true])
+    return action
+
+
+def borrow(entry: Entry, sibling: Entry) -> None:
+    """A new entry begins from what is known of a sibling, whose steps found no gradients."""
+    assert sibling.graph is not None
+    entry.graph = with_earlier_gradients(sibling.graph)
+    entry.margin_bytes, entry.unseen_bytes = sibling.margin_bytes, sibling.unseen_bytes
+    entry.checkpoints, entry.backwards = sibling.checkpoints, sibling.backwards
+    entry.makes_graph = sibling.makes_graph
+
+
+def called(entry: Entry, version: int, hidden: bool = False) -> Action:
+    """A step begins.
+
+    Args:
+        entry: of the step.
+        version: of budget and optimizer, now.
+        hidden: its backward runs where no operation is intercepted.
+    """
+    entry.hidden |= hidden
+    facts: dict[Fact, bool] = {
+        "graph known": entry.graph is not None,
+        "other budget": entry.refused_at != version,
+        "outdated": is_outdated(entry, version),
+    }
+    return _take(entry, Evidence.CALLED, facts)
+
+
+def is_outdated(entry: Entry, version: int) -> bool:
+    """Whether the plan was made for another budget, optimizer or margin."""
+    return entry.planned is not None and entry.planned_for != (version, entry.margin_bytes)
+
+
+def peers_told(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
+    """The ranks that share the plan have told whether any of them profiles its next step or has an outdated
+    plan, and the largest margin.
+    """
+    if profiles or outdated:
+        entry.margin_bytes = margin_bytes
+    return _take(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated})
+
+
+def note_taken(entry: Entry, taken_bytes: int) -> None:
+    """A profiled step of the user's took so much; it is held against the budget once that is known."""
+    entry.untold_bytes = max(entry.untold_bytes, taken_bytes)
+
+
+def pop_taken(entry: Entry) -> int:
+    """The most that profiled steps took since this was asked, or 0."""
+    taken, entry.untold_bytes = entry.untold_bytes, 0
+    return taken
+
+
+def hide(entry: Entry) -> None:
+    """Backward ran where no operation is intercepted: the profile is of no use."""
+    entry.hidden = True
+
+
+def profiled(
+    entry: Entry,
+    graph: StepGraph,
+    *,
+    verified: bool,
+    backwards: int = 1,
+    makes_graph: bool = False,
+    varies: bool = False,
+    checkpoints: int = 0,
+) -> Action:
+    """A step was profiled: the longest one is planned for.
+
+    Args:
+        entry: of the step.
+        graph: the step, with all of the model.
+        verified: its operations were seen to reproduce, in this step or in one of the same program.
+        backwards, makes_graph, varies, checkpoints: of the step, as `Entry` names them.
+    """
+    entry.profiles += 1
+    longest = entry.graph is None or len(graph.operations) > len(entry.graph.operations)
+    facts: dict[Fact, bool] = {
+        "unverified": not verified,
+        "planned": entry.planned is not None,
+        "shorter": not longest,
+    }
+    action = _take(entry, Evidence.PROFILED, facts)
+    if action is not Action.PROFILE:
+        entry.backwards, entry.varies = max(entry.backwards, backwards), entry.varies or varies
+    if action is Action.PLAN:
+        entry.graph, entry.checkpoints, entry.makes_graph = graph, checkpoints, makes_graph
+        entry.unseen_bytes = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
+    return action
+
+
+def agreed(entry: Entry, graph: StepGraph) -> None:
+    """The profiled step as the ranks that share the model agree on it."""
+    entry.graph = graph
+
+
+def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
+    """A plan was made for this version of budget and optimizer, less the margin."""
+    if entry.planned is not None:
+        entry.planned.stop()
+    entry.planned, entry.planned_for = planned, (version, entry.margin_bytes)
+    entry.accepted_bytes, entry.refused_at = 0, None
+    return _take(entry, Evidence.PLAN_MADE, {})
+
+
+def plan_refused(entry: Entry, version: int) -> Action:
+    """No plan fits this version of budget and optimizer, less the margin. The next attempt leaves none."""
+    planned = entry.planned
+    current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
+    facts: dict[Fact, bool] = {
+        "margin": entry.margin_bytes > 0,
+        "current plan": current and planned is not None and planned.profiled is entry.graph,
+        "planned": planned is not None,
+        "borrowed": entry.profiles == 0,
+    }
+    action = _take(entry, Evidence.PLAN_REFUSED, facts)
+    if action is Action.ACCEPT:
+        assert planned is not None
+        most = max(planned.plan.predicted_peak_bytes, planned.plan.budget_bytes or 0)
+        entry.accepted_bytes = entry.margin_bytes + entry.unseen_bytes + most
+        entry.planned_for = (version, 0)
+    elif action is Action.RAISE:
+        entry.refused_at = version
+    entry.margin_bytes = 0
+    return action
+
+
+def better_found(entry: Entry, planned: Planned) -> Action:
+    """A search that went on has found a better plan."""
+    action = _take(entry, Evidence.BETTER_FOUND, {})
+    if action is Action.RUN:
+        entry.planned = planned
+    return action
+
+
+class Ended(Protocol):
+    """What a planned step shows when a backward of it has ended; `PlannedStep` says what each is."""
+
+    planned: Planned
+    director: PlanDirector | None
+    backwards: int
+    makes_graph: bool
+    margin_bytes: int
+
+    @property
+    def measured_bytes(self) -> int | None: ...
+
+
+def ended(entry: Entry, step: Ended) -> Action:
+    """A backward of a planned step has ended; what it took above its prediction is left free by the next
+    plan, unless the reason is another.
+    """
+    plan, director = step.planned.plan, step.director
+    limit, took = plan.budget_bytes, step.measured_bytes
+    extra = director.extra if director is not None else 0
+    replaced = entry.planned is not step.planned
+    above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
+    more_backwards = step.backwards > entry.backwards
+    facts: dict[Fact, bool] = {
+        "replaced": replaced,
+        "above": above,
+        "second derivatives": step.makes_graph and not entry.makes_graph,
+        "accepted": (took or 0) <= entry.accepted_bytes,
+        "unseen": plan.changes_nothing and director is None,
+        "departed": director is not None and director.departed,
+        "longer": extra > _LONGER * len(plan.program),
+        "profiles left": entry.may_profile,
+        "more backwards": more_backwards,
+    }
+    action = _take(entry, Evidence.ENDED, facts)
+    if replaced:
+        return action
+    more = 0
+    if action is Action.WARN_LESS:
+        assert limit is not None and took is not None
+        more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
+    if action is Action.WARN_LESS or more_backwards:  # only a kept graph made it take more
+        entry.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
+        step.margin_bytes = more
+    entry.varies |= extra > 0 or action in (Action.WARN_UNSEEN, Action.WARN_DEPARTED)
+    return action
+
+
+def removed(entry: Entry) -> None:
+    """The limit was removed, or the entry has made room for another."""
+    if _take(entry, Evidence.REMOVED, {}) is Action.CLOSE and entry.planned is not None:
+        entry.planned.stop()

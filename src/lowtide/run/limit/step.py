@@ -1,0 +1,194 @@
+"""One step of a limited model: profiled, or under a plan.
+
+In: an entry and the model's forward. Out: the forward's result; when a backward of the step has ended, what
+it took. A step owns all that it opened (watch, recorder, profiler), and is held by its thread until the next
+one begins, and by autograd's graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lowtide import budget as budgets
+from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.limit.entry import Entry
+from lowtide.run.limit.key import Members, StepKey
+from lowtide.run.limit.machine import Action
+from lowtide.run.limit.unlimited import governing
+from lowtide.run.messages import OF_GRAPH, Overruns, warn
+from lowtide.run.move import TransferEngine
+from lowtide.run.profile.profiler import Profiler
+from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.handles import unseen_by_checkpoint
+from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.verify import Verify
+from lowtide.run.watch import StepWatch
+from lowtide.store.stores import Stores
+from lowtide.trace.results import tensors_inside
+from lowtide.words import count_text
+
+_WHY = {
+    Action.WARN_UNSEEN: (
+        "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
+        "lowtide looks at the next one"
+    ),
+    Action.WARN_DEPARTED: (
+        "it ran other operations than the step that was planned for, and lowtide looks at the next one"
+    ),
+    Action.WARN_BACKWARDS: (
+        "backward runs more than once through what one forward saved (retain_graph=True), where a plan is "
+        "for one backward. Of several losses, add them up and run one backward; else give a smaller budget"
+    ),
+    Action.WARN_GRAPH: (
+        f"{OF_GRAPH}. Run such steps on a part of the batch, or give a budget of what they take; steps "
+        "without it keep to their plan"
+    ),
+    Action.WARN_LESS: "lowtide plans again with that much less",
+    Action.WARN_ACCEPTED: (
+        "no plan leaves that much of it free, so the plan stays; only a larger budget would hold"
+    ),
+    Action.WARN_NEWER: "later steps run under a newer plan than this one did",
+}
+
+
+class ProfiledStep:
+    """A step that is run in little memory and written down.
+
+    Args:
+        profiler: writes it down.
+        entry: of the step.
+    """
+
+    def __init__(self, profiler: Profiler, entry: Entry) -> None:
+        self.profiler, self.entry = profiler, entry
+
+    @property
+    def pending(self) -> bool:
+        """Whether its backward is still to come."""
+        profiler, watch = self.profiler, self.profiler.watch
+        return not (profiler.ended or watch.backwards or profiler.tracer.closed or watch.failed())
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether a backward of it has ended, and nobody has taken it in."""
+        return self.profiler.watch.backwards > 0 and not self.profiler.ended
+
+
+class PlannedStep(StepWatch):
+    """A step that runs under a plan, and the watch over it.
+
+    Args:
+        entry: of the step.
+        key: the step's own; its plan may be for larger ones.
+        device: of the model.
+        crowded: other limited models may take part in the step, so its peak is not its own.
+        on_end: called with this each time that a backward of the step has ended.
+
+    Attributes:
+        planned: what it runs under.
+        director: follows its operations, or ``None`` where it is not recorded.
+        measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
+        margin_bytes: what it added to its entry's margin.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        key: StepKey,
+        device: torch.device,
+        crowded: bool,
+        on_end: Callable[[Any], None],
+    ) -> None:
+        assert entry.planned is not None
+        # another backward may come when the outputs are gone: the next step closes this one
+        several = entry.backwards > 1
+        super().__init__(on_end, device, (lambda: None) if several else None)
+        self.entry, self.planned, self.crowded = entry, entry.planned, crowded
+        self.director: PlanDirector | None = None
+        self.margin_bytes = 0
+        self._smaller, self._several = key != entry.planned.key, several
+        self._warned: tuple[Action, int] | None = None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """The step's peak so far, resident bytes included; ``None`` where that is not known."""
+        peak, planned = self.peak_bytes, self.planned
+        if peak is None or self.crowded:
+            return None  # crowded, it is that of all models together
+        return planned.graph.resident_bytes + planned.plan.slab_bytes + peak
+
+    def run(
+        self, forward: Callable[[], Any], members: Members, stores: Stores, verify: Verify, begin: float
+    ) -> Any:
+        """Run the forward under the plan.
+
+        Args:
+            forward: the model's own, with its arguments.
+            members: of the model.
+            stores: hold values that the plan moves.
+            verify: as of `lowtide.limit_memory`.
+            begin: when the call began: what it took beside the forward is overhead.
+        """
+        plan = self.planned.plan
+        varies = plan.budget_bytes is not None and self.entry.varies
+        if plan.changes_nothing and not varies:
+            with governing(), unseen_by_checkpoint():
+                result = forward()
+        else:
+            result = self._recorded(forward, members, stores, verify, begin)
+        self.planned.steps += 1
+        self.forward_ends(tensors_inside(result))
+        return result
+
+    def _recorded(
+        self, forward: Callable[[], Any], members: Members, stores: Stores, verify: Verify, begin: float
+    ) -> Any:
+        planned, plan = self.planned, self.planned.plan
+        first, timed = planned.steps == 0, planned.times_next()
+        if timed:
+            planned.timed = self
+        compares = first and verify != "never"
+        mover = TransferEngine(plan, stores, compares, members.device) if plan.moves else None
+        program, compiled_program = planned.program()
+        self.director = PlanDirector(program, plan.moves, smaller=self._smaller)
+        recorder = Recorder(
+            self.director,
+            check=verify == "always",
+            around_unpack=self.unpacks if timed or self._several else None,
+            mover=mover,
+            program=compiled_program,
+        )
+        if recorder.core is not None:
+            self.follow(recorder.core.replays, self._several)
+        with ExitStack() as stack:
+            stack.enter_context(recorder.recording())
+            stack.enter_context(left_alone(members.compiled))
+            inside = time.perf_counter()
+            result = forward()
+            outside = time.perf_counter()
+        if mover is not None and mover.notes and first:
+            warn(
+                f"codecs do not fit {count_text(len(mover.notes), 'value')}, kept as they are on top of the "
+                f"predicted peak ({mover.notes[0]})"
+            )
+        self.recording_seconds += inside - begin + time.perf_counter() - outside
+        return result
+
+    def overrun_text(self, overruns: Overruns, action: Action) -> str:
+        """The warning after a backward of the step, with what follows; empty where the step kept its budget,
+        or where the same was said after an earlier backward of it.
+        """
+        plan, took = self.planned.plan, self.measured_bytes
+        limit = plan.budget_bytes
+        if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
+            return ""
+        before, self._warned = self._warned, (action, took)
+        if before == self._warned:
+            return ""
+        same = before is not None and before[0] is action
+        return overruns.text(took, limit, plan.predicted_peak_bytes, _WHY[action], before is None, same)

@@ -1,0 +1,297 @@
+"""The state machine of cached plans: its table, and what each piece of evidence changes."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+from small_model import batch, needs_meter, small
+
+import lowtide
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan.data import Plan
+from lowtide.run.limit import machine
+from lowtide.run.limit.entry import Entry, Planned, State
+from lowtide.run.limit.key import StepKey
+from lowtide.run.limit.machine import TABLE, Action, Evidence, Fact, transition
+from lowtide.run.limit.step import PlannedStep
+from lowtide.run.messages import Overruns
+
+S, E, A = State, Evidence, Action
+LIMIT = 1 << 20
+OVER = 2 * LIMIT
+PLAN = Plan("g", "optimal", LIMIT, {}, frozenset(), (3,), 2 * LIMIT, LIMIT - 1000, 1.0, 0.1)
+FITS = replace(PLAN, replayed=())
+GRAPH = StepGraph((), (), (), (), ())
+
+CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
+    # a step begins
+    (S.NEW, E.CALLED, (), S.NEW, A.PROFILE),
+    (S.NEW, E.CALLED, ("graph known",), S.STALE, A.PLAN),
+    (S.REFUSED, E.CALLED, ("graph known",), S.REFUSED, A.PROFILE),
+    (S.REFUSED, E.CALLED, ("graph known", "other budget"), S.STALE, A.PLAN),
+    (S.DOUBTED, E.CALLED, ("outdated",), S.DOUBTED, A.PROFILE),
+    (S.STALE, E.CALLED, (), S.STALE, A.PLAN),
+    (S.PLANNED, E.CALLED, (), S.PLANNED, A.RUN),
+    (S.PLANNED, E.CALLED, ("outdated",), S.STALE, A.PLAN),
+    # ranks that share the plan
+    (S.PLANNED, E.PEERS, ("peer profiles", "peer outdated"), S.DOUBTED, A.NOTHING),
+    (S.PLANNED, E.PEERS, ("peer outdated",), S.STALE, A.NOTHING),
+    (S.NEW, E.PEERS, ("peer profiles",), S.NEW, A.NOTHING),
+    # a step was profiled
+    (S.NEW, E.PROFILED, ("unverified",), S.NEW, A.PROFILE),
+    (S.DOUBTED, E.PROFILED, ("planned", "shorter"), S.PLANNED, A.NOTHING),
+    (S.DOUBTED, E.PROFILED, ("planned",), S.STALE, A.PLAN),
+    (S.REFUSED, E.PROFILED, ("shorter",), S.STALE, A.PLAN),
+    # a plan
+    (S.STALE, E.PLAN_MADE, (), S.PLANNED, A.RUN),
+    (S.STALE, E.PLAN_REFUSED, ("margin", "current plan", "planned"), S.PLANNED, A.ACCEPT),
+    (S.STALE, E.PLAN_REFUSED, ("margin", "planned"), S.STALE, A.PLAN),
+    (S.STALE, E.PLAN_REFUSED, ("planned",), S.STALE, A.RAISE),
+    (S.STALE, E.PLAN_REFUSED, ("borrowed",), S.NEW, A.RAISE),
+    (S.STALE, E.PLAN_REFUSED, (), S.REFUSED, A.RAISE),
+    (S.PLANNED, E.BETTER_FOUND, (), S.PLANNED, A.RUN),
+    # a planned step has ended within its budget
+    (S.PLANNED, E.ENDED, ("departed", "unseen", "accepted"), S.PLANNED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("longer", "departed"), S.PLANNED, A.NOTHING),
+    # or above it
+    (S.STALE, E.ENDED, ("replaced", "above"), S.STALE, A.WARN_NEWER),
+    (S.PLANNED, E.ENDED, ("above", "second derivatives", "profiles left"), S.PLANNED, A.WARN_GRAPH),
+    (S.PLANNED, E.ENDED, ("above", "accepted", "departed", "profiles left"), S.PLANNED, A.WARN_ACCEPTED),
+    (S.PLANNED, E.ENDED, ("above", "unseen", "profiles left"), S.DOUBTED, A.WARN_UNSEEN),
+    (
+        S.PLANNED,
+        E.ENDED,
+        ("above", "departed", "profiles left", "more backwards"),
+        S.DOUBTED,
+        A.WARN_DEPARTED,
+    ),
+    (S.PLANNED, E.ENDED, ("above", "departed", "more backwards"), S.PLANNED, A.WARN_BACKWARDS),
+    (S.PLANNED, E.ENDED, ("above", "unseen"), S.PLANNED, A.WARN_LESS),
+    (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.WARN_LESS),
+    # the end
+    (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
+    (S.GONE, E.PROFILED, (), S.GONE, A.NOTHING),
+]
+
+
+@pytest.mark.parametrize(("state", "evidence", "facts", "then", "action"), CASES)
+def test_what_follows(
+    state: State, evidence: Evidence, facts: tuple[Fact, ...], then: State, action: Action
+) -> None:
+    assert transition(state, evidence, facts) == (then, action)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.evidence.name}: {', '.join(row.facts)}")
+def test_no_row_can_be_missed(row: machine.Row) -> None:
+    without = [other for other in TABLE if other is not row]
+    assert any(transition(case[0], case[1], case[2], without) != case[3:] for case in CASES)
+
+
+def test_every_word_of_the_table_is_used() -> None:
+    assert {fact for row in TABLE for fact in row.facts} == set(get_args(Fact))
+    assert {row.evidence for row in TABLE} == set(Evidence)
+    assert {row.action for row in TABLE} == set(Action)
+
+
+def test_only_the_state_machine_assigns_the_fields_of_an_entry() -> None:
+    names = {field.name for field in fields(Entry)} - {field.name for field in fields(Planned)}
+    package = Path(lowtide.__file__).parent
+    found = []
+    for file in (package / "run" / "limit").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            found += [
+                file.name
+                for target in targets
+                for part in ast.walk(target or ast.Pass())
+                if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
+                if part.attr in names and getattr(part.value, "id", "") not in ("self", "limiter")
+            ]
+    assert set(found) == {"machine.py"}
+
+
+def key(rows: int = 100, gradients: int = 0) -> StepKey:
+    return StepKey(((rows, 8),), (), "", 0, (), 0, 0, gradients)
+
+
+def graph(operations: int) -> StepGraph:
+    return replace(
+        GRAPH,
+        operations=tuple(Operation(k, "aten.sin.default", (), (), "forward") for k in range(operations)),
+    )
+
+
+def planned_entry(plan: Plan = PLAN, **known: Any) -> Entry:
+    entry = Entry(key(), **known)
+    assert machine.profiled(entry, GRAPH, verified=True) is A.PLAN
+    assert machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, plan), version=0) is A.RUN
+    return entry
+
+
+def ran(entry: Entry, took: int | None, **more: Any) -> Any:
+    """What a planned step shows when it has ended."""
+    step = {"planned": entry.planned, "director": None, "measured_bytes": took, "margin_bytes": 0}
+    return SimpleNamespace(**{**step, "backwards": 1, "makes_graph": False, **more})
+
+
+def followed(extra: int = 0, departed: bool = False) -> Any:
+    return SimpleNamespace(extra=extra, departed=departed or extra > 0)
+
+
+def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
+    entry = planned_entry()
+    assert machine.ended(entry, ran(entry, None, director=followed())) is A.NOTHING
+    assert not entry.varies and not entry.wants_profile
+    assert machine.ended(entry, ran(entry, None, director=followed(extra=1))) is A.NOTHING
+    assert entry.varies and entry.state is S.DOUBTED
+
+
+def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
+    entry = planned_entry()
+    step = ran(entry, OVER)
+    assert machine.ended(entry, step) is A.WARN_LESS
+    assert 0 < entry.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
+    assert machine.called(entry, version=0) is A.PLAN
+    entry = planned_entry()
+    step = ran(entry, OVER)
+    for step.measured_bytes in (OVER, OVER + 5):
+        machine.ended(entry, step)
+        assert entry.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
+    step.backwards = 2
+    assert machine.ended(entry, step) is A.WARN_BACKWARDS
+    assert (entry.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
+    assert machine.called(entry, version=0) is A.RUN
+
+
+@pytest.mark.parametrize("director", [None, followed(departed=True)])
+def test_an_entry_that_was_profiled_often_is_planned_with_less(director: Any) -> None:
+    plan = FITS if director is None else PLAN
+    entry = planned_entry(plan)
+    assert machine.ended(entry, ran(entry, OVER, director=director)) in (A.WARN_UNSEEN, A.WARN_DEPARTED)
+    assert entry.wants_profile and entry.varies and entry.margin_bytes == 0
+    entry = planned_entry(plan, profiles=8)
+    assert machine.ended(entry, ran(entry, OVER, director=director)) is A.WARN_LESS
+
+
+def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
+    entry = planned_entry()
+    machine.ended(entry, ran(entry, OVER))
+    assert machine.called(entry, version=0) is A.PLAN
+    assert machine.plan_refused(entry, version=0) is A.ACCEPT
+    assert machine.called(entry, version=0) is A.RUN
+    assert machine.ended(entry, ran(entry, OVER)) is A.WARN_ACCEPTED
+
+
+def test_another_budget_is_refused_only_where_no_step_had_taken_more() -> None:
+    entry = planned_entry()
+    machine.ended(entry, ran(entry, OVER))
+    assert machine.called(entry, version=1) is A.PLAN
+    assert machine.plan_refused(entry, version=1) is A.PLAN and entry.margin_bytes == 0
+    assert machine.plan_refused(entry, version=1) is A.RAISE
+
+
+def test_what_a_graph_does_not_show_is_left_free_when_the_margin_goes() -> None:
+    entry = Entry(key())
+    machine.profiled(entry, GRAPH, verified=True, checkpoints=2)
+    unseen = entry.unseen_bytes
+    assert unseen == 2 * torch.default_generator.get_state().nbytes
+    machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
+    machine.ended(entry, ran(entry, OVER))
+    machine.called(entry, version=1)
+    assert machine.plan_refused(entry, version=1) is A.PLAN
+    assert (entry.margin_bytes, entry.unseen_bytes) == (0, unseen)
+
+
+def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
+    entry = planned_entry()
+    step = ran(entry, OVER)
+    machine.better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
+    assert machine.ended(entry, step) is A.WARN_NEWER
+    assert entry.margin_bytes == 0
+
+
+def test_the_longest_profiled_step_is_planned_for() -> None:
+    entry = planned_entry()
+    machine.ended(entry, ran(entry, OVER, director=followed(extra=9)))
+    assert machine.profiled(entry, graph(3), verified=True, backwards=2) is A.PLAN
+    machine.plan_made(entry, Planned(entry.key, graph(3), graph(3), PLAN), version=0)
+    machine.ended(entry, ran(entry, OVER, director=followed(extra=9)))
+    assert machine.profiled(entry, graph(2), verified=True) is A.NOTHING
+    assert entry.graph == graph(3) and entry.state is S.PLANNED and entry.backwards == 2
+
+
+def test_a_sibling_begins_with_what_is_known() -> None:
+    entry = planned_entry()
+    machine.ended(entry, ran(entry, OVER))
+    adds = Entry(key(gradients=1))
+    machine.borrow(adds, entry)
+    assert adds.margin_bytes == entry.margin_bytes
+    assert machine.called(adds, version=0) is A.PLAN
+    assert machine.plan_refused(adds, version=0) is A.PLAN
+    assert machine.plan_refused(adds, version=0) is A.RAISE and adds.state is S.NEW
+
+
+# ---- the words ------------------------------------------------------------------------------------
+
+
+class Ended(PlannedStep):
+    """A step under a plan that took what it is given, without a watch."""
+
+    def __init__(self, plan: Plan, took: int | None) -> None:
+        self.planned, self.took, self._warned = Planned(key(), GRAPH, GRAPH, plan), took, None
+        self._peak = None
+
+    @property
+    def measured_bytes(self) -> int | None:
+        return self.took
+
+
+def test_each_step_above_its_budget_is_told_the_first_ones_at_length() -> None:
+    overruns = Overruns()
+    texts = [Ended(PLAN, OVER).overrun_text(overruns, act) for act in (A.WARN_LESS, A.WARN_ACCEPTED) * 5]
+    assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in texts)
+    assert [" so far)" in text for text in texts] == [False] * 6 + [True] * 4
+    assert "10 of this limit's steps" in texts[-1]
+    assert Ended(PLAN, LIMIT).overrun_text(overruns, A.NOTHING) == ""
+    assert Ended(PLAN, None).overrun_text(overruns, A.NOTHING) == "", "what is not measured"
+
+
+def test_the_backwards_of_one_step_count_once_and_are_told_as_they_take_more() -> None:
+    overruns, step = Overruns(), Ended(PLAN, OVER)
+    assert step.overrun_text(overruns, A.WARN_LESS)
+    assert not step.overrun_text(overruns, A.WARN_LESS), "the second backward took no more"
+    step.took = OVER + 1
+    assert step.overrun_text(overruns, A.WARN_BACKWARDS)
+    assert overruns.steps.total() == 1
+
+
+# ---- on models ------------------------------------------------------------------------------------
+
+
+@needs_meter
+def test_a_budget_holds_again_after_a_step_that_something_else_made_larger() -> None:
+    """What that step took more was left free for good, so that smaller budgets were refused."""
+    model = small()
+    handle = lowtide.limit_memory(model, "90%", progress=False)
+    model(batch()).backward()
+    smallest = lowtide.limit_memory(small(), "min", progress=False)
+    smallest.model(batch()).backward()
+    assert smallest.plan is not None and smallest.plan.budget_bytes is not None
+    model.zero_grad()
+    loss, held = model(batch()), []
+    loss.register_hook(lambda g: held.append(torch.zeros(1 << 20)))
+    with pytest.warns(lowtide.LowtideWarning, match="above the budget"):
+        loss.backward()
+    model.zero_grad()
+    handle.set_budget(smallest.plan.budget_bytes)
+    with pytest.warns(lowtide.LowtideWarning, match="as if no step had taken more"):
+        model(batch()).backward()
+    assert handle.measured_peak_bytes is not None and handle.plan is not None
+    assert handle.measured_peak_bytes <= smallest.plan.budget_bytes
