@@ -272,7 +272,7 @@ def test_frameworks_offer_what_they_have() -> None:
         assert {one.config.recompute for one in found.best} <= set(FRAMEWORKS[name].recompute)
     with pytest.raises(EstimateError, match="--for lowtide, --zero can be 0, 3"):
         suggest("llama3-8b", devices=8, device=device("h100"), runs_with="lowtide", zero=1)
-    with pytest.raises(EstimateError, match="--for torchtitan: it has llama3-405b"):
+    with pytest.raises(EstimateError, match="--for torchtitan: it has deepseek-v3, llama3-405b"):
         suggest("gpt2", devices=8, device=device("h100"), runs_with="torchtitan")
 
 

@@ -127,12 +127,12 @@ def test_command() -> None:
     )
     assert text.startswith("It fits") and "lowtide estimate --model llama3-8b" in text and "assumed:" in text
     refused = CliRunner().invoke(
-        app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100"]
+        app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "rtx4090"]
     )
     assert refused.output.startswith("It does not fit") and refused.exit_code == 1
     assert (
         CliRunner()
-        .invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100", "--json"])
+        .invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "rtx4090", "--json"])
         .exit_code
         == 1
     )
@@ -203,7 +203,7 @@ def test_another_model_is_not_taken_for_a_slip() -> None:
 
 def test_where_nothing_fits_it_says_what_to_do() -> None:
     command = ["suggest", "--model", "llama3-8b", "--devices", "1", "--device", "a100"]
-    done = CliRunner().invoke(app, command, env={"COLUMNS": "100"})
+    done = CliRunner().invoke(app, [*command, "--for", "lowtide"], env={"COLUMNS": "100"})
     told = " ".join(done.output.split())
     assert done.exit_code == 1 and "Give more --devices" in told and "--for any looks beyond" in told
     assert "--optimizer-host-fraction 1 keeps" in told and "Given and not" not in told
@@ -267,3 +267,78 @@ def test_the_printed_command_says_all_that_was_given() -> None:
 def test_help_promises_no_fixed_default_for_what_varies() -> None:
     text = " ".join(CliRunner().invoke(app, ["suggest", "--help"]).output.split())
     assert "[default: 1]" not in text and "(t). [default: varied]" in text
+
+
+def answered(question: str) -> tuple[str, int]:
+    done = CliRunner().invoke(app, ["suggest", *question.split()], env={"COLUMNS": "80"})
+    return " ".join(done.output.split()), done.exit_code
+
+
+def test_llama_3_8b_at_8k_on_one_card_of_24_gb() -> None:
+    """What no trainer of whole models fits is answered with recipes, and with what all of it would need."""
+    told, code = answered("--model llama3-8b --seq 8192 --devices 1 --memory 24GB")
+    assert code == 0
+    assert "With lowtide it does not fit: it needs 1" in told and "With trl: It fits" in told
+    assert "Training all weights on the devices needs 6" in told
+    for row in ("1 all full host fused-linear", "LoRA full device", "QLoRA full device fused-linear"):
+        assert row in told
+    assert "--optim paged_adamw_8bit --use_peft --lora_r 16 --lora_target_modules all-linear" in told
+    found = suggest("llama3-8b", devices=1, device=A100, memory_bytes=24 * 10**9, seq=8192, runs_with="trl")
+    assert found.whole and found.whole.reserved_bytes > 60 * 2**30
+    for one in found.best:
+        flags = ["estimate", "--model", "llama3-8b", *one.flags().split(), "--json"]
+        done = CliRunner().invoke(app, flags, catch_exceptions=False)
+        assert json.loads(done.output)["total_bytes"] == one.total_bytes
+
+
+def test_qwen_3_30b_a3b_on_8_cards_of_80_gb() -> None:
+    told, code = answered("--model qwen3-30b-a3b --devices 8 --memory 80GB --seq 4096")
+    assert code == 0 and "torchtitan/train.py --model.name qwen3 --model.flavor 30B-A3B" in told
+    assert "--parallelism.expert_parallel_degree 4" in told and "4 e4" in told
+
+
+def test_1b_with_128k_tokens_on_2_cards_of_40_gb() -> None:
+    """From 32k tokens on context parallelism is looked at."""
+    told, code = answered("--model llama3-1b --seq 131072 --devices 2 --memory 40GB")
+    assert code == 0 and "--parallelism_config_cp_size 2" in told and "1 c2" in told
+    assert "c2" not in answered("--model llama3-1b --seq 16384 --devices 2 --memory 40GB")[0]
+
+
+def test_adapters_are_offered_only_where_nothing_else_fits() -> None:
+    found = suggest("llama3-1b", devices=1, device=A100, seq=4096, runs_with="trl")
+    assert found.whole is None and not any(one.config.lora for one in found.best)
+    asked = suggest("llama3-1b", devices=1, device=A100, seq=4096, runs_with="trl", lora=8)
+    assert {one.config.lora for one in asked.best} == {8}
+
+
+@pytest.mark.parametrize("name", ["trl", "axolotl"])
+def test_recipes_say_what_the_rows_are(name: str) -> None:
+    room: dict[str, Any] = dict(devices=1, device=A100, memory_bytes=24 * 10**9, seq=8192, runs_with=name)
+    host, lora, qlora = (one.command for one in suggest("llama3-8b", **room).best)
+    if name == "trl":
+        assert "--use_deepspeed --zero_stage 2 --offload_optimizer_device cpu" in host
+        assert "--use_peft" in lora and "--load_in_4bit" not in lora and "--load_in_4bit" in qlora
+        return
+    given = json.loads(shlex.split(qlora)[1])
+    assert given["adapter"] == "qlora" and given["load_in_4bit"] and given["micro_batch_size"] == 2
+    assert json.loads(shlex.split(lora)[1])["adapter"] == "lora"
+    assert "deepspeed" in json.loads(shlex.split(host)[1])
+
+
+@pytest.mark.slow
+def test_trl_takes_its_recipes() -> None:
+    """Each flag is one of TRL's or of accelerate's."""
+    from dataclasses import fields
+
+    trl = pytest.importorskip("trl")
+    launch = pytest.importorskip("accelerate.commands.launch").launch_command_parser()
+    known = {f.name for kind in (trl.SFTConfig, trl.ModelConfig, trl.ScriptArguments) for f in fields(kind)}
+    known |= {name.lstrip("-") for action in launch._actions for name in action.option_strings}
+    for question in (
+        dict(devices=1, memory_bytes=24 * 10**9, seq=8192),
+        dict(devices=16, memory_bytes=80 * 10**9, seq=1 << 17),
+    ):  # fmt: skip
+        for one in suggest("llama3-8b", device=A100, runs_with="trl", **question).best:
+            words = shlex.split(one.command)
+            assert words[:2] == ["trl", "sft"]
+            assert {word.lstrip("-") for word in words if word.startswith("--")} <= known

@@ -245,14 +245,16 @@ class Config:
 
     def mean_layer(self, what: Callable[[Config], Any]) -> Fraction:
         """Something of a layer, on average over the kinds of layers."""
-        return sum((Fraction(share * what(kind)) for share, kind in self.kinds), Fraction(0))
+        if not self.model.dense_layers:
+            return Fraction(what(self))
+        return sum((share * Fraction(what(kind)) for share, kind in self.kinds), Fraction(0))
 
     @property
     def expert_rows(self) -> Fraction:
         """Rows that the experts of one rank work on: the tokens of a micro-batch, each as often as it goes to
         an expert.
         """
-        uneven = Fraction(self.imbalance) if self.ep > 1 else 1
+        uneven = Fraction(self.imbalance if self.ep > 1 else 1)
         return uneven * self.tokens * self.model.experts_per_token
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,10 @@ class Framework:
         settings: what else of a configuration is always so; given settings go before these.
         models: presets that it has; all where ``None``.
         keep_gathered: as in `lowtide.estimate.config.Config`, under sequence parallelism.
-        command: the command that runs a model under a configuration, on nodes of so many devices.
+        command: the command or recipe that runs a model under a configuration, on nodes of so many devices.
+        finetunes: what it can train, from the whole model in its usual precision to the least: settings each.
+        context: whether it has context parallelism.
+        experts: whether it has expert parallelism.
     """
 
     name: str
@@ -37,6 +41,9 @@ class Framework:
     settings: dict[str, Any] = field(default_factory=dict)
     models: frozenset[str] | None = None
     keep_gathered: bool = False
+    finetunes: tuple[dict[str, Any], ...] = ({},)
+    context: bool = False
+    experts: bool = False
 
 
 _ALL_RUN = {
@@ -45,12 +52,12 @@ _ALL_RUN = {
     "optimizer": ("adam", "adamw", "momentum", "sgd"),
     "update": ("auto", "fused"),
 }
-"""What the frameworks here run, of what `lowtide.estimate.config.Config` has more of."""
+"""What those without adapters run, of what `lowtide.estimate.config.Config` has more of."""
 
 
 def beyond(asked: Mapping[str, Any]) -> list[str]:
-    """Names of the settings that no framework here runs: adapters, optimizers of 8 bits and paged ones, and
-    updates that are not fused.
+    """Names of the settings that trainers of whole models do not run: adapters, optimizers of 8 bits and
+    paged ones, and updates that are not fused.
 
     >>> beyond({"lora": 16, "tp": 4, "optimizer": "adam"})
     ['lora']
@@ -115,21 +122,116 @@ def _lowtide(model: str, config: Config, node: int) -> str:
     return _joined(start, flags)
 
 
+TITAN_MODELS = {
+    "llama3-8b": ("llama3", "8B"), "llama3-70b": ("llama3", "70B"), "llama3-405b": ("llama3", "405B"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B"), "qwen3-235b-a22b": ("qwen3", "235B-A22B"),
+    "deepseek-v3": ("deepseek_v3", "671B"),
+}  # fmt: skip
+"""What torchtitan calls the presets that it has, and their flavors."""
+
+
 def _torchtitan(model: str, config: Config, node: int) -> str:
     kinds = {"none": "none", "selective-op": "selective", "full": "full"}
+    name, flavor = TITAN_MODELS[model]
     flags = {
-        "--model.flavor": model.rpartition("-")[2].upper(),
+        "--model.name": name,
+        "--model.flavor": flavor,
         "--training.seq_len": config.seq,
         "--training.local_batch_size": config.micro_batch,
         "--training.global_batch_size": config.global_batch,
         "--parallelism.data_parallel_shard_degree": config.dp,
         "--parallelism.tensor_parallel_degree": _more_than(config.tp),
         "--parallelism.context_parallel_degree": _more_than(config.cp),
+        "--parallelism.expert_parallel_degree": _more_than(config.ep),
         "--activation_checkpoint.mode": kinds[str(config.recompute)],
         "--training.compile": config.compile,
         "--parallelism.enable_async_tensor_parallel": config.overlap_tensor,
     }
     return _joined(f"{launcher(config, node)} torchtitan/train.py", flags)
+
+
+HUB = {
+    **{f"llama3-{size}": f"meta-llama/Llama-3.2-{size.upper()}" for size in ("1b", "3b")},
+    **{f"llama3-{size}": f"meta-llama/Meta-Llama-3-{size.upper()}" for size in ("8b", "70b")},
+    **{f"llama2-{size}": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")},
+    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}"
+       for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")},
+    **{f"qwen2-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("7b", "72b")},
+    **{name: f"openai/{name}" for name in ("gpt-oss-20b", "gpt-oss-120b")},
+    **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
+    "mistral-7b": "mistralai/Mistral-7B-v0.3", "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3", "glm4.5-air": "zai-org/GLM-4.5-Air",
+    "codellama-34b": "codellama/CodeLlama-34b-hf",
+}  # fmt: skip
+"""Where Hugging Face has the presets' weights."""
+
+
+def _trl(model: str, config: Config, node: int) -> str:
+    quantized, devices = config.quantize == "nf4", config.devices
+    deepspeed = config.offload_optimizer > 0
+    launch = {
+        "--num_processes": devices,
+        "--num_machines": _more_than(-(-devices // node)),
+        "--use_deepspeed": deepspeed,
+        "--zero_stage": config.zero if deepspeed else None,
+        "--offload_optimizer_device": "cpu" if deepspeed else None,
+        "--use_fsdp": config.zero == 3,
+        "--fsdp_version": 2 if config.zero == 3 else None,
+        "--fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if config.zero == 3 else None,
+        "--use_parallelism_config": config.cp > 1,
+        "--parallelism_config_cp_size": _more_than(config.cp),
+        "--parallelism_config_dp_shard_size": _more_than(config.dp) if config.cp > 1 else None,
+    }
+    flags = {
+        "--model_name_or_path": HUB.get(model, model),
+        "--dataset_name": "$DATASET",
+        "--dtype": "bfloat16" if config.dtype.startswith("bf16") else "float32",
+        "--bf16": "true",
+        "--packing": "true",
+        "--max_length": config.seq,
+        "--per_device_train_batch_size": config.micro_batch,
+        "--gradient_accumulation_steps": config.micro_batches,
+        "--gradient_checkpointing": "true" if config.recompute == "full" else "false",
+        "--use_liger_kernel": "true" if config.loss_kind == "fused-linear" else None,
+        "--optim": "paged_adamw_8bit" if config.optimizer == "paged-adamw-8bit" else None,
+        "--use_peft": config.lora > 0,
+        "--lora_r": config.lora or None,
+        "--lora_target_modules": "all-linear" if config.lora else None,
+        "--load_in_4bit": quantized,
+        "--use_bnb_nested_quant": quantized,
+    }
+    return _joined("trl sft", launch | flags)
+
+
+def _axolotl(model: str, config: Config, node: int) -> str:
+    del node
+    given: dict[str, Any] = {
+        "base_model": HUB.get(model, model),
+        "datasets": [{"path": "$DATASET", "type": "chat_template"}],
+        "bf16": True,
+        "sequence_len": config.seq,
+        "sample_packing": True,
+        "micro_batch_size": config.micro_batch,
+        "gradient_accumulation_steps": config.micro_batches,
+        "gradient_checkpointing": config.recompute == "full",
+        "optimizer": config.optimizer.replace("-", "_").replace("adam_", "adamw_"),
+    }
+    if config.optimizer in ("adam", "adamw"):
+        given["optimizer"] = "adamw_torch_fused"
+    if config.lora:
+        four = config.quantize == "nf4"
+        given |= {"adapter": "qlora" if four else "lora", "load_in_4bit": four, "lora_r": config.lora}
+        given |= {"lora_alpha": 2 * config.lora, "lora_target_linear": True}
+    if config.loss_kind == "fused-linear":
+        given |= {"plugins": ["axolotl.integrations.liger.LigerPlugin"]}
+        given |= {"liger_fused_linear_cross_entropy": True}
+    if config.zero == 3:
+        given |= {"fsdp_version": 2, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    if config.cp > 1:
+        given["context_parallel_size"] = config.cp
+    if config.offload_optimizer:
+        given["deepspeed"] = "deepspeed_configs/zero2.json"
+    return f"echo '{json.dumps(given)}' > run.yaml && axolotl train run.yaml"
 
 
 def _megatron(model: str, config: Config, node: int) -> str:
@@ -167,6 +269,15 @@ def _estimate(model: str, config: Config, node: int) -> str:
     return ""
 
 
+_ADAPTERS = {"dtype": "bf16-true", "lora": 16}
+_FINETUNES: tuple[dict[str, Any], ...] = (
+    {"dtype": "bf16-true"},
+    {"dtype": "bf16", "zero": 2, "offload_optimizer": 1.0},
+    _ADAPTERS,
+    _ADAPTERS | {"quantize": "nf4", "optimizer": "paged-adamw-8bit"},
+)
+"""All weights in bfloat16; the optimizer on the host (DeepSpeed); LoRA; QLoRA."""
+
 FRAMEWORKS = {
     one.name: one
     for one in (
@@ -177,7 +288,7 @@ FRAMEWORKS = {
         Framework(
             "torchtitan", (3,), (), ("none", "selective-op", "full"), ("compiled",), (0.0,), _torchtitan,
             dict(compile=True, update="fused", interleave=1, pp=1, reduce_dtype="fp32"),
-            frozenset({"llama3-8b", "llama3-70b", "llama3-405b"}), keep_gathered=True,
+            frozenset(TITAN_MODELS), keep_gathered=True, context=True, experts=True,
         ),
         Framework(
             "megatron", (0, 1), (0, 1), ("none", "full"), ("in-place",), (0.0,), _megatron,
@@ -185,12 +296,37 @@ FRAMEWORKS = {
         ),
         Framework(
             "any", (0, 1, 2, 3), (0, 1), ("none", "selective", "full"), ("auto", "chunked"), (0.0, 1.0),
-            _estimate,
+            _estimate, context=True, experts=True,
+        ),
+        *(
+            Framework(
+                name, (3,), (), ("none", "full"), ("fused-linear",), (0.0,), command,
+                dict(update="fused", interleave=1, pp=1, tp=1, unfused_mlp=True),
+                finetunes=_FINETUNES, context=True,
+            )
+            for name, command in (("trl", _trl), ("axolotl", _axolotl))
         ),
     )
 }  # fmt: skip
 """``lowtide train`` under autocast; torchtitan's FSDP2 with `torch.compile`; Megatron-Core with its
-distributed optimizer; and anything that `lowtide.estimate` has formulas for."""
+distributed optimizer; anything that `lowtide.estimate` has formulas for; and recipes for TRL and axolotl,
+with Liger's kernels."""
+
+
+def candidates(model: str, asked: Mapping[str, Any]) -> list[str]:
+    """Frameworks that may run what is asked, in the order in which they are looked through: ``lowtide train``
+    where it has the model, torchtitan, and TRL where Hugging Face has the weights.
+
+    >>> candidates("llama3-8b", {}), candidates("llama3-1b", {}), candidates("22b", {"lora": 8})
+    (['lowtide', 'torchtitan', 'trl'], ['trl'], ['any'])
+    """
+    found = [] if beyond(asked) else [name for name in ("lowtide", "torchtitan") if _has(name, model)]
+    found += ["trl"] if model in HUB or "/" in model else []
+    return found or ["any"]
+
+
+def _has(name: str, model: str) -> bool:
+    return model in (FRAMEWORKS[name].models or ())
 
 
 def framework(name: str) -> Framework:

@@ -307,25 +307,35 @@ def _place(offload: float) -> str:
 def suggestion_table(found: Suggestions) -> Table:
     """One row a suggestion, in the order that they have. Fits 80 characters."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    left = ("recompute", "optim.", "loss")
+    adapters = any(one.config.lora for one in found.best)
     host = any(one.host_bytes for one in found.best)
-    for name in ("", "t", "p", "d", "Z", "b", *left, "GiB", *(["host"] if host else []), "s/step", "tok/s"):
-        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    left = ("trains", "recompute", "optim.", "loss")
+    rows = []
     for place, one in enumerate(found.best, 1):
         config = one.config
-        table.add_row(
-            str(place),
-            f"{config.tp}{' sp' if config.sequence_parallel else ''}",
-            f"{config.pp}{f' x{config.interleave}' if config.interleave > 1 else ''}",
-            str(config.dp),
-            str(config.zero),
-            str(config.micro_batch),
-            str(config.recompute).removeprefix("selective-"),
-            _place(config.offload_optimizer),
-            config.loss_kind,
-            gib(one.reserved_bytes, 1),
-            *([gib(one.host_bytes, 0)] if host else []),
-            f"{one.time.total:.3g}",
-            f"{one.tokens_per_second / config.devices:,.0f}",
-        )
+        more = f" c{config.cp}" * (config.cp > 1) + f" e{config.ep}" * (config.ep > 1)
+        cells = {
+            "": str(place),
+            "t": f"{config.tp}{' sp' if config.sequence_parallel else ''}",
+            "p": f"{config.pp}{f' x{config.interleave}' if config.interleave > 1 else ''}",
+            "d": f"{config.dp}{more}",
+            "Z": str(config.zero),
+            "b": str(config.micro_batch),
+            "trains": "all" if not config.lora else "QLoRA" if config.quantize != "none" else "LoRA",
+            "recompute": str(config.recompute).removeprefix("selective-"),
+            "optim.": _place(config.offload_optimizer),
+            "loss": config.loss_kind,
+            "GiB": gib(one.reserved_bytes, 1),
+            "host": gib(one.host_bytes, 0),
+            "s/step": f"{one.time.total:.3g}" if one.time.total < 1000 else f"{one.time.total:.0f}",
+            "tok/s": f"{one.tokens_per_second / config.devices:,.0f}",
+        }
+        rows.append(cells)
+    empty = {"host"} if not host else set()
+    empty |= {"trains"} if not adapters else {name for name in "tp" if all(row[name] == "1" for row in rows)}
+    shown = [name for name in rows[0] if name not in empty]
+    for name in shown:
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[name] for name in shown))
     return table

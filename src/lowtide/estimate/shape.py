@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from lowtide.estimate.errors import EstimateError, divisors
@@ -228,26 +229,7 @@ class Shape:
         >>> Shape(layers=1, hidden=64, heads=4, kv_heads=2).matrices()["k"].outputs
         32
         """
-        h, heads, kv = self.hidden, self.heads // tp, kv_heads_per_rank(self.kv_heads, tp)
-        if self.kv_latent:
-            first = {
-                "q_a": (h, self.query_latent), "q_b": (self.query_latent, heads * self.head_width),
-                "kv_a": (h, self.kv_latent + self.rope_width),
-                "kv_b": (self.kv_latent, heads * (self.head_width - self.rope_width + self.value_width)),
-            }  # fmt: skip
-        else:
-            first = {"q": (h, heads * self.head_width), "k": (h, kv * self.head_width)}
-            first["v"] = (h, kv * self.value_width)
-        first["o"] = (heads * self.value_width, h)
-        found = {name: Matrix("attention", *sizes) for name, sizes in first.items() if all(sizes)}
-        mlps = [("", self.ffn // tp, max(1, self.experts // ep), max(1, self.experts_per_token))]
-        if self.shared_experts:
-            mlps.append(("shared_", self.shared_experts * self.ffn // tp, 1, 1))
-        for prefix, inner, copies, rows in mlps:
-            for name in ("gate", "up", "down")[3 - self.mlp_matrices :]:
-                sizes = (inner, h) if name == "down" else (h, inner)
-                found[prefix + name] = Matrix("mlp", *sizes, copies, rows)
-        return found
+        return _matrices(self, tp, ep)
 
     def layer_matrix_parameters(self, tp: int = 1, ep: int = 1) -> int:
         """Parameters of one layer that tensor parallelism splits, on one rank: the matrices and the
@@ -304,3 +286,28 @@ def kv_heads_per_rank(kv_heads: int, tp: int) -> int:
 
 def _flag(name: str) -> str:
     return "--" + {"sequence": "seq"}.get(name, name).replace("_", "-")
+
+
+@lru_cache(maxsize=256)
+def _matrices(shape: Shape, tp: int, ep: int) -> dict[str, Matrix]:
+    """`Shape.matrices`; searches ask for the same ones often."""
+    h, heads, kv = shape.hidden, shape.heads // tp, kv_heads_per_rank(shape.kv_heads, tp)
+    if shape.kv_latent:
+        first = {
+            "q_a": (h, shape.query_latent), "q_b": (shape.query_latent, heads * shape.head_width),
+            "kv_a": (h, shape.kv_latent + shape.rope_width),
+            "kv_b": (shape.kv_latent, heads * (shape.head_width - shape.rope_width + shape.value_width)),
+        }  # fmt: skip
+    else:
+        first = {"q": (h, heads * shape.head_width), "k": (h, kv * shape.head_width)}
+        first["v"] = (h, kv * shape.value_width)
+    first["o"] = (heads * shape.value_width, h)
+    found = {name: Matrix("attention", *sizes) for name, sizes in first.items() if all(sizes)}
+    mlps = [("", shape.ffn // tp, max(1, shape.experts // ep), max(1, shape.experts_per_token))]
+    if shape.shared_experts:
+        mlps.append(("shared_", shape.shared_experts * shape.ffn // tp, 1, 1))
+    for prefix, inner, copies, rows in mlps:
+        for name in ("gate", "up", "down")[3 - shape.mlp_matrices :]:
+            sizes = (inner, h) if name == "down" else (h, inner)
+            found[prefix + name] = Matrix("mlp", *sizes, copies, rows)
+    return found

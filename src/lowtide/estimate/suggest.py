@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
-from math import log, log1p
+from math import gcd, log, log1p
 from typing import Any
 
 from lowtide.errors import expect, is_count
@@ -18,7 +18,7 @@ from lowtide.estimate.frameworks import Framework, beyond, framework
 from lowtide.estimate.lines import Stage
 from lowtide.estimate.presets import preset_name
 from lowtide.estimate.settings import SHAPE_SETTINGS, configure
-from lowtide.estimate.shape import check_size
+from lowtide.estimate.shape import GATED, check_size
 from lowtide.estimate.speed import StepTime, step_time
 from lowtide.estimate.states import host_bytes
 from lowtide.estimate.total import reserved, stage_estimate
@@ -71,7 +71,7 @@ class Suggestion:
             f"--micro-batch {config.micro_batch}",
             f"--global-batch {config.global_batch}",
         ]
-        for name in ("tp", "pp", "interleave", "dp", "zero"):
+        for name in ("tp", "pp", "interleave", "dp", "cp", "ep", "zero"):
             value = getattr(config, name)
             if value > (0 if name == "zero" else 1):
                 parts.append(f"--{name} {value}")
@@ -90,9 +90,8 @@ class Suggestion:
         """As plain values."""
         config = self.config
         names = (
-            "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "seq", "micro_batch",
-            "global_batch", "recompute", "loss",
-            "offload_optimizer",
+            "tp", "sequence_parallel", "pp", "interleave", "dp", "cp", "ep", "zero", "seq", "micro_batch",
+            "global_batch", "recompute", "loss", "offload_optimizer", "lora", "quantize",
         )  # fmt: skip
         return {
             **{name: getattr(config, name) for name in names},
@@ -116,12 +115,14 @@ class Suggestions:
         tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes
             pointless is not looked at.
         usable_bytes: the memory less what is reserved.
+        whole: where nothing but adapters fits on the devices: what training all weights would need at least.
     """
 
     best: tuple[Suggestion, ...]
     tried: int
     fitting: int
     usable_bytes: int
+    whole: Suggestion | None = None
 
     @property
     def fits(self) -> bool:
@@ -182,57 +183,20 @@ def suggest(
     way = framework(runs_with)
     asked = {key: value for key, value in settings.items() if value is not None}
     given = _with_framework(model, way, asked)
-    base = configure(
-        model,
-        **{key: value for key, value in given.items() if key not in VARIED or key == "micro_batch"}
-        | _alone(given),
-    )
     usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
-    batch = given.pop("global_batch", None) or _usual_batch(base.seq, devices)
+    chosen = any(name in asked for finetune in way.finetunes[1:] for name in finetune if name != "dtype")
     tried, fitting = 0, 0
-    by_sizes: dict[tuple[Any, ...], Suggestion] = {}
-    least: Suggestion | None = None
+    found: list[Suggestion] = []
+    least: list[Suggestion] = []
     reasons: list[str] = []
-    stated = tuple((name, value) for name, value in given.items() if name not in (*VARIED, "seq"))
-
-    def suggestion(config: Config) -> Suggestion:
-        stages = fullest_stages(config)
-        need, held = max(stage.total_bytes for stage in stages), max(reserved(config, one) for one in stages)
-        together = min(devices, device.node) * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
-        command = way.command(str(model), config, device.node)
-        time = step_time(config, device)
-        return Suggestion(config, need, held, time, together, command, stated)
-
-    ways = list(_spare(base, given, way))
-    plain, sparest = ways[0], ways[-1]
-    for sizes in _sizes(base, devices, device.node, given, way):
-        for micro_batch in [given["micro_batch"]] if "micro_batch" in given else (1, 2, 4, 8, 16, 32):
-            any_fits = False
-            for spare in dict.fromkeys([len(ways) - 1, *range(len(ways) - 1)]):
-                try:
-                    config = replace(
-                        base, **sizes, **ways[spare], micro_batch=micro_batch, global_batch=batch
-                    )
-                except EstimateError as error:
-                    reasons.append(str(error))
-                    continue
-                tried += 1
-                found = suggestion(config)
-                if least is None or found.reserved_bytes < least.reserved_bytes:
-                    least = found
-                if found.reserved_bytes <= usable:
-                    fitting += 1
-                    any_fits = True
-                    key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)
-                    if key not in by_sizes or _rank(found) < _rank(by_sizes[key]):
-                        by_sizes[key] = found
-                    if ways[spare] == plain:
-                        break  # sparing more only takes longer
-                elif ways[spare] == sparest:
-                    break  # nothing needs less
-            if not any_fits:
-                break  # a larger micro-batch needs more
-    if least is None:
+    for finetune in way.finetunes[:1] if chosen else way.finetunes:
+        look = _Look(model, way, devices, device, usable, finetune | given, reasons)
+        tried, fitting = tried + look.tried, fitting + look.fitting
+        found += look.by_sizes.values()
+        least += [look.least] if look.least else []
+        if found and not finetune.get("offload_optimizer") and not finetune.get("lora"):
+            break
+    if not least:
         why = f": {reasons[0]}" if reasons else ": give other sizes, or leave out those that may vary"
         fixed = "".join(
             f" {flag(name)}={asked[name]}"
@@ -241,12 +205,79 @@ def suggest(
         )
         raise EstimateError(
             f"no parallel sizes divide the model and --devices={devices} with a global batch of "
-            f"{batch}{fixed and ' at' + fixed}{why}"
+            f"{look.batch}{fixed and ' at' + fixed}{why}"
         )
-    best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[
-        :count
-    ] or [least]
-    return Suggestions(tuple(best), tried, fitting, usable)
+    fastest = min(map(_rank, found), default=(1.0, 0))[0]
+    best = sorted(found, key=lambda one: _order(one, fastest))[:count] or [
+        min(least, key=lambda one: one.reserved_bytes)
+    ]
+    whole = [one for one in least if not one.config.lora and not one.config.offload_optimizer]
+    held = [one for one in found if not one.config.lora and not one.config.offload_optimizer]
+    return Suggestions(tuple(best), tried, fitting, usable, None if held or not whole else whole[0])
+
+
+class _Look:
+    """What was found of one finetune: what fits, the fastest of each set of parallel sizes, and the least."""
+
+    def __init__(
+        self, model: Any, way: Framework, devices: int, device: Device, usable: int, given: dict[str, Any],
+        reasons: list[str],
+    ) -> None:  # fmt: skip
+        base = configure(
+            model,
+            **{key: value for key, value in given.items() if key not in VARIED or key == "micro_batch"}
+            | _alone(given),
+        )
+        self.model, self.way, self.devices, self.device = model, way, devices, device
+        self.batch = given.pop("global_batch", None) or _usual_batch(base.seq, devices)
+        self.stated = tuple((name, value) for name, value in given.items() if name not in (*VARIED, "seq"))
+        self.tried, self.fitting = 0, 0
+        self.by_sizes: dict[tuple[Any, ...], Suggestion] = {}
+        self.least: Suggestion | None = None
+        ways = list(_spare(base, given, way))
+        for sizes in _sizes(base, devices, device.node, given, way):
+            for micro_batch in [given["micro_batch"]] if "micro_batch" in given else (1, 2, 4, 8, 16, 32):
+                any_fits = False
+                for spare in dict.fromkeys([len(ways) - 1, *range(len(ways) - 1)]):
+                    try:
+                        config = replace(
+                            base, **sizes, **ways[spare], micro_batch=micro_batch, global_batch=self.batch
+                        )
+                    except EstimateError as error:
+                        reasons.append(str(error))
+                        continue
+                    found = self._suggestion(config)
+                    if self._keep(found, usable):
+                        any_fits = True
+                        if spare == 0:
+                            break  # sparing more only takes longer
+                    elif spare == len(ways) - 1:
+                        break  # nothing needs less
+                if not any_fits:
+                    break  # a larger micro-batch needs more
+
+    def _suggestion(self, config: Config) -> Suggestion:
+        stages = fullest_stages(config)
+        need, held = max(stage.total_bytes for stage in stages), max(reserved(config, one) for one in stages)
+        together = min(self.devices, self.device.node)
+        host = together * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
+        command = self.way.command(str(self.model), config, self.device.node)
+        return Suggestion(config, need, held, step_time(config, self.device), host, command, self.stated)
+
+    def _keep(self, found: Suggestion, usable: int) -> bool:
+        """Note a configuration; whether it fits."""
+        config = found.config
+        self.tried += 1
+        if self.least is None or found.reserved_bytes < self.least.reserved_bytes:
+            self.least = found
+        if found.reserved_bytes > usable:
+            return False
+        self.fitting += 1
+        key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)
+        key += (config.cp, config.ep)
+        if key not in self.by_sizes or _rank(found) < _rank(self.by_sizes[key]):
+            self.by_sizes[key] = found
+        return True
 
 
 VARIED = (
@@ -255,6 +286,8 @@ VARIED = (
     "pp",
     "interleave",
     "dp",
+    "cp",
+    "ep",
     "zero",
     "micro_batch",
     "recompute",
@@ -276,23 +309,21 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
             f"--for {way.name}: it has {', '.join(sorted(way.models))}, and not --model {model}; give "
             "--for any"
         )
-    if way.name != "any" and (more := beyond(asked)):
+    if way.name != "any" and len(way.finetunes) == 1 and (more := beyond(asked)):
         raise EstimateError(
             f"{flag(more[0])} {asked[more[0]]}: --for {way.name} does not run it; give --for any to see what "
-            "fits. TRL and axolotl (adapters, quantised weights, paged optimizers) and torchtune run it"
+            "fits, or --for trl or axolotl for a recipe (adapters, quantised weights, paged optimizers)"
         )
-    swiglu = (
-        configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model.mlp
-        == "swiglu"
-    )
-    own = {name: value for name, value in way.settings.items() if name != "unfused_mlp" or swiglu}
+    shape = configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model
+    own = {name: value for name, value in way.settings.items() if name != "unfused_mlp" or shape.mlp in GATED}
     has = {
         "zero": {*way.zero, *way.zero_pipelined},
         "loss": {*way.losses, *(("torch",) if "auto" in way.losses else ())},
         "recompute": {*way.recompute, "none"},
         "offload_optimizer": set(way.offload),
-        "pp": {own["pp"]} if "pp" in own else None,
-        "interleave": {own["interleave"]} if "interleave" in own else None,
+        **{name: {own[name]} if name in own else None for name in ("tp", "pp", "interleave")},
+        "cp": None if way.context else {1},
+        "ep": None if way.experts else {1},
     }
     for name, known in has.items():
         if way.name != "any" and known is not None and name in asked and asked[name] not in known:
@@ -318,7 +349,8 @@ def _rank(found: Suggestion) -> tuple[float, int]:
 def _order(found: Suggestion, fastest: float) -> tuple[int, tuple[bool, bool, int], float]:
     """What `ORDER` says; of equals the faster goes first."""
     config = found.config
-    means = config.offload_optimizer > 0, config.pp > 1, (config.recompute != "none") + (config.zero == 3)
+    spared = (config.recompute != "none") + (config.zero == 3) + (config.cp > 1) + (config.ep > 1)
+    means = config.offload_optimizer > 0, config.pp > 1, spared
     return int(log(found.time.total / fastest) / log1p(TIE)), means, found.time.total
 
 
@@ -332,35 +364,39 @@ def _usual_batch(seq: int, devices: int) -> int:
     return batch
 
 
+LONG = 1 << 15
+"""Tokens of a sequence from which on context parallelism is looked at."""
+
+
 def _sizes(
     base: Config, devices: int, node: int, given: dict[str, Any], way: Framework
 ) -> Iterator[dict[str, Any]]:
     """Parallel sizes whose product is the devices."""
     model = base.model
-    for tp in (
-        [given["tp"]]
-        if "tp" in given
-        else [t for t in (1, 2, 4, 8, 16) if t <= node and model.heads % t == 0 and model.ffn % t == 0]
-    ):
-        for pp in (
-            [given["pp"]]
-            if "pp" in given
-            else [p for p in range(1, model.layers + 1) if model.layers % p == 0]
-        ):
-            used = tp * pp * base.cp
-            if devices % used or ("dp" in given and given["dp"] != devices // used):
-                continue
-            dp = devices // used
-            known = way.zero if pp == 1 else way.zero_pipelined
-            zeros = [given["zero"]] if "zero" in given else [0] if dp * base.cp == 1 else list(known)
-            chunks = [1] if pp == 1 else [m for m in (1, 2, 3, 4) if model.layers % (pp * m) == 0]
-            interleaves = [given["interleave"]] if "interleave" in given else chunks
-            split = given.get("sequence_parallel", tp > 1 and base.seq % tp == 0)
-            for zero, interleave in product(zeros, interleaves):
-                yield dict(
-                    tp=tp, pp=pp, dp=dp, zero=zero, interleave=interleave, sequence_parallel=split,
-                    keep_gathered=given.get("keep_gathered", split and way.keep_gathered),
-                )  # fmt: skip
+    tps = [t for t in (1, 2, 4, 8, 16) if t <= node and model.heads % t == 0 and model.ffn % t == 0]
+    pps = [p for p in range(1, model.layers + 1) if model.layers % p == 0]
+    long = way.context and base.fused_attention and base.seq >= LONG
+    cps = [c for c in (1, 2, 4, 8, 16, 32) if base.seq % (2 * c) == 0] if long else [1]
+    for tp, pp, cp in product(
+        [given["tp"]] if "tp" in given else tps, [given["pp"]] if "pp" in given else pps,
+        [given["cp"]] if "cp" in given else cps,
+    ):  # fmt: skip
+        used = tp * pp * cp
+        if devices % used or ("dp" in given and given["dp"] != devices // used):
+            continue
+        dp = devices // used
+        known = way.zero if pp == 1 else way.zero_pipelined
+        zeros = [given["zero"]] if "zero" in given else [0] if dp * cp == 1 else list(known)
+        chunks = [1] if pp == 1 else [m for m in (1, 2, 3, 4) if model.layers % (pp * m) == 0]
+        interleaves = [given["interleave"]] if "interleave" in given else chunks
+        split = given.get("sequence_parallel", tp > 1 and base.seq % (tp * cp) == 0)
+        eps = [1, gcd(dp * cp, model.experts, node)] if way.experts and model.experts else [1]
+        eps = [given["ep"]] if "ep" in given else list(dict.fromkeys(eps))
+        for zero, interleave, ep in product(zeros, interleaves, eps):
+            yield dict(
+                tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, interleave=interleave, sequence_parallel=split,
+                keep_gathered=given.get("keep_gathered", split and way.keep_gathered),
+            )  # fmt: skip
 
 
 def _spare(base: Config, given: dict[str, Any], way: Framework) -> Iterator[dict[str, Any]]:

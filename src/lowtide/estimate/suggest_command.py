@@ -46,7 +46,8 @@ def suggest_command(
     pp: Annotated[int | None, option("Pipeline stages (p). [default: varied]")] = None,
     interleave: Annotated[int | None, option("Model chunks on a stage (m). [default: varied]")] = None,
     dp: Annotated[int | None, option("Data parallel size (d). [default: varied]")] = None,
-    cp: Annotated[int | None, option("Context parallel size. [default: none, and not varied]")] = None,
+    cp: Annotated[int | None, option("Context parallel size. [default: varied from 32k tokens on]")] = None,
+    ep: Annotated[int | None, option("Expert parallel size. [default: varied]")] = None,
     zero: Annotated[
         int | None,
         option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]"),
@@ -77,8 +78,8 @@ def suggest_command(
     runs_with: Annotated[
         str | None,
         option(
-            "What shall run it: lowtide, torchtitan, megatron, or any. [default: lowtide, where it has the "
-            "model]",
+            "What shall run it: lowtide, torchtitan, megatron, trl, axolotl, or any. [default: lowtide where "
+            "it has the model, then torchtitan, then a recipe for TRL]",
             "--for",
         ),
     ] = None,
@@ -98,7 +99,7 @@ def suggest_command(
     from lowtide.estimate.config import flag
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.errors import EstimateError
-    from lowtide.estimate.frameworks import LOWTIDE_MODELS, beyond
+    from lowtide.estimate.frameworks import candidates
     from lowtide.estimate.presets import preset_name
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import VARIED, suggest
@@ -122,16 +123,28 @@ def suggest_command(
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
     model = preset_name(model)
-    plain = model in LOWTIDE_MODELS and not beyond(given)
-    chosen = runs_with or ("lowtide" if plain else "any")
-    found = suggest(
-        model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count,
-        runs_with=chosen, **given,
-    )  # fmt: skip
+    first = None
+    for chosen in [runs_with] if runs_with else candidates(model, given):
+        try:
+            found = suggest(
+                model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count,
+                runs_with=chosen, **given,
+            )  # fmt: skip
+        except EstimateError:
+            if first is None:
+                raise
+            continue
+        if first is None or found.fits:
+            first, told = first or (chosen, found), (chosen, found)
+        if found.fits:
+            break
+    assert first is not None
+    refused, (chosen, found) = first if first[0] != told[0] else None, told
     if json_out:
         data = {
             "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes,
             "usable_bytes": found.usable_bytes, "for": chosen,
+            "full_finetune_bytes": found.whole.reserved_bytes if found.whole else None,
             "suggestions": [one.to_json() for one in found.best],
             "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
@@ -140,6 +153,9 @@ def suggest_command(
         fixed = [
             f"{flag(name)} {value}" for name, value in given.items() if name in VARIED and value is not None
         ]
+        if refused:
+            least = format_bytes(refused[1].best[0].reserved_bytes)
+            typer.echo(f"With {refused[0]} it does not fit: it needs {least}. With {chosen}:")
         _show(model, devices, kind.name, memory_bytes, chosen, found, fixed)
         if note := memory_note(memory):
             typer.echo(f"note: {note}")
@@ -171,6 +187,10 @@ def _show(
         told = f"It does not fit: {where}. The least of {found.tried} configurations needs"
         console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}.", style="bold red"))
         console.print(_to_make_it_fit(chosen, fixed), highlight=False)
+    if found.whole:
+        whole = format_bytes(found.whole.reserved_bytes)
+        told = f"Training all weights on the devices needs {whole} of each at least"
+        console.print(f"{told}; what is below spares that.", highlight=False)
     if chosen == "any":
         looked = "Looked through all that has a formula, whatever runs it"
     else:
@@ -184,9 +204,10 @@ def _show(
     )
     console.print("", Whole(suggestion_table(found)), "", sep="\n")
     console.print(
-        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, "
-        "Z ZeRO's stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest "
-        "device, host GiB of a node's memory for what is offloaded, tok/s on each device",
+        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel "
+        "(c context, e expert parallel), Z ZeRO's stage, b sequences in a micro-batch of one data-parallel "
+        "rank, GiB reserved on the fullest device, host GiB of a node's memory for what is offloaded, tok/s "
+        "on each device",
         style="dim",
         highlight=False,
     )
