@@ -70,8 +70,8 @@ def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[B
 
 
 def _scratch(bytes: int) -> Iterator[tuple[BlockName, int]]:
-    """Scratch comes and goes. A counter or a flag has a block of its own: the odd unit of 512 bytes."""
-    small = min(bytes, 512) if bytes % 1024 else 0
+    """Scratch comes and goes: what is left over 512 bytes is a counter or a flag in a block of its own."""
+    small = bytes % 512
     sizes = [size for size in (bytes - small, small) if size]
     for number, size in enumerate(sizes):
         yield ("scratch", number), size
