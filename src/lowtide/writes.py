@@ -6,7 +6,8 @@ operations that write have a kernel at it, so all others cost nothing.
 
 A reader has two methods. ``reads(key)`` says whether it holds the storage with that key
 (`lowtide.private.storage_key`), and reads it later. ``before_change(key, how)`` is told how the storage is
-about to change: it is ``written``, ``swapped`` for another one in its tensor, or ``emptied`` by a resize.
+about to change: it is ``written``, ``swapped`` for another one in its tensor, or ``emptied`` by a resize. It
+returns whether it is to be told of the next change, too.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Watch:
         self.tables: list[dict[int, weakref.ref[Any]]] = []
 
     def add(self, readers: dict[int, weakref.ref[Any]]) -> None:
-        """Tell each reader, once, before the storage with its key changes.
+        """Warn each reader, once unless it asks for more, before the storage with its key changes.
 
         From here on writes of this thread are seen, and those of backwards that it begins.
         """
@@ -112,11 +113,12 @@ def _resizes(storage: torch.UntypedStorage, nbytes: int) -> None:
 def _tell(key: int, how: str) -> None:
     watched = _watched()
     for table in [table for watch in watched.watches for table in watch.tables]:
-        reference = table.pop(key, None)
+        reference = table.get(key)
         if reference is None:
             continue
+        reader = reference()
+        if reader is not None and reader.before_change(key, how):
+            continue
+        del table[key]
         if watched.native is not None:
             watched.native.unwatch([key])
-        reader = reference()
-        if reader is not None:
-            reader.before_change(key, how)

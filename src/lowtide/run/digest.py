@@ -134,6 +134,19 @@ def digest(tensor: torch.Tensor, extent: int) -> int:
     return int(_mixed(torch.cat(parts)).sum())
 
 
+def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:
+    """Numbers on the tensor's device that depend on the first ``extent`` bytes of its storage, to be compared
+    with later ones. It reads them once, and the program does not wait for the device as it does for `digest`.
+
+    They are the sums over the columns of a table of 64-bit words, as wide as it is high; of few words the
+    words themselves.
+    """
+    words = words_of(tensor, torch.int64, extent)
+    rest = words_of(tensor, torch.uint8, extent)[words.numel() * 8 :].long()
+    few = words.numel() <= _FEW_WORDS
+    return torch.cat([rest, words if few else _columns(words, isqrt(words.numel()) | 1)])
+
+
 def _native(tensor: torch.Tensor) -> Any:
     """The compiled half, where the tensor lies in main memory and there is one."""
     return _compiled() if tensor.is_cpu else None

@@ -88,6 +88,7 @@ class Recorder(Interceptor):
         """Intercept operations and saved tensors; afterwards only autograd's graph holds the tape."""
         with ExitStack() as stack:
             stack.callback(self.close)
+            stack.callback(private.before_storage_resizes(self._storage_resizes))
             core = self.core if self.mover is None else None
             # hooks that come and go would show a checkpoint around them other tensors in its second forward
             stays = private.torch_checkpoint() is not None
@@ -310,10 +311,17 @@ class Recorder(Interceptor):
         return value
 
     def _held_value(self, key: int) -> LiveValue | None:
-        """The value that is held of a storage, if it was not written since."""
+        """The value that is held of a storage, if it was neither written nor emptied since."""
         reference = self.tables.held.get(key)
         value = reference() if reference is not None else None
-        return value if value is not None and value.unchanged else None
+        return value if value is not None and value.unchanged and value.emptied is None else None
+
+    def _storage_resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """A storage is about to be resized within the forward."""
+        reference = self.tables.held.get(private.storage_address(storage))
+        value = reference() if reference is not None else None
+        if value is not None and nbytes < storage.nbytes():
+            value.before_emptying()
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
         """Code that the dispatcher does not see has overwritten ``tensor``: keep its present value.

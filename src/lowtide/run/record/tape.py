@@ -16,8 +16,14 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import without_modes
-from lowtide.run.digest import Geometry, on_a_copy
+from lowtide.run.digest import Geometry, fingerprint, on_a_copy
 from lowtide.run.move import StoredTensor, TransferEngine
+
+FILLED_OTHERWISE = (
+    "a tensor of {nbytes} bytes that a recomputation starts from was freed after its forward "
+    "(storage.resize_) and filled again with other bytes, so this step's gradients would be wrong: fill it "
+    "with what it held, or keep that region with lowtide.policies.keep_all"
+)
 
 
 class LiveValue:
@@ -33,13 +39,15 @@ class LiveValue:
         digest: of its bytes, where verification asks for it.
         evicted: whether a saved tensor of it was evicted.
         extent: how many of its storage's bytes were written.
+        emptied: of a held one whose storage was emptied (`storage.resize_`, as FSDP does) what its bytes were
+            then (`lowtide.run.digest.fingerprint`): they have to come back the same before it is read.
         shown: of an evicted one, a weak reference to its storage, where that outlives the forward. Once
             somebody writes to that, a tensor over it: autograd's saved tensors read what was written.
     """
 
     __slots__ = (
-        "__weakref__", "cached", "digest", "evicted", "extent", "held", "nbytes", "node", "readers",
-        "shown", "version",
+        "__weakref__", "cached", "digest", "emptied", "evicted", "extent", "held", "nbytes", "node",
+        "readers", "shown", "version",
     )  # fmt: skip
 
     def __init__(self, node: Writer | None, nbytes: int) -> None:
@@ -52,6 +60,7 @@ class LiveValue:
         self.readers = 0
         self.evicted = False
         self.digest: int | None = None
+        self.emptied: torch.Tensor | None = None
         self.shown: weakref.ref[torch.UntypedStorage] | torch.Tensor | None = None
 
     @classmethod
@@ -80,13 +89,18 @@ class LiveValue:
             return self.readers > 0 and self.shown is not None
         return self.readers > 0 and private.storage_key(self.held) == key
 
-    def before_change(self, key: int, how: str) -> None:
-        """Its storage changes (`lowtide.writes`): it keeps its bytes for those who have yet to read them.
+    def before_change(self, key: int, how: str) -> bool:
+        """Its storage is about to change (`lowtide.writes`): the value keeps its bytes while it has readers.
+        Returns whether further changes matter, too.
 
-        What is emptied comes back with them before it is read (sharded weights), or `here` raises.
+        What is emptied comes back with the same bytes before it is read (sharded weights), or `here` raises.
         """
-        if how == "emptied" or not self.reads(key):
-            return
+        if how == "emptied":
+            self.before_emptying()
+        if self.emptied is not None:
+            return True  # it is filled again by writes
+        if not self.reads(key):
+            return False
         with without_modes(), private.replaying():
             held = self.held
             if held is None:
@@ -96,6 +110,33 @@ class LiveValue:
             elif self.unchanged and held.untyped_storage().nbytes() >= self.nbytes:
                 self.held = held.data if how == "swapped" else on_a_copy(held)
                 self.version = private.version(self.held)
+        return False
+
+    def before_emptying(self) -> None:
+        """Its storage is about to be emptied: note what its bytes are, if somebody has yet to read them."""
+        held = self.held
+        if held is None or self.readers <= 0 or self.emptied is not None or not self.unchanged:
+            return
+        if held.untyped_storage().nbytes() >= self.nbytes:
+            with without_modes(), private.replaying():
+                self.emptied = fingerprint(held, self.nbytes)
+
+    def _is_filled_again(self) -> bool:
+        """Whether a held value has the bytes that it had when it was emptied, if it was. The program does not
+        wait for a GPU: other bytes fail there, as an assertion of the device.
+        """
+        assert self.held is not None
+        if self.emptied is None:
+            return True
+        with without_modes(), private.replaying():
+            same = (fingerprint(self.held, self.nbytes) == self.emptied).all()
+            if same.is_cpu:
+                if not bool(same):
+                    return False
+            else:
+                private.assert_on_device(same, FILLED_OTHERWISE.format(nbytes=self.nbytes))
+        self.emptied = None
+        return True
 
     def here(self) -> torch.Tensor | None:
         """A tensor on the value's bytes if they are in memory.
@@ -119,6 +160,8 @@ class LiveValue:
                 "before it is filled again: fill it earlier, or keep that region with "
                 "lowtide.policies.keep_all"
             )
+        if not self._is_filled_again():
+            raise ReplayError(FILLED_OTHERWISE.format(nbytes=self.nbytes))
         return self.held
 
 

@@ -242,7 +242,7 @@ class Core {
     }
     if (PyObject* reference = entry_of(held_, key)) {
       py::object value = behind(reference);
-      if (!value.is_none() && v.held(value) != Py_None && is_version_recorded(value)) return value;
+      if (!value.is_none() && v.held(value) != Py_None && is_as_recorded(value)) return value;
     }
     py::object value = held_value(tensor);
     held_[key] = weak(value);

@@ -11,7 +11,7 @@ struct Classes {
   struct OfValue {
     py::object type;
     Slot node{type, "node"}, nbytes{type, "nbytes"}, extent{type, "extent"}, held{type, "held"},
-        version{type, "version"}, cached{type, "cached"}, readers{type, "readers"}, digest{type, "digest"},
+        version{type, "version"}, emptied{type, "emptied"}, cached{type, "cached"}, readers{type, "readers"}, digest{type, "digest"},
         evicted{type, "evicted"}, shown{type, "shown"};
   } value;
   struct OfNode {
@@ -50,7 +50,7 @@ inline py::object new_value(py::object node, const Tensor& shows) {
   v.version.set(value, py::int_(0));
   v.readers.set(value, py::int_(0));
   v.evicted.set(value, py::bool_(false));
-  for (const Slot* slot : {&v.held, &v.cached, &v.digest, &v.shown}) slot->set(value, py::none());
+  for (const Slot* slot : {&v.held, &v.cached, &v.digest, &v.emptied, &v.shown}) slot->set(value, py::none());
   return value;
 }
 
@@ -75,9 +75,10 @@ inline void read(py::handle value) {
   if (readers == 1) classes->value.cached.set(value, py::none());
 }
 
-inline bool is_version_recorded(py::handle value) {  // of one that is held
+// Of one that is held; Python compares what was emptied and filled again.
+inline bool is_as_recorded(py::handle value) {
   auto& v = classes->value;
-  return version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
+  return v.emptied(value) == Py_None && version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
 }
 
 // Undefined where the value has to be replayed, or where Python has to raise an error.
@@ -86,7 +87,7 @@ inline Tensor here(py::handle value) {
   if (v.held(value) != Py_None) {
     const Tensor& tensor = THPVariable_Unpack(v.held(value));
     bool whole = tensor.storage().nbytes() >= PyLong_AsSize_t(v.nbytes(value));
-    return whole && is_version_recorded(value) ? tensor : Tensor();
+    return whole && is_as_recorded(value) ? tensor : Tensor();
   }
   PyObject* cached = v.cached(value);
   return cached != Py_None ? THPVariable_Unpack(cached) : Tensor();
