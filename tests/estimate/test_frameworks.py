@@ -280,7 +280,7 @@ def test_frameworks_offer_what_they_have() -> None:
     "arguments",
     [
         ["suggest", "--model", "llama3-8b", "--devices", "4", "--memory", "80GB"],
-        ["suggest", "--model", "llama3-8b", "--devices", "64", "--for", "any", "--device", "a100-40gb"],
+        ["suggest", "--model", "llama3-8b", "--devices", "16", "--for", "any", "--device", "a100-40gb"],
         ["suggest", "--model", "llama3-70b", "--devices", "64", "--for", "megatron", "--device", "h100"],
     ],
 )

@@ -41,7 +41,7 @@ def test_llama_3_8b_at_8k_on_four_cards() -> None:
     assert json.loads(done.output)["total_bytes"] == found.best[0].total_bytes
 
 
-@pytest.mark.parametrize("devices", [3, 6, 12, 24])
+@pytest.mark.parametrize("devices", [3, 6, 12])
 def test_any_number_of_devices_has_a_step_that_divides_among_them(devices: int) -> None:
     found = suggest("llama3-8b", devices=devices, device=A100, memory_bytes=80 * 10**9, seq=8192)
     assert found.fits
