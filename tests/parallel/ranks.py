@@ -16,12 +16,17 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch._dynamo
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import lowtide.limits
 from lowtide.parallel import collectives
 from lowtide.private import wait_for_collective
 from lowtide.run.record.native import native_recorder
+
+IMPORTED = torch._dynamo, lowtide.limits
+"""Once, before processes are made."""
 
 needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
 
