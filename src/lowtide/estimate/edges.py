@@ -85,13 +85,8 @@ def edge_lines(config: Config, stage: int) -> list[Line]:
     flying = min(config.pp - stage, config.micro_batches)
     lines = []
     if stage == 0 and config.dropout:
-        mask = Term(
-            "mask of the embedding's dropout",
-            Fraction(config.tokens * config.model.hidden, config.replication),
-            f"sbhp{over}",
-            SECTION,
-            "embedding",
-        )
+        size = Fraction(config.tokens * config.model.hidden, config.replication)
+        mask = Term("mask of the embedding's dropout", size, f"sbhp{over}", SECTION, "embedding")
         note = (
             "interleaving can hold up to 2p - 1 of them; the paper counts p" if config.interleave > 1 else ""
         )
@@ -100,10 +95,8 @@ def edge_lines(config: Config, stage: int) -> list[Line]:
         lines += [term.line() for term in loss_terms(config)]
     if config.keep_output_tensors:
         e = config.residual_bytes
-        output = Term(
-            "outputs sent to the next "
-            "stage", Fraction(e * config.tokens * config.model.hidden, config.replication), f"{e}sbhr{over}",
-            f"{KORTHIKANTI} App. B", "output",
-        )  # fmt: skip
+        size = Fraction(e * config.tokens * config.model.hidden, config.replication)
+        name, source = "outputs sent to the next stage", f"{KORTHIKANTI} App. B"
+        output = Term(name, size, f"{e}sbhr{over}", source, "output")
         lines.append(output.line(micro_batches_in_flight(config, stage)))
     return lines

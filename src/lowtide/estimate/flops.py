@@ -101,11 +101,8 @@ def iteration_flops(config: Config) -> Flops:
     """
     check_config("iteration_flops", config)
     batch, layers = config.global_batch, config.model.layers
-    layer, core, logits = (
-        layer_flops(config, batch),
-        attention_flops(config, batch),
-        logit_flops(config, batch),
-    )
+    layer, core = layer_flops(config, batch), attention_flops(config, batch)
+    logits = logit_flops(config, batch)
     model = 3 * (layers * layer + logits)
     if config.lora:  # no weight's gradient but the adapters'
         adapters = adapter_flops(config, batch)

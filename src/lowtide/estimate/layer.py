@@ -100,16 +100,8 @@ def layer_terms(config: Config) -> list[Term]:
         terms.append(Term("gathered inputs", more, f"{2 * e}sbh(t-1)/t", TENSOR, "attention", note))
     if config.dtype == "autocast":
         copies = Fraction(2 * model.layer_weight_elements(config.tp, config.ep))
-        terms.append(
-            Term(
-                "bfloat16 copies of the weights",
-                copies,
-                f"2 x matrices{over_t}",
-                AUTOCAST,
-                "mlp",
-                "each product keeps the copy it read",
-            )
-        )
+        name, note = "bfloat16 copies of the weights", "each product keeps the copy it read"
+        terms.append(Term(name, copies, f"2 x matrices{over_t}", AUTOCAST, "mlp", note))
     if config.lora:
         out = {"bfloat16 copies of the weights", *frozen_inputs(config)}
         terms = [*(term for term in terms if term.name not in out), *adapter_terms(config)]
@@ -123,16 +115,8 @@ def core_terms(config: Config) -> list[Term]:
     over = _over(config.tp)
     rows = Fraction(config.model.heads * config.tokens, config.tp)
     if config.fused_attention:
-        return [
-            Term(
-                "log-sum-exp of the scores",
-                4 * rows,
-                f"4asb{over}",
-                FUSED,
-                "core",
-                "one float32 for each row of scores",
-            )
-        ]
+        name, note = "log-sum-exp of the scores", "one float32 for each row of scores"
+        return [Term(name, 4 * rows, f"4asb{over}", FUSED, "core", note)]
     e, scores = config.element_bytes, rows * config.seq
     softmax = 4 if config.dtype == "autocast" else e
     terms = [Term("output of softmax", softmax * scores, f"{softmax}as²b{over}", SECTION, "core")]
@@ -175,16 +159,8 @@ def _expert_terms(config: Config) -> list[Term]:
 def _qk_norm(config: Config, queries: Fraction, keys: Fraction, over: str) -> list[Term]:
     if not config.model.qk_norm:
         return []
-    e = config.element_bytes
-    return [
-        Term(
-            "queries and keys before their norm",
-            e * (queries + keys),
-            f"{e}sb(a+k)d{over}",
-            GROUPED,
-            "attention",
-        )
-    ]
+    size, name = config.element_bytes * (queries + keys), "queries and keys before their norm"
+    return [Term(name, size, f"{config.element_bytes}sb(a+k)d{over}", GROUPED, "attention")]
 
 
 def _ffn(config: Config, factor: int, over: str) -> str:
@@ -203,17 +179,8 @@ def _activation_terms(config: Config, inner: Fraction, over: str) -> list[Term]:
         return [Term("input of the square", e * inner, _ffn(config, e, over), SQUARED, "mlp", note)]
     terms = [Term("gate and up projections", 2 * e * inner, _ffn(config, 2 * e, over), SWIGLU, "mlp")]
     if config.unfused_mlp:
-        more = GATED[config.model.mlp]
-        terms.append(
-            Term(
-                "silu(gate)",
-                e * more * inner,
-                _ffn(config, e * more, over),
-                SWIGLU,
-                "mlp",
-                "only where SwiGLU is separate operations",
-            )
-        )
+        size, note = e * GATED[config.model.mlp], "only where SwiGLU is separate operations"
+        terms.append(Term("silu(gate)", size * inner, _ffn(config, size, over), SWIGLU, "mlp", note))
     return terms
 
 
@@ -224,13 +191,8 @@ def checkpoint_term(config: Config) -> Term:
     own = layer_terms(config)[0]
     source = f"{KORTHIKANTI} Sec. 5"
     if config.partition_activations:
-        return Term(
-            "input of the layer",
-            own.bytes / config.tp,
-            f"{own.formula}/t",
-            "arXiv 1910.02054 Sec. 6.1 (P_a)",
-            "input",
-        )
+        split, source = own.bytes / config.tp, "arXiv 1910.02054 Sec. 6.1 (P_a)"
+        return Term("input of the layer", split, f"{own.formula}/t", source, "input")
     return Term("input of the layer", own.bytes, own.formula, f"{source} (Table 2, row 6)", "input")
 
 
@@ -292,11 +254,9 @@ def _kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
         return [(checkpoint_term(config), Fraction(1))]
     if given == "sqrt":
         checkpoint = checkpoint_term(config)
-        term = Term(
-            "inputs of the segments", checkpoint.bytes, f"{checkpoint.formula} / "
-                                                        "k", "arXiv 1604.06174 Eq. 1", "input",
-            f"segments of k = {segment_layers(config)} layers",
-        )  # fmt: skip
+        note, source = f"segments of k = {segment_layers(config)} layers", "arXiv 1604.06174 Eq. 1"
+        formula = f"{checkpoint.formula} / k"
+        term = Term("inputs of the segments", checkpoint.bytes, formula, source, "input", note)
         return [(term, Fraction(-(-config.stage_layers // segment_layers(config)), config.stage_layers))]
     share = config.recomputed_share
     kept = [(term, 1 - share) for term in layer_terms(config) if share < 1]

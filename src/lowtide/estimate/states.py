@@ -155,16 +155,9 @@ def state_lines(config: Config, stage: int) -> list[Line]:
     gradient = config.reduced_bytes if config.no_sync else config.gradient_bytes
     offload, zero = config.offload_optimizer, config.zero
     states = model_states(
-        count,
-        dp=config.shards,
-        zero=zero,
-        offload=offload,
-        weight_bytes=weight,
-        gradient_bytes=gradient,
-        optimizer_bytes=optimizer,
-        no_sync=config.no_sync,
-        whole=trained_parameters(config, stage, ep=1),
-    )
+        count, dp=config.shards, zero=zero, offload=offload, weight_bytes=weight, gradient_bytes=gradient,
+        optimizer_bytes=optimizer, no_sync=config.no_sync, whole=trained_parameters(config, stage, ep=1),
+    )  # fmt: skip
     figure = f"{ZERO} Fig. 1"
     plain = f"{ZERO} Sec. 3.1" if gradient == weight else "arXiv 2205.05198 Fig. 1"
     host = f" x (1 - {offload:g})" if offload else ""

@@ -281,20 +281,9 @@ class _Look:
 
 
 VARIED = (
-    "tp",
-    "sequence_parallel",
-    "pp",
-    "interleave",
-    "dp",
-    "cp",
-    "ep",
-    "zero",
-    "micro_batch",
-    "recompute",
-    "loss",
-    "offload_optimizer",
-    "keep_gathered",
-)
+    "tp", "sequence_parallel", "pp", "interleave", "dp", "cp", "ep", "zero", "micro_batch", "recompute",
+    "loss", "offload_optimizer", "keep_gathered",
+)  # fmt: skip
 """Settings that `suggest` chooses where they are not given."""
 
 

@@ -87,14 +87,10 @@ class Estimate:
             kinds = ("weights", "gradients", "optimizer")
             return sum(stage.bytes(kind) for stage in self.stages for kind in kinds) / config.pp
         states = model_states(
-            self.parameters,
-            dp=config.shards,
-            zero=config.zero,
-            offload=config.offload_optimizer,
-            weight_bytes=config.weight_bytes,
-            gradient_bytes=config.gradient_bytes,
+            self.parameters, dp=config.shards, zero=config.zero, offload=config.offload_optimizer,
+            weight_bytes=config.weight_bytes, gradient_bytes=config.gradient_bytes,
             optimizer_bytes=config.optimizer_bytes,
-        )
+        )  # fmt: skip
         return float(states.total / (config.tp * config.pp))
 
     @property

@@ -70,84 +70,29 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
     layers = config.stage_layers * n
     again = config.recomputed_share * layers
     spared = config.early_share * layers  # the reduction behind the last product
-    found = []
+    section = f"{KORTHIKANTI} Sec. 4.2.2"
     if config.sequence_parallel:
-        found.append(
-            Traffic(
-                "tensor",
-                "gathers and reduce-scatters of the layers",
-                ceil(8 * one * layers),
-                "8 x 2sbh",
-                f"{KORTHIKANTI} Sec. 4.2.2",
-            )
-        )
-        found.append(
-            Traffic(
-                "tensor",
-                "second gather of the saved shards",
-                ceil(2 * one * layers),
-                "2 x 2sbh",
-                f"{KORTHIKANTI} Sec. 4.2.2 (Y in backward)",
-            )
-        )
-        if again:
-            found.append(
-                Traffic(
-                    "tensor",
-                    "collectives of recomputed layers",
-                    ceil(one * (4 * again - spared)),
-                    "4 x 2sbh",
-                    f"{KORTHIKANTI} Sec. 4.2.2",
-                )
-            )
+        rows = [
+            ("gathers and reduce-scatters of the layers", 8 * one * layers, "8 x 2sbh", section),
+            ("second gather of the saved shards", 2 * one * layers, "2 x 2sbh", f"{section} (Y in backward)"),
+            ("collectives of recomputed layers", one * (4 * again - spared), "4 x 2sbh", section),
+        ]
     else:
-        found.append(
-            Traffic(
-                "tensor",
-                "all-reduces of the layers",
-                ceil(8 * one * layers),
-                "4 all-reduces of 2sbh",
-                f"{KORTHIKANTI} Sec. 4.2.2",
-            )
-        )
-        if again:
-            found.append(
-                Traffic(
-                    "tensor",
-                    "all-reduces of recomputed layers",
-                    ceil(one * (4 * again - 2 * spared)),
-                    "2 all-reduces of 2sbh",
-                    f"{ZERO} Sec. 8",
-                )
-            )
+        twice = one * (4 * again - 2 * spared)
+        rows = [
+            ("all-reduces of the layers", 8 * one * layers, "4 all-reduces of 2sbh", section),
+            ("all-reduces of recomputed layers", twice, "2 all-reduces of 2sbh", f"{ZERO} Sec. 8"),
+        ]
     if config.partition_activations:
-        count = Fraction(total(term for term, _ in kept_terms(config)) * t)
-        found.append(
-            Traffic(
-                "tensor",
-                "gather of the split checkpoints",
-                ceil(_ring(count, t) * layers),
-                "2sbh",
-                f"{ZERO} Sec. 8 (P_a)",
-            )
-        )
-    ends = (1 if stage == 0 else 0) + (1 if stage == config.pp - 1 else 0)
-    if ends:
-        found.append(
-            Traffic(
-                "tensor",
-                "embedding and output layer",
-                ceil(2 * one * n * ends),
-                "2sbh each way",
-                f"{KORTHIKANTI} Sec. 4.3",
-            )
-        )
-    if config.gather_logits and stage == config.pp - 1:
-        logits = ceil(_ring(e * logit_elements(config), t) * n)
-        found.append(
-            Traffic("tensor", "gather of the logits", logits, f"{e}sbv", "all-gather of what is split")
-        )
-    return found
+        count = _ring(Fraction(total(term for term, _ in kept_terms(config)) * t), t) * layers
+        rows.append(("gather of the split checkpoints", count, "2sbh", f"{ZERO} Sec. 8 (P_a)"))
+    last = stage == config.pp - 1
+    ends = 2 * one * n * ((stage == 0) + last)
+    rows.append(("embedding and output layer", ends, "2sbh each way", f"{KORTHIKANTI} Sec. 4.3"))
+    if config.gather_logits and last:
+        logits = _ring(e * logit_elements(config), t) * n
+        rows.append(("gather of the logits", logits, f"{e}sbv", "all-gather of what is split"))
+    return [Traffic("tensor", name, ceil(size), *told) for name, size, *told in rows if size]
 
 
 def _context(config: Config) -> list[Traffic]:
@@ -181,15 +126,8 @@ def _pipeline(config: Config, stage: int) -> list[Traffic]:
     message = Fraction(config.residual_bytes * config.tokens * config.model.hidden, config.replication)
     sends = 2 * config.interleave - (1 if stage in (0, config.pp - 1) else 0)
     size = ceil(message * sends * config.micro_batches)
-    return [
-        Traffic(
-            "pipeline",
-            "activations and their gradients between stages",
-            size,
-            f"{sends}n x 2sbh",
-            "arXiv 2104.04473 Sec. 2.2",
-        )
-    ]
+    what, formula = "activations and their gradients between stages", f"{sends}n x 2sbh"
+    return [Traffic("pipeline", what, size, formula, "arXiv 2104.04473 Sec. 2.2")]
 
 
 def _data(config: Config, stage: int) -> list[Traffic]:
@@ -231,27 +169,13 @@ def _host(config: Config, stage: int) -> list[Traffic]:
         # no room on the device to sum them over micro-batches
         down = ceil(share * config.gradient_bytes * config.micro_batches)
         found.append(Traffic("host", "gradients to the host", down, f"{config.gradient_bytes}Mn", source))
-        found.append(
-            Traffic(
-                "host",
-                "weights from the host",
-                ceil(share * config.weight_bytes),
-                f"{config.weight_bytes}M",
-                source,
-            )
-        )
+        up = ceil(share * config.weight_bytes)
+        found.append(Traffic("host", "weights from the host", up, f"{config.weight_bytes}M", source))
     if config.offload_activations:
         layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
         size = ceil(2 * layer * config.stage_layers * config.micro_batches)
-        found.append(
-            Traffic(
-                "host",
-                "activations to and from the host",
-                size,
-                "2 x what is kept",
-                f"{ZERO} Sec. 8 (P_a+cpu)",
-            )
-        )
+        name, source = "activations to and from the host", f"{ZERO} Sec. 8 (P_a+cpu)"
+        found.append(Traffic("host", name, size, "2 x what is kept", source))
     return found
 
 
