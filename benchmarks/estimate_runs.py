@@ -161,6 +161,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     length = re.search(r"\d+", row["settings"].partition("seq=longest")[2] or given["seq"])
     assert length, row
     found["seq"] = int(length[0])
+    if source.startswith("TRL"):  # PyTorch's kernel on Hopper: cuDNN's
+        found["attention"] = "flash-3"
     for name in _PLAIN & given.keys() - {"seq", "recompute"}:
         number = re.match(r"\d+", given[name])
         assert number, given

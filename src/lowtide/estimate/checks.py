@@ -89,6 +89,14 @@ def _check_parallel(config: Config) -> None:
             f"--no-sync with --zero=3 --pp={config.pp}: a pipeline's gradients are reduced once as it is; "
             "leave it out"
         )
+    if config.cp_exchange != "ring" and config.cp == 1:
+        raise EstimateError(f"--cp-exchange={config.cp_exchange} with --cp=1: give --cp 2 or more")
+    heads = config.model.heads // config.tp
+    if config.cp_exchange == "all-to-all" and heads % config.cp:
+        raise EstimateError(
+            f"--cp-exchange=all-to-all --cp={config.cp}: it has to divide the {heads} heads of a rank; give "
+            "a divisor, or --cp-exchange ring"
+        )
     if config.cp > 1 and not config.fused_attention:
         raise EstimateError(
             f"--cp={config.cp} passes keys and values around a ring, which a fused kernel does: give "
@@ -178,6 +186,11 @@ def _check_training(config: Config) -> None:
         raise EstimateError(
             f"--dtype=mixed with --zero={config.zero}: FSDP casts weights where it gathers them; give "
             "--zero 3, or --dtype autocast"
+        )
+    if config.tiles > 1 and (config.model.experts or config.recompute == "selective-op" or config.lora):
+        raise EstimateError(
+            f"--tiles={config.tiles}: it is for the MLP of a dense model whose weights are all trained, and "
+            "not for --recompute selective-op; leave it out"
         )
     if config.loss_chunks != 8 and config.loss not in ("chunked", "chunked-vocabulary"):
         raise EstimateError(

@@ -78,6 +78,10 @@ Pp = Annotated[int | None, option("Pipeline stages (p). [default: 1]")]
 Interleave = Annotated[int | None, option("Model chunks on a stage (m). [default: 1]")]
 Dp = Annotated[int | None, option("Data parallel size (d). [default: 1]")]
 Cp = Annotated[int | None, option("Context parallel size: ranks that share each sequence. [default: 1]")]
+CpExchange = Annotated[
+    Literal["ring", "all-gather", "all-to-all"] | None,
+    option("How context-parallel ranks share keys and values; all-to-all is Ulysses'. [default: ring]"),
+]
 Zero = Annotated[
     int | None, option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]")
 ]
@@ -172,6 +176,10 @@ Loss = Annotated[
     ),
 ]
 LossChunks = Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")]
+Tiles = Annotated[
+    int | None,
+    option("Pieces of the tokens that the MLP, and a chunked loss, work on one by one (ALST). [default: 1]"),
+]
 UnfusedMlp = Annotated[
     Switch, option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
 ]
@@ -322,6 +330,7 @@ def estimate_command(
     interleave: Interleave = None,
     dp: Dp = None,
     cp: Cp = None,
+    cp_exchange: CpExchange = None,
     ep: Ep = None,
     imbalance: Imbalance = None,
     zero: Zero = None,
@@ -344,6 +353,7 @@ def estimate_command(
     offload_activations: OffloadActivations = None,
     loss: Loss = None,
     loss_chunks: LossChunks = None,
+    tiles: Tiles = None,
     unfused_mlp: UnfusedMlp = None,
     keep_output_tensors: KeepOutputs = None,
     keep_gathered: KeepGathered = None,

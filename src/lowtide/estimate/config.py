@@ -22,6 +22,7 @@ Recompute = Ways | int
 Attention = Literal["unfused", "fused", "flash-3"]
 Dtype = Literal["bf16", "bf16-true", "fp16", "fp32", "autocast", "mixed"]
 GradientDtype = Literal["auto", "bf16", "fp16", "fp32"]
+Exchange = Literal["ring", "all-gather", "all-to-all"]
 Update = Literal["auto", "fused", "foreach", "for-loop"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -34,6 +35,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "update": get_args(Update),
     "quantize": get_args(Quantize),
     "lora_dtype": ("fp32", "same"),
+    "cp_exchange": get_args(Exchange),
     "loss": get_args(Loss),
 }
 _SIZES = {
@@ -46,6 +48,7 @@ _SIZES = {
     "cp": 1 << 14,
     "ep": 1 << 14,
     "loss_chunks": 1 << 20,
+    "tiles": 1 << 20,
     "lora": 1 << 16,
 }
 
@@ -64,6 +67,8 @@ class Config:
             data-parallel ones.
         ep: expert parallel size: ranks among the d x c that share a layer's experts, and send each other the
             tokens of theirs.
+        cp_exchange: how context-parallel ranks share keys and values: around a ``ring``; each rank gathers
+            all (``all-gather``); or each takes some heads of the sequence (``all-to-all``: Ulysses, ALST).
         imbalance: tokens of the busiest expert-parallel rank over those of an average one.
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
@@ -121,6 +126,8 @@ class Config:
         loss: how cross entropy is computed: a name of `lowtide.estimate.losses.LOSSES`. ``auto`` is
             ``torch`` at t = 1 and ``in-place`` above.
         loss_chunks: pieces of a chunked loss.
+        tiles: pieces of a micro-batch's tokens that the MLP works on one after the other, each again in
+            backward (ALST's TiledMLP, 2506.13996); a loss chunked over tokens takes as many.
         keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather
             than gather them again in backward (Megatron and lowtide).
         gather_logits: every tensor-parallel rank gathers the whole vocabulary's logits for the loss (plans of
@@ -155,6 +162,7 @@ class Config:
     interleave: int = 1
     dp: int = 1
     cp: int = 1
+    cp_exchange: Exchange = "ring"
     ep: int = 1
     imbalance: float = 1.0
     zero: int = 0
@@ -179,6 +187,7 @@ class Config:
     offload_activations: bool = False
     loss: Loss = "auto"
     loss_chunks: int = 8
+    tiles: int = 1
     unfused_mlp: bool = False
     keep_output_tensors: bool = False
     keep_gathered: bool = False
@@ -281,7 +290,8 @@ class Config:
         """
         if self.loss_kind == "fused-linear":
             return -(-self.model.vocab // self.model.hidden)
-        return self.loss_chunks if self.loss_form.pieces else 1
+        tiled = self.tiles > 1 and self.loss_form.pieces == "tokens"
+        return self.tiles if tiled else self.loss_chunks if self.loss_form.pieces else 1
 
     @property
     def update_kind(self) -> str:

@@ -90,6 +90,12 @@ def recomputed_flops(config: Config, sequences: int) -> int:
     return int(layers * (whole - config.early_share * last))
 
 
+def tiled_flops(config: Config, sequences: int) -> int:
+    """FLOPs of the MLPs' forward that runs again tile by tile, of all layers."""
+    own = _active(config, "gate", "up", "down") if config.tiles > 1 else 0
+    return config.model.layers * 2 * sequences * config.seq * own
+
+
 def iteration_flops(config: Config) -> Flops:
     """FLOPs of one step of the whole global batch.
 
@@ -108,6 +114,7 @@ def iteration_flops(config: Config) -> Flops:
         adapters = adapter_flops(config, batch)
         model = layers * (2 * (layer - core) + 3 * core + 3 * adapters) + 2 * logits
     again = recomputed_flops(config, batch) + (logits if config.loss_form.again else 0)
+    again += tiled_flops(config, batch)
     extra = 2 * layers * core if config.recompute == "selective" else 0
     return Flops(model, model + again + extra, model + again)
 

@@ -94,6 +94,9 @@ def layer_terms(config: Config) -> list[Term]:
     ]
     if config.dropout:
         terms.append(Term("mask of the MLP's dropout", hidden, f"sbh{over}", SECTION, "mlp"))
+    if config.tiles > 1:
+        inner_names = ("gate and up projections", "silu(gate)", "input of GELU", "input of the square")
+        terms = [one for one in terms if one.name not in (*inner_names, "input of the MLP's last layer")]
     if config.keep_gathered:
         more = Fraction(2 * (config.tp - 1), config.tp) * e * tokens * model.hidden
         note = "what the shards above are gathered into"

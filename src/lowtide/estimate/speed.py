@@ -29,7 +29,14 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.fitted import fitted
-from lowtide.estimate.flops import adapter_flops, attention_flops, layer_flops, logit_flops, recomputed_flops
+from lowtide.estimate.flops import (
+    adapter_flops,
+    attention_flops,
+    layer_flops,
+    logit_flops,
+    recomputed_flops,
+    tiled_flops,
+)
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import total
 from lowtide.estimate.schedule import bubble_share
@@ -45,6 +52,9 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of a fused attention kernel's backward over its forward's: it computes the scores again (arXiv
 2307.08691, Section 4.1).
 """
+
+_SHORT = 8192
+"""Tokens up to which `Efficiency.flash_3` holds."""
 
 FLOAT8_CAST_BYTES = 7
 """What casting an element of bfloat16 moves: read for the largest value, read and written as one byte, and
@@ -74,7 +84,8 @@ class Efficiency:
         eager_passes, fused_passes: how often an activation goes through memory in a step, at the full
             bandwidth: as separate operations, and where pointwise ones are fused.
         float8: how many times faster the layers' products are in float8, the casts not counted.
-        flash_3: how many times faster attention is with ``--attention flash-3``.
+        flash_3: how many times faster attention is with ``--attention flash-3``, up to 8,192 tokens.
+        ceiling: what it nears with longer sequences, where what a kernel does once a row weighs less.
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
         exposed: share of a tensor-parallel collective's time that shows though it runs beside products.
@@ -86,6 +97,7 @@ class Efficiency:
     fused_passes: float
     float8: float
     flash_3: float
+    ceiling: float
     links: float
     interference: float
     exposed: float
@@ -201,7 +213,9 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     rate = device.flops * known.products
     logits = work.logits / rate
     products = work.layers / (known.float8 if config.float8 else 1.0) / rate + logits
-    kernel = {"unfused": known.products, "fused": known.attention, "flash-3": known.attention * known.flash_3}
+    hopper, short = known.attention * known.flash_3, min(1.0, _SHORT / config.seq)
+    hopper = 1 / (1 / known.ceiling + max(0.0, 1 / hopper - 1 / known.ceiling) * short)
+    kernel = {"unfused": known.products, "fused": known.attention, "flash-3": hopper}
     attention = work.attention / (device.flops * kernel[config.attention])
     passes = known.fused_passes if config.compile else known.eager_passes
     pointwise = (work.activations * passes + work.moved) / device.memory_bandwidth
@@ -216,7 +230,9 @@ def priced(work: Work, known: Efficiency) -> StepTime:
         pointwise=pointwise,
         bubble=slowest * float(1 + bubble_share(config)) - compute,
         tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0),
-        context=max(0.0, sent["context"] - attention),
+        context=sent["context"]
+        if config.cp_exchange == "all-to-all"
+        else max(0.0, sent["context"] - attention),
         expert=sent["expert"],
         pipeline=_beside(sent["pipeline"], compute if config.interleave > 1 else 0.0, known),
         data=_beside(sent["data"], compute * _data_cover(config), known),
@@ -248,7 +264,7 @@ def _flops(config: Config) -> tuple[float, float, float]:
     again = config.recomputed_share + (1 if config.recompute == "selective" else 0)
     linear = (2.0 if config.lora else 3.0) * (layers * layer_flops(config, batch) - core)
     linear += 3.0 * layers * adapter_flops(config, batch)
-    linear += recomputed_flops(config, batch) - float(core * again)
+    linear += recomputed_flops(config, batch) - float(core * again) + tiled_flops(config, batch)
     passes = 3 + config.loss_form.again - (config.lora > 0)  # a frozen output layer has no gradient
     logits = logit_flops(config, batch) * passes
     backward = ATTENTION_BACKWARD if config.fused_attention else 2

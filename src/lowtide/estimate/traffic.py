@@ -95,17 +95,31 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
     return [Traffic("tensor", name, ceil(size), *told) for name, size, *told in rows if size]
 
 
+EXCHANGES = {
+    "ring": ("keys and values around the ring", "4(c-1)sbkd", "arXiv 2310.01889"),
+    "all-gather": ("gathers of keys and values, scatters of their gradients", "4(c-1)sbkd", "2411.01783"),
+    "all-to-all": (
+        "all-to-alls of queries, keys, values and outputs",
+        "2sb(2a+2k)d(c-1)/c",
+        "arXiv 2309.14509",
+    ),
+}
+
+
 def _context(config: Config) -> list[Traffic]:
-    """Keys and values go once around the ring in forward (again where it is recomputed), and with their
-    gradients in backward.
+    """What context-parallel ranks exchange in forward (again where it is recomputed) and in backward, where
+    keys and values travel with their gradients; all-to-all queries and outputs, but no more than a rank has.
     """
     if config.cp == 1:
         return []
-    width = config.local_kv_width + config.local_value_width
-    keys = Fraction(config.element_bytes * config.tokens * width)
-    rounds = 3 + config.recomputed_share
-    size = ceil((config.cp - 1) * keys * rounds * config.stage_layers * config.micro_batches)
-    return [Traffic("context", "keys and values around the ring", size, "4(c-1)sbkd", "arXiv 2310.01889")]
+    keys, model = config.local_kv_width + config.local_value_width, config.model
+    once, rounds = (config.cp - 1) * Fraction(keys), 3 + config.recomputed_share
+    if config.cp_exchange == "all-to-all":
+        wide = keys + Fraction(model.query_width + model.output_width, config.tp)
+        once, rounds = _ring(wide, config.cp), 2 + config.recomputed_share
+    size = config.element_bytes * config.tokens * once * rounds * config.stage_layers * config.micro_batches
+    name, formula, source = EXCHANGES[config.cp_exchange]
+    return [Traffic("context", name, ceil(size), formula, source)]
 
 
 def _experts(config: Config) -> list[Traffic]:

@@ -27,6 +27,7 @@ from lowtide.estimate.layer import (
 )
 from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
 from lowtide.estimate.optimizers import OPTIMIZERS
+from lowtide.estimate.shape import GATED
 from lowtide.estimate.states import (
     first_gradients,
     frozen_bytes,
@@ -74,13 +75,40 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
         Fraction(model.heads * config.tokens, t) * config.seq if not config.fused_attention else Fraction(0)
     )
     softmax = 4 if config.dtype == "autocast" else e
-    return {
+    mlps = {
         "last linear layer of the MLP": stream + branch + gathered + e * inner + 2 * e * rows,
         "activation of the MLP": stream + e * inner + e * first - down,
         "first linear layer of the MLP": stream + e * (first + rows) + gathered + e * full - down - act,
-        "attention core": stream + e * queries + (e + 2 * softmax) * scores + e * qkv - mlp,
+    }
+    if config.tiles > 1:  # forward again and backward of one, beside the gradient of the MLP's input
+        tile = 2 * first + inner * (1 + (GATED.get(model.mlp, 0) if config.unfused_mlp else 0))
+        mlps = {"tile of the MLP": stream + branch + e * full + e * tile / config.tiles}
+    return mlps | {
+        "attention core": stream
+        + e * queries
+        + (e + 2 * softmax) * scores
+        + e * qkv
+        - mlp
+        + exchanged(config),
         "q, k, v projection": stream + e * qkv + gathered + e * full - mlp - core,
     }
+
+
+def exchanged(config: Config) -> Fraction:
+    """Bytes that context parallelism has besides in attention's backward. Around a ring: another rank's keys
+    and values, the next one's on their way, and both gradients in float32, which go around with them. Where
+    they are gathered: all of them, with all of their gradients. All-to-all: what is sent of queries, keys,
+    values and their gradients, beside what is received.
+    """
+    e = config.element_bytes
+    keys = Fraction(config.tokens * (config.local_kv_width + config.local_value_width))
+    if config.cp == 1:
+        return Fraction(0)
+    if config.cp_exchange == "ring":
+        return 2 * e * keys + 2 * 4 * keys
+    if config.cp_exchange == "all-gather":
+        return 2 * e * (config.cp - 1) * keys
+    return e * (keys + Fraction(config.tokens * config.model.query_width, config.tp))
 
 
 def recomputed_bytes(config: Config) -> tuple[Fraction, str]:

@@ -1,0 +1,127 @@
+"""Context parallelism's exchanges, tiles of the MLP and the loss, and attention of long sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import lowtide
+from lowtide.estimate import Config, EstimateError, configure, estimate
+from lowtide.estimate.devices import device
+from lowtide.estimate.flops import iteration_flops, layer_flops
+from lowtide.estimate.layer import layer_terms
+from lowtide.estimate.speed import efficiencies, step_time
+from lowtide.estimate.traffic import stage_traffic
+from lowtide.estimate.working import backward_moments, exchanged
+from lowtide.meter import available
+
+T, Q, KV, L = 16384, 4096, 1024, 32
+"""Tokens of one of eight ranks at 128k, and Llama-3 8B's widths and layers."""
+
+
+def llama(**changes: Any) -> Config:
+    usual: dict[str, Any] = dict(seq=131072, cp=8, zero=3, dtype="bf16-true", recompute="full")
+    return configure("llama3-8b", **(usual | changes))
+
+
+@pytest.mark.parametrize(
+    ("exchange", "stands", "sent"),
+    [
+        ("ring", T * 2 * KV * (2 * 2 + 2 * 4), 4 * 7 * T * 2 * KV * 2),
+        ("all-gather", T * 2 * KV * 2 * 7 * 2, 4 * 7 * T * 2 * KV * 2),
+        ("all-to-all", T * (Q + 2 * KV) * 2, 3 * T * (2 * Q + 2 * KV) * 2 * 7 // 8),
+    ],
+)
+def test_exchanges(exchange: Any, stands: int, sent: int) -> None:
+    """Bytes in attention's backward, and sent by a rank: forward, again, and backward with gradients."""
+    config = llama(cp_exchange=exchange)
+    assert exchanged(config) == stands
+    found = {item.link: item.bytes for item in stage_traffic(config, 0)}
+    assert found["context"] == L * sent
+    assert exchanged(llama(cp=1, dp=8)) == 0
+
+
+def test_all_to_all_is_not_hidden_behind_attention() -> None:
+    ring, ulysses = (step_time(llama(cp_exchange=way), device("h100")) for way in ("ring", "all-to-all"))
+    assert ring.context == 0 < ulysses.context
+    with pytest.raises(EstimateError, match="--cp=64: it has to divide the 32 heads"):
+        llama(cp=64, cp_exchange="all-to-all")
+    with pytest.raises(EstimateError, match="--cp-exchange=all-gather with --cp=1"):
+        llama(cp=1, dp=8, cp_exchange="all-gather")
+
+
+class Tiled(torch.autograd.Function):
+    """SwiGLU tile by tile: forward keeps its input, backward runs a tile forward again and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, tiles: int) -> Tensor:
+        ctx.save_for_backward(x, gate, up, down)
+        ctx.tiles = tiles
+        return torch.cat([mlp(piece, gate, up, down) for piece in x.chunk(tiles)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        x, gate, up, down = ctx.saved_tensors
+        found = torch.empty_like(x)
+        for piece, given, out in zip(
+            x.chunk(ctx.tiles), gradient.chunk(ctx.tiles), found.chunk(ctx.tiles), strict=True
+        ):
+            with torch.enable_grad():
+                leaf = piece.detach().requires_grad_()
+                mlp(leaf, gate.detach(), up.detach(), down.detach()).backward(given)
+            out.copy_(leaf.grad)  # type: ignore[arg-type]
+        return found, None, None, None, None
+
+
+def mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (F.silu(x @ gate) * (x @ up)) @ down
+
+
+@pytest.mark.skipif(not available(), reason="needs the counting allocator")
+@pytest.mark.parametrize("tiles", [4, 16])
+def test_a_tile_takes_what_pytorch_takes(tiles: int) -> None:
+    """The peak of a tiled MLP's backward above its input and the gradient of its output."""
+    tokens, hidden, inner = 2048, 64, 1024
+    shape: dict[str, Any] = dict(layers=1, hidden=hidden, heads=4, ffn=inner, mlp="swiglu", dtype="fp32")
+    config = configure(**shape, norm="rmsnorm", seq=tokens, tiles=tiles, unfused_mlp=True)
+    x = torch.randn(tokens, hidden, requires_grad=True)
+    weights = [torch.randn(hidden, inner), torch.randn(hidden, inner), torch.randn(inner, hidden)]
+    out = Tiled.apply(x, *weights, tiles)
+    given = torch.randn_like(out)
+    taken = lowtide.measure(lambda: torch.autograd.grad(out, x, given)).peak_bytes
+    stream = 2 * 4 * tokens * hidden  # of the residual and the branch, which are not made here
+    counted = backward_moments(config)["tile of the MLP"] - stream
+    assert taken == pytest.approx(float(counted), rel=0.06)
+
+
+def test_tiles_keep_the_mlp_s_input_only() -> None:
+    """Of a layer, of a recomputed one at work, and of a chunked loss as many pieces."""
+    plain, tiled = (llama(recompute="none", tiles=tiles) for tiles in (1, 16))
+    freed = sum(term.bytes for term in layer_terms(plain)) - sum(term.bytes for term in layer_terms(tiled))
+    assert freed == 3 * 2 * T * 14336
+    whole, pieces = (estimate(llama(loss="chunked", tiles=tiles)) for tiles in (1, 16))
+    assert (whole.loss["pieces"], pieces.loss["pieces"]) == (8, 16)
+    assert pieces.moments["backward"] < whole.moments["backward"] - 3 * 2 * T * 14336
+    again = iteration_flops(llama(tiles=16)).executed - iteration_flops(llama()).executed
+    assert again == L * 2 * 131072 * 3 * 4096 * 14336 < L * layer_flops(llama(), 1)
+    with pytest.raises(EstimateError, match="--tiles=4: it is for the MLP of a dense model"):
+        configure("mixtral-8x7b", tiles=4)
+
+
+def test_attention_on_hopper_nears_its_ceiling_with_longer_sequences() -> None:
+    """A kernel's share of the peak: the fitted one up to 8,192 tokens, the ceiling far beyond."""
+    known = efficiencies()["h100"]
+
+    def share(seq: int) -> float:
+        config = configure("llama3-8b", seq=seq, attention="flash-3", recompute="full")
+        flops = 4.5 * 32 * 4 * seq**2 * 4096
+        return flops / step_time(config, device("h100")).attention / 989e12
+
+    short = known.attention * known.flash_3
+    assert share(4096) == pytest.approx(short) and share(8192) == pytest.approx(short)
+    assert short < share(65536) < share(1 << 20) < known.ceiling
+    assert share(1 << 24) == pytest.approx(known.ceiling, rel=1e-3)
