@@ -162,6 +162,11 @@ class Slab:
         return found
 
 
+def is_leased(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's storage is a place in a slab (`hand_out`), which the allocator does not know."""
+    return hasattr(tensor.untyped_storage(), "lease")
+
+
 def hand_out(target: torch.Tensor) -> torch.Tensor:
     """The bytes that transfers have written, as a tensor whose storage holds the place. A transfer's thread
     may keep ``target`` itself for longer than anybody needs the bytes.

@@ -34,6 +34,7 @@ def native_recorder() -> Any:
             tables=tape.Tables,
             director=directors.PlanDirector,
             findings=verify.Findings,
+            here=tape.LiveValue.here,
             unpack=handles.unpack,
             bring_back=replay.bring_back,
             overwritten=handles.raise_overwritten,

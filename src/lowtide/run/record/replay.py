@@ -159,7 +159,7 @@ class Replay:
         if value is None:
             return
         if value.readers > 0 and value.cached is None:
-            value.cached = tensor
+            value.keep_cached(tensor)
         if self.uses[id(value)] > 0:
             self.made[id(value)] = tensor
 

@@ -18,12 +18,18 @@ from lowtide.errors import ReplayError
 from lowtide.interception import without_modes
 from lowtide.run.digest import Geometry, fingerprint, on_a_copy
 from lowtide.run.move import StoredTensor, TransferEngine
+from lowtide.store.slab import is_leased
 
 FILLED_OTHERWISE = (
     "a tensor of {nbytes} bytes that a recomputation starts from was freed after its forward "
     "(storage.resize_) and filled again with other bytes, so this step's gradients would be wrong: fill it "
     "with what it held, or keep that region with lowtide.policies.keep_all"
 )
+
+
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread computes on an accelerator; ``None`` where there are none."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
 class LiveValue:
@@ -41,13 +47,14 @@ class LiveValue:
         extent: how many of its storage's bytes were written.
         emptied: of a held one whose storage was emptied (`storage.resize_`, as FSDP does) what its bytes were
             then (`lowtide.run.digest.fingerprint`): they have to come back the same before it is read.
+        stream: of an accelerator's cached copy the stream that made it or read it last, else ``None``.
         shown: of an evicted one, a weak reference to its storage, where that outlives the forward. Once
             somebody writes to that, a tensor over it: autograd's saved tensors read what was written.
     """
 
     __slots__ = (
         "__weakref__", "cached", "digest", "emptied", "evicted", "extent", "held", "nbytes", "node",
-        "readers", "shown", "version",
+        "readers", "shown", "stream", "version",
     )  # fmt: skip
 
     def __init__(self, node: Writer | None, nbytes: int) -> None:
@@ -61,6 +68,7 @@ class LiveValue:
         self.evicted = False
         self.digest: int | None = None
         self.emptied: torch.Tensor | None = None
+        self.stream: Any = None
         self.shown: weakref.ref[torch.UntypedStorage] | torch.Tensor | None = None
 
     @classmethod
@@ -82,6 +90,25 @@ class LiveValue:
     def unchanged(self) -> bool:
         """Whether it is held, and was not written since."""
         return self.held is not None and private.version(self.held) == self.version
+
+    def keep_cached(self, copy: torch.Tensor) -> None:
+        """Cache a copy that has just been made, on the current stream."""
+        self.cached, self.stream = copy, current_stream(copy.device)
+
+    def _follow(self, copy: torch.Tensor) -> None:
+        """Let the current stream read the cached copy: after the stream that had it last, and before its
+        memory is used again.
+        """
+        now, before = current_stream(copy.device), self.stream
+        if now == before:
+            return
+        now.wait_stream(before)
+        if is_leased(copy):  # the allocator does not know a place in a slab
+            self.cached = on_a_copy(copy)
+            before.wait_stream(now)
+        else:
+            copy.record_stream(now)
+        self.stream = now
 
     def reads(self, key: int) -> bool:
         """Whether somebody has yet to read it from the storage with that key."""
@@ -145,6 +172,8 @@ class LiveValue:
             ReplayError: they have been overwritten or freed since.
         """
         if self.held is None:
+            if self.cached is not None and self.stream is not None:
+                self._follow(self.cached)
             return self.cached
         if not self.unchanged:
             raise ReplayError(

@@ -39,7 +39,8 @@ void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 
 std::pair<std::string, std::string> parted(const std::string& name) {
   size_t dot = name.find('.');
-  return dot == std::string::npos ? std::pair(name, std::string()) : std::pair(name.substr(0, dot), name.substr(dot + 1));
+  if (dot == std::string::npos) return {name, std::string()};
+  return {name.substr(0, dot), name.substr(dot + 1)};
 }
 
 void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
@@ -102,10 +103,12 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       });
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
   m.def("know", [](py::object value, py::object node, py::object tables, py::object director,
-                   py::object findings, py::object unpack, py::object bring_back, py::object overwritten) {
-    classes = new Classes{{value}, {node}, {tables}, {director}, {findings}, unpack, bring_back, overwritten};
-  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "findings"_a, "unpack"_a, "bring_back"_a,
-     "overwritten"_a);
+                   py::object findings, py::object here, py::object unpack, py::object bring_back,
+                   py::object overwritten) {
+    classes = new Classes{{value}, {node},     {tables},   {director}, {findings},
+                          here,    unpack, bring_back, overwritten};
+  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "findings"_a, "here"_a, "unpack"_a,
+     "bring_back"_a, "overwritten"_a);
   m.def("tell", [](py::object function) { watched.tell = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });

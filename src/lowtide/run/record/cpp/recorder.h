@@ -52,7 +52,7 @@ class Core {
         pack_(std::move(pack)) {
     if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type) ||
         !is_a(findings_, classes->findings.type))
-      throw py::type_error("Core(tables=, director=, findings=): these are not the classes that it was told of");
+      throw py::type_error("Core(tables=, director=, findings=): these are not the classes of `know`");
     given_ = py::reinterpret_borrow<py::dict>(classes->tables.given(tables_));
     held_ = py::reinterpret_borrow<py::dict>(classes->tables.held(tables_));
     blank_ = py::reinterpret_borrow<py::dict>(classes->tables.blank(tables_));

@@ -80,7 +80,7 @@ class Replay {
       py::object made = behind(PyTuple_GET_ITEM(output.ptr(), 1));
       if (made.is_none()) continue;
       const Tensor& result = results[PyLong_AsSize_t(PyTuple_GET_ITEM(output.ptr(), 0))];
-      if (readers_of(made) > 0 && v.cached(made) == Py_None) v.cached.set(made, wrapped(result));
+      if (readers_of(made) > 0 && v.cached(made) == Py_None) keep_cached(made, result);
       auto met = values_.find(made.ptr());
       if (met != values_.end() && met->second.uses > 0) met->second.made = result;
     }

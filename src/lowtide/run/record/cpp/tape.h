@@ -5,13 +5,17 @@
 #include "call.h"
 #include "python.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/Stream.h>
+
 namespace lowtide {
 
 struct Classes {
   struct OfValue {
     py::object type;
     Slot node{type, "node"}, nbytes{type, "nbytes"}, extent{type, "extent"}, held{type, "held"},
-        version{type, "version"}, emptied{type, "emptied"}, cached{type, "cached"}, readers{type, "readers"}, digest{type, "digest"},
+        version{type, "version"}, emptied{type, "emptied"}, cached{type, "cached"},
+        stream{type, "stream"}, readers{type, "readers"}, digest{type, "digest"},
         evicted{type, "evicted"}, shown{type, "shown"};
   } value;
   struct OfNode {
@@ -34,7 +38,7 @@ struct Classes {
     py::object type;
     Slot evicted_bytes{type, "evicted_bytes"};
   } findings;
-  py::object unpack, bring_back, overwritten;  // functions in Python
+  py::object here, unpack, bring_back, overwritten;  // functions in Python
   py::tuple nothing{0};
   py::dict no_names;
 };
@@ -50,7 +54,8 @@ inline py::object new_value(py::object node, const Tensor& shows) {
   v.version.set(value, py::int_(0));
   v.readers.set(value, py::int_(0));
   v.evicted.set(value, py::bool_(false));
-  for (const Slot* slot : {&v.held, &v.cached, &v.digest, &v.emptied, &v.shown}) slot->set(value, py::none());
+  for (const Slot* slot : {&v.held, &v.cached, &v.stream, &v.digest, &v.emptied, &v.shown})
+    slot->set(value, py::none());
   return value;
 }
 
@@ -78,7 +83,18 @@ inline void read(py::handle value) {
 // Of one that is held; Python compares what was emptied and filled again.
 inline bool is_as_recorded(py::handle value) {
   auto& v = classes->value;
-  return v.emptied(value) == Py_None && version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
+  if (v.emptied(value) != Py_None) return false;
+  return version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
+}
+
+inline c10::Stream stream_of(const Tensor& tensor) {  // on which this thread computes
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
+
+inline void keep_cached(py::handle value, const Tensor& copy) {  // LiveValue.keep_cached
+  auto& v = classes->value;
+  if (!copy.is_cpu()) v.stream.set(value, owned(THPStream_Wrap(stream_of(copy))));
+  v.cached.set(value, wrapped(copy));
 }
 
 // Undefined where the value has to be replayed, or where Python has to raise an error.
@@ -90,7 +106,11 @@ inline Tensor here(py::handle value) {
     return whole && is_as_recorded(value) ? tensor : Tensor();
   }
   PyObject* cached = v.cached(value);
-  return cached != Py_None ? THPVariable_Unpack(cached) : Tensor();
+  if (cached == Py_None) return Tensor();
+  const Tensor& copy = THPVariable_Unpack(cached);
+  py::handle stream = v.stream(value);
+  if (stream.is_none() || stream.cast<c10::Stream>() == stream_of(copy)) return copy;
+  return classes->here(value).cast<Tensor>();  // Python orders the streams
 }
 
 // What somebody has overwritten it with, if they did.
