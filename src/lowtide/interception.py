@@ -40,6 +40,11 @@ class Interceptor:
         """Run an operation: pass it on with `proceed`, and return what it returned."""
         raise NotImplementedError
 
+    @property
+    def governs(self) -> bool:
+        """Whether it decides now what autograd keeps of this thread's operations."""
+        return False
+
     core: Any = None
     """the compiled recorder that takes what it can, or `None`"""
     _thread_state: _Thread | None = None

@@ -116,10 +116,10 @@ def test_below_autograd_there_is_no_history() -> None:
 
 
 def test_torch_checkpoint() -> None:
-    """And the name of the node that the other kind leaves, which `StepTracer` goes by."""
+    """And the name of the node that the other kind leaves, which `Profiler` goes by."""
     from torch.utils.checkpoint import checkpoint
 
-    from lowtide.trace import eager
+    from lowtide.run.profile import profiler
 
     found: list[object] = []
 
@@ -135,4 +135,4 @@ def test_torch_checkpoint() -> None:
         function(x)
     none, first, second, elsewhere = found
     assert none is elsewhere is None and first is not None and second not in (None, first)
-    assert checkpoint(function, x, use_reentrant=True).grad_fn.name() == eager._REENTRANT
+    assert checkpoint(function, x, use_reentrant=True).grad_fn.name() == profiler._REENTRANT

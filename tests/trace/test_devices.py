@@ -11,17 +11,25 @@ import torch
 
 from lowtide import TraceError, private
 from lowtide.ops import Call
-from lowtide.trace import eager
+from lowtide.run.profile import costs
+from lowtide.run.profile.profiler import Profiler
 from lowtide.trace.clock import Clock
-from lowtide.trace.eager import StepTracer
 from lowtide.trace.fake import FakeTracer
 
 
+@pytest.fixture
+def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a step on a GPU is read off events, which only a GPU has."""
+    monkeypatch.setattr("lowtide.run.watch._now", lambda device: 0.0)
+
+
+@pytest.mark.usefixtures("no_events")
 def test_tensors_of_the_host_beside_a_gpu_count_no_bytes_and_are_not_evicted() -> None:
-    tracer = StepTracer(None, torch.device("cuda"))
-    with tracer:
-        assert not tracer.packs(torch.ones(100).exp())[1]
-    graph = tracer.graph()
+    profiler = Profiler(None, torch.device("cuda"))
+    profiler.costs = costs.Costs(torch.device("cpu"))
+    with profiler:
+        assert not profiler.tracer.packs(torch.ones(100).exp())[1]
+    graph = profiler.graph()
     assert [o.name for o in graph.operations] == ["aten.ones.default", "aten.exp.default"]
     assert [s.bytes for s in graph.storages] == [0, 0]
     assert [s.droppable for s in graph.saved] == [False]
@@ -37,6 +45,7 @@ def test_fake_tensors_of_two_devices() -> None:
     assert [s.droppable for s in graph.saved] == [True, False]
 
 
+@pytest.mark.usefixtures("no_events")
 def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.device] = []
 
@@ -45,14 +54,14 @@ def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.Mo
         asked.append(device)
         yield SimpleNamespace(peak_bytes=1000, live_bytes=400)
 
-    monkeypatch.setattr(eager, "peak", peak)
-    tracer = StepTracer(None, torch.device("cuda"))
-    tracer.clock = Clock(torch.device("cpu"))
-    tracer.in_region = False
-    with tracer:
+    monkeypatch.setattr(costs, "peak", peak)
+    profiler = Profiler(None, torch.device("cuda"))
+    profiler.costs.clock = Clock(torch.device("cpu"))
+    profiler.tracer.in_region = False
+    with profiler:
         torch.ones(2).exp()
     assert asked == [torch.device("cuda")] * 2
-    assert [o.scratch_bytes for o in tracer.graph().operations] == [600, 600]
+    assert [o.scratch_bytes for o in profiler.graph().operations] == [600, 600]
 
 
 @pytest.mark.parametrize("name", ["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])

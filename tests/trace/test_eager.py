@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide import TraceError
+from lowtide import TraceError, meter
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
 from lowtide.plan.simulate import Simulator, plain
-from lowtide.trace.eager import StepTracer, _Cost
+from lowtide.run.profile.costs import Cost, Costs
 
 torch.set_num_threads(1)
 N = 16
@@ -428,9 +428,9 @@ def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> N
         (torch.ops._c10d_functional.reduce_scatter_tensor.default, 256),
         (torch.ops.aten.mm.default, 0),  # what is left of another operation is counted elsewhere
     ):
-        tracer, cost = StepTracer(None, torch.device("cpu")), _Cost(is_collective="c10d" in str(func))
+        costs, cost = Costs(torch.device("cpu")), Cost(is_collective="c10d" in str(func))
         for last in (False, True):
-            tracer.measured(cost, lambda last=last: call(last))
+            costs.measured(cost, lambda last=last: call(last))
         assert cost.scratch_bytes == expected
         held.clear()
 
@@ -479,14 +479,14 @@ def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None
 def test_a_few_runs_of_what_costs_the_same_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of thousands of equal operations is not slowed down by thousands of meters."""
     opened = 0
-    peak = lowtide.trace.eager.peak
+    peak = meter.peak
 
     def counted(*args: Any) -> Any:
         nonlocal opened
         opened += 1
         return peak(*args)
 
-    monkeypatch.setattr("lowtide.trace.eager.peak", counted)
+    monkeypatch.setattr("lowtide.run.profile.costs.peak", counted)
     weight = torch.ones(16, requires_grad=True)
 
     def chain(x: torch.Tensor) -> torch.Tensor:

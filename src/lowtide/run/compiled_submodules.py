@@ -10,13 +10,15 @@ import torch
 
 from lowtide import private
 from lowtide.interception import unseen
-from lowtide.trace.eager import StepTracer
+
+Observer = Callable[[Callable[[], Any]], Any]
+"""Makes a call whose operations nobody sees."""
 
 
 class _Unrecorded:
     """A compiled call whose operations are not intercepted."""
 
-    def __init__(self, call: Callable[..., Any], observer: StepTracer | None) -> None:
+    def __init__(self, call: Callable[..., Any], observer: Observer | None) -> None:
         self.call = call
         self.observer = observer
 
@@ -24,11 +26,11 @@ class _Unrecorded:
         with unseen():
             if self.observer is None:
                 return self.call(*args, **kwargs)
-            return self.observer.opaque_call(lambda: self.call(*args, **kwargs))
+            return self.observer(lambda: self.call(*args, **kwargs))
 
 
 @contextmanager
-def left_alone(modules: Iterable[torch.nn.Module], observer: StepTracer | None = None) -> Iterator[None]:
+def left_alone(modules: Iterable[torch.nn.Module], observer: Observer | None = None) -> Iterator[None]:
     """Within the block, operations of compiled modules are not intercepted.
 
     Such a call is one opaque operation: what it returns and what it saves is kept.

@@ -1,7 +1,6 @@
-"""Look: from a step to its `StepGraph`.
+"""Write a step down: from its operations, and from what autograd saves, to the `StepGraph`.
 
-In: a step, operation by operation, and what autograd saves. Out: the graph as plain data, with the seconds
-and scratch bytes of its operations. `tracer` is what every trace is made of, `eager` writes down a step that
-runs, `fake` one that cannot run here; `costs` times operations for that one. What runs the step and stands
-between autograd and it is `lowtide.run.profile`, `lowtide.trace` among it.
+In: a step, operation by operation. Out: the graph as plain data. `tracer` writes any step down; `fake` runs
+one on tensors without memory, and `costs` times its operations; `transforms` makes of a recorded step the one
+that runs. A step that runs for real is profiled (`lowtide.run.profile`).
 """

@@ -77,8 +77,7 @@ def trace_fake(
         finally:
             tracer.closed = True
         del fake_args, fake_kwargs
-    tracer.priced = costs(tracer.specs)
-    graph = tracer.graph()
+    graph = tracer.priced(costs(tracer.specs))
     return replace(graph, resident_bytes=graph.resident_bytes + workspace_bytes(torch.device(device)))
 
 
@@ -174,15 +173,12 @@ class FakeTracer(Tracer, TorchDispatchMode):
 
     Attributes:
         specs: a call without its tensors for each signature.
-        priced: what calls of a signature cost.
     """
 
     def __init__(self, model: torch.nn.Module | None = None, device: torch.device | str = "cpu") -> None:
         TorchDispatchMode.__init__(self)
         Tracer.__init__(self, model, torch.device(device))
         self.specs: dict[Signature, OpSpec] = {}
-        self.priced: Costs = {}
-        self._described: tuple[Signature, OpSpec] | None = None  # of the operation at hand
         self._paused = False
 
     @classmethod
@@ -221,7 +217,18 @@ class FakeTracer(Tracer, TorchDispatchMode):
             constant = not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
             with private.without_fake_mode() if constant else nullcontext():
                 return private.call(func, args, kwargs)
-        return self._record(func, args, kwargs)
+        call = Call(func, args, kwargs)
+        reads, evicted = self.read_by(call), self.evicted_by_scope(call)
+        signature, spec = signature_of(func, args, kwargs)
+        result = self.run(call)
+        outputs = list(filter(has_plain_storage, tensors_of(result)))
+        fresh = [outputs[position] for position in call.fresh(outputs)]
+        if fresh or call.written:
+            self.wrote(call, reads, fresh, signature, returned=bool(outputs), evicted=evicted)
+            if signature not in self.specs:
+                sizes = [tensor.untyped_storage().nbytes() for tensor in fresh]
+                self.specs[signature] = replace(spec, output_bytes=sum(sizes))
+        return result
 
     def run(self, call: Call) -> Any:
         """What a call returns, without memory.
@@ -241,24 +248,15 @@ class FakeTracer(Tracer, TorchDispatchMode):
                     f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does "
                     "not know: pass the module that owns it as model=, or leave fake=True out"
                 )
-        self._described = signature_of(call.func, call.args, call.kwargs)
         if call.info.name == "aten._grouped_mm.default":
             return grouped(*call.args, **call.kwargs)
         return private.call(call.func, call.args, call.kwargs)
 
-    def noted(self, call: Call, index: int, fresh: list[torch.Tensor]) -> None:
-        """Beside the operation: the call without its tensors."""
-        assert self._described is not None
-        signature, spec = self._described
-        self.signatures.append(signature)
-        if signature not in self.specs:
-            sizes = [tensor.untyped_storage().nbytes() for tensor in fresh]
-            self.specs[signature] = replace(spec, output_bytes=sum(sizes))
-
-    def cost_of(self, signature: Any) -> tuple[float, int]:
-        """As it is known."""
-        cost = self.priced.get(signature)
-        return (0.0, 0) if cost is None else (cost.seconds, cost.scratch_bytes)
+    def priced(self, costs: Costs) -> StepGraph:
+        """The graph, with what calls of each signature cost; nothing where that is not known."""
+        return self.graph(
+            lambda key: (costs[key].seconds, costs[key].scratch_bytes) if key in costs else (0.0, 0)
+        )
 
     # ---- saved tensors ---------------------------------------------------------------------------
 

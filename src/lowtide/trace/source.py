@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import sys
+from types import CodeType, FrameType
 
 _NOT_ASKED = ("torch.", "lowtide.", "contextlib.", "functools.")
 _ASKED = ("lowtide.models.", "lowtide.parallel.")
 
 
-def calling_line() -> str:
+def calling_line(files: dict[CodeType, str]) -> str:
     """The innermost line that is neither PyTorch's nor lowtide's own: ``train.py:31``, or with the package
     that it is in, ``transformers/models/gpt2/modeling_gpt2.py:210``. Empty where there is none.
+
+    Args:
+        files: of code that was met before, the file as it is written here, or empty where the code is not the
+            program's.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = f"{frame.f_globals.get('__name__', '')}."
-        if not name.startswith(_NOT_ASKED) or name.startswith(_ASKED):
-            file = frame.f_code.co_filename.replace("\\", "/")
-            # of a package the path inside it, which is the same on every machine
-            parts = file.split("/")[-max(1, name.count(".")) :]
-            return f"{'/'.join(parts)}:{frame.f_lineno}"
+        code = frame.f_code
+        file = files.get(code)
+        if file is None:
+            file = files[code] = _file_of(frame)
+        if file:
+            return f"{file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def _file_of(frame: FrameType) -> str:
+    """The file of a frame's code, from its package on, which is the same on every machine; empty where the
+    code is not the program's.
+    """
+    name = f"{frame.f_globals.get('__name__', '')}."
+    if name.startswith(_NOT_ASKED) and not name.startswith(_ASKED):
+        return ""
+    file = frame.f_code.co_filename.replace("\\", "/")
+    return "/".join(file.split("/")[-max(1, name.count(".")) :])

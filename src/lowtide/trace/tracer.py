@@ -1,91 +1,141 @@
-"""What a step is made of, taken down while it runs: storages, values, saved tensors, events.
+"""What a step is made of, written down while it runs: storages, values, saved tensors, events.
 
-Comes in: each operation, and what autograd saves and asks for. Goes out: the `StepGraph`. Nothing that the
-step made is held here. Storages are followed by weak references, so the events show how long the program
-itself needs each. An in-place write makes a new version of the value.
+In: each operation, and what autograd saves and asks for. Out: the `StepGraph`. Nothing that the step made is
+held here: a storage is followed by a weak reference, so the events show how long the program itself needs
+it. An in-place write makes a new version of the value. What takes time is done once, when the step is over.
 
-`lowtide.trace.eager` records a step that runs, `lowtide.trace.fake` one on tensors without memory.
+`lowtide.run.profile` writes down a step that runs, `lowtide.trace.fake` one on tensors without memory.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import CodeType
 from typing import Any, Literal
 
 import torch
 
 from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
-from lowtide.meter.resident import gradient_of, plain_parts
-from lowtide.ops import (
-    FUNCTIONAL_COLLECTIVES,
-    IS_COLLECTIVE,
-    Call,
-    OpInfo,
-    enter,
-    has_plain_storage,
-    is_sparse,
-    tensors_of,
-)
+from lowtide.meter.resident import gradient_of
+from lowtide.ops import Call, enter
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.source import calling_line
+from lowtide.trace.transforms import in_place
 from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
+HIDDEN = "it was made by code that the dispatcher does not see"
+"""Why a value has to stay that a compiled submodule, say, returned."""
 _BEHIND = "what autograd saved of it is overwritten through .data"
 _RESIZED = "the program resizes a storage that it reads or writes"
 _INNER = "it runs in a backward inside the step, which is not recorded"
 
 
+class TracedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage of the step, while it lives.
+
+    Attributes:
+        key: as of `lowtide.private.storage_key`.
+        number: its id in the graph.
+        value: the id of its newest value.
+        phase: in which phase an operation of the step made it, or empty: it stood before.
+        resized: the program resizes it.
+        live: its value on the profiler's tape, as long as that can be recomputed.
+        held: the value that the profiler holds in its place.
+    """
+
+    __slots__ = ("held", "key", "live", "number", "phase", "resized", "value")
+    key: int
+    number: int
+    value: int
+    phase: str
+    resized: bool
+    live: Any
+    held: weakref.ref[Any] | None
+
+
+@dataclass(slots=True)
+class _Operation:  # as of `lowtide.graph.Operation`
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    phase: Literal["forward", "backward"]
+    module: str
+    random: bool
+    reason: str
+    source: str
+    region: int | None
+
+
+@dataclass(slots=True)
+class _Value:  # as of `lowtide.graph.Value`
+    storage: int
+    version: int
+    producer: int | None
+    shape: Sequence[int]
+    dtype: torch.dtype
+
+
 class Tracer:
-    """The base of who records a step.
+    """Writes a step down.
 
     Args:
         model: names parameters, buffers and modules.
         device: whose memory the graph is about: storages elsewhere count no bytes.
+        on_end: called with each storage that has ended.
 
     Attributes:
         in_region: whether what runs is the model's forward, which can be planned.
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
         signatures: for each operation, what calls share that cost the same.
-        resized: ids of the step's own storages that the program resizes.
         behind: saved tensors that were overwritten where their version counter does not tell (``.data``): a
             plain step reads what was written, so they are kept.
         unreleased: how many saved tensors autograd still holds.
         gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
+        opaque: how many calls are under way whose operations nobody sees.
+        meetings: operations in which autograd's engine added gradients of two nodes.
     """
 
-    def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        device: torch.device,
+        on_end: Callable[[TracedStorage], object] = lambda storage: None,
+    ) -> None:
         private.keep_dynamo_out()
         # autograd's graph holds the tracer, and the model may hold that
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.device = device
-        self.operations: list[Operation] = []
+        self.operations: list[_Operation] = []
         self.storages: list[Storage] = []
-        self.values: list[Value] = []
+        self.values: list[_Value] = []
         self.saved: list[Saved] = []
         self.events: list[Event] = []
         self.signatures: list[Any] = []
         self.in_region = True
         self.closed = False
-        self.resized: set[int] = set()
         self.behind: set[int] = set()
         self.unreleased = 0
         self.gradients: Gradients | None = None
+        self.opaque = 0
+        self.meetings: set[int] = set()
+        self._on_end = on_end
+        self._resized: set[int] = set()
         self._modules: list[str] = []
         self._backward_module = ""
-        self._known: dict[int, tuple[int, object]] = {}  # by storage: its id
-        self._current: dict[int, int] = {}  # id of a storage -> id of its newest value
+        self._known: dict[int, TracedStorage] = {}
         self._handed_out: dict[int, tuple[int, object]] = {}  # by storage of an unpacked tensor: its value
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._given: set[int] = set()
         self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
+        self._files: dict[CodeType, str] = {}
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
         self._regions = 0  # how many regions have begun: a scope begins one, in another scope, too
         self._kept_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
@@ -93,6 +143,11 @@ class Tracer:
             self._name_model(model)
 
     # ---- names -----------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> torch.nn.Module | None:
+        """The model, as long as others hold it."""
+        return self._model()
 
     def _name_model(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -109,19 +164,15 @@ class Tracer:
         for leaf in plain_leaves(tensor):
             self._names.setdefault(private.storage_key(leaf), (kind, name))
 
-    @property
-    def model(self) -> torch.nn.Module | None:
-        """The model, as long as others hold it."""
-        return self._model()
-
     def name_gradients(self) -> None:
         """Gradients that the step made have the names of their parameters from here on."""
         model = self.model
         for name, parameter in model.named_parameters() if model is not None else ():
             gradient = gradient_of(parameter)
             for leaf in plain_leaves(gradient) if gradient is not None else ():
-                number = self.known(leaf)
-                if number is not None and self.made(leaf):
+                storage = self.storage_of(leaf)
+                if storage is not None and storage.phase:
+                    number = storage.number
                     self.storages[number] = replace(self.storages[number], name=name)
 
     @contextmanager
@@ -160,86 +211,83 @@ class Tracer:
             self.events.append(Event(kind, index))
 
     def given(self, tensor: torch.Tensor) -> None:
-        """The caller gave it to the step: it stands to the end, used or not, since the caller of a later step
-        may hold on to it.
+        """The caller gave the tensor to the step: its storage stands to the end, used or not, since the
+        caller of a later step may hold on to it.
         """
-        self._given.add(self._storage_of(tensor))
+        self._given.add(self.registered(tensor).number)
 
-    def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
-        """The id of the tensor's storage, registered now if it is new."""
-        found = self.known(tensor)
+    def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
+        """The tensor's storage, if it has been seen."""
+        return self._known.get(private.storage_key(tensor))
+
+    def living(self) -> list[TracedStorage]:
+        """The storages that have not ended."""
+        return list(self._known.values())
+
+    def registered(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
+        """The tensor's storage; a new one is the operation ``producer``'s, or stood before the step."""
+        key = private.storage_key(tensor)
+        found = self._known.get(key)
         if found is not None:
             return found
+        hidden = producer is None and self.opaque > 0 and key not in self._names
+        if hidden:  # an operation that nobody saw has written it
+            producer = len(self.operations)
         if producer is not None:
-            kind, name = self._phase, ""
+            phase: Any = "backward" if private.in_backward() else "forward"
+            kind, name = phase, ""
         else:
-            kind, name = self._names.get(private.storage_key(tensor), ("input", ""))
+            phase = ""
+            kind, name = self._names.get(key, ("input", ""))
             if self.gradients is not None:
                 self.gradients.note(tensor)
         number, storage = len(self.storages), tensor.untyped_storage()
-        here = tensor.device.type == self.device.type
-        if not here:
+        if not (here := tensor.device.type == self.device.type):
             self._elsewhere.add(number)
         self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
-        enter(
-            self._known,
-            storage,
-            number,
-            lambda: None if number in self._given else self.event("free", number),
-        )
-        self._new_value(number, producer, tensor)
-        return number
+        found = self._known[key] = TracedStorage(storage, self._ended)
+        found.key, found.number, found.phase, found.resized = key, number, phase, False
+        found.live = found.held = None
+        found.value = len(self.values)
+        self.values.append(_Value(number, 0, producer, tensor.shape, tensor.dtype))
+        if hidden:
+            self._add_operation(HIDDEN, (), (found.value,), HIDDEN)
+            self.signatures.append((HIDDEN, producer))
+            self.event("op", producer or 0)
+        return found
 
-    def _new_value(self, storage: int, producer: int | None, tensor: torch.Tensor) -> int:
-        version = self.values[self._current[storage]].version + 1 if storage in self._current else 0
-        number = self._current[storage] = len(self.values)
-        shape, dtype = tuple(tensor.shape), _name_of(tensor.dtype)
-        self.values.append(Value(number, storage, version, producer, shape=shape, dtype=dtype))
-        return number
+    def _ended(self, storage: TracedStorage) -> None:
+        self._known.pop(storage.key, None)
+        self._on_end(storage)
+        storage.live = None
+        if storage.number not in self._given:
+            self.event("free", storage.number)
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now."""
-        key = private.storage_key(tensor)
-        found = self._handed_out.get(key)
-        if found is not None:
-            return found[0]
-        known = self._known.get(key)
-        return self._current[self._storage_of(tensor) if known is None else known[0]]
+        found = self._handed_out.get(private.storage_key(tensor)) if self._handed_out else None
+        return self.registered(tensor).value if found is None else found[0]
 
     def known(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage, if it has been seen."""
-        found = self._known.get(private.storage_key(tensor))
-        return None if found is None else found[0]
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether the step made the tensor's storage: parameters, buffers and inputs stood before."""
-        number = self.known(tensor)
-        return number is not None and self.storages[number].producer is not None
-
-    def made_in_backward(self, tensor: torch.Tensor) -> bool:
-        """Whether a backward of the step made the tensor's storage."""
-        number = self.known(tensor)
-        return number is not None and self.storages[number].kind == "backward"
+        return None if (found := self.storage_of(tensor)) is None else found.number
 
     def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> int | None:
-        """The program is about to resize a storage: its id, if the step made it.
+        """The program is about to resize a storage to ``nbytes``: its id, if the step made it.
 
         No replay touches such a storage, and what is saved in it is kept as the program holds it.
         """
-        number, _ = self._known.get(private.storage_address(storage), (None, None))
-        if self.closed or number is None or self.storages[number].producer is None:
+        found = self._known.get(private.storage_address(storage))
+        if self.closed or found is None or not found.phase:
             return None
-        self.resized.add(number)
+        number, found.resized = found.number, True
+        self._resized.add(number)
         whole = self.storages[number]
         if number not in self._elsewhere and nbytes > whole.bytes:
             self.storages[number] = replace(whole, bytes=nbytes)
         if bool(nbytes) is not bool(storage.nbytes()):
             self.event("fill" if nbytes else "empty", number)
         return number
-
-    def is_resized(self, tensor: torch.Tensor) -> bool:
-        """Whether the program has resized the tensor's storage."""
-        return bool(self.resized) and self.known(tensor) in self.resized
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -257,45 +305,61 @@ class Tracer:
             return None
         return loss_in(result)
 
-    def run(self, call: Call) -> Any:
-        """What the operation returns."""
-        raise NotImplementedError
+    def read_by(self, call: Call) -> tuple[int, ...]:
+        """The values that an operation is about to read, each once."""
+        unread = call.unread
+        return tuple(dict.fromkeys([self.value_of(t) for t in call.inputs if id(t) not in unread]))
 
-    def unfollowed(self, call: Call) -> str:
-        """Why an operation is not replayable that reads tensors which lie in no single storage."""
-        return ""
+    def evicted_by_scope(self, call: Call) -> bool | None:
+        """Whether the checkpointing scope around an operation evicts what it writes; ``None`` outside of
+        all.
+        """
+        return self._scopes[-1].evicts(call.func, call.args, call.kwargs) if self._scopes else None
 
-    def parts_of(self, result: Any) -> list[torch.Tensor]:
-        """What the sparse tensors that an operation returned are made of, where those count as its own."""
-        return []
+    def wrote(
+        self,
+        call: Call,
+        reads: tuple[int, ...],
+        fresh: Sequence[torch.Tensor],
+        signature: Any,
+        reason: str = "",
+        returned: bool = True,
+        evicted: bool | None = None,
+    ) -> int:
+        """An operation has run that wrote something: its index.
 
-    def noted(self, call: Call, index: int, fresh: list[torch.Tensor]) -> None:
-        """The operation, which made ``fresh`` storages or wrote to others, has got its place."""
-
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation and write it down, where it writes anything."""
-        call = Call(func, args, kwargs)
-        unfollowed = self.unfollowed(call) if call.others else ""
-        reads = tuple(dict.fromkeys(self.value_of(t) for t in call.inputs if id(t) not in call.unread))
-        wanted = self._scopes[-1].evicts(func, args, kwargs) if self._scopes else None
-        result = self.run(call)
-        outputs = list(filter(has_plain_storage, tensors_of(result)))
-        parts = self.parts_of(result)
-        if parts:
-            outputs += parts
-            call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
-        fresh = [outputs[position] for position in call.fresh(outputs)]
-        if not fresh and not call.written:
-            return result
-        reason = call.info.reason or unfollowed or self._unsafe(call.info, bool(outputs))
-        index = len(self.operations)
-        new = [tensor for tensor in fresh if self.known(tensor) is None]
-        writes = [self._current[self._storage_of(tensor, producer=index)] for tensor in new]
-        writes += [self._new_value(self._storage_of(tensor), index, tensor) for tensor in call.written]
-        self._add_operation(call.info.name, reads, writes, reason, call.draws(), wanted)
-        self.noted(call, index, fresh)
+        Args:
+            call: the operation.
+            reads: as `read_by` said before it ran.
+            fresh: tensors on storages that it made, one for each.
+            signature: what calls share that cost the same.
+            reason: why it is not replayable, beside what its schema says.
+            returned: whether it returned tensors.
+            evicted: as `evicted_by_scope` said.
+        """
+        index, info = len(self.operations), call.info
+        new = [tensor for tensor in fresh if self.storage_of(tensor) is None]
+        writes = [self.registered(tensor, index).value for tensor in new]
+        for tensor in call.written:
+            storage = self.registered(tensor)
+            version = self.values[storage.value].version + 1
+            storage.value = len(self.values)
+            self.values.append(_Value(storage.number, version, index, tensor.shape, tensor.dtype))
+            writes.append(storage.value)
+        reason = info.reason or reason
+        if not reason:
+            if not self.in_region:
+                reason = OUTSIDE
+            elif private.in_backward():
+                reason = _INNER
+            elif info.uninitialized:
+                reason = "it returns memory that nothing has written yet"
+            elif not returned:
+                reason = "it returns no tensor"
+        self._add_operation(info.name, reads, writes, reason, call.draws(), evicted)
+        self.signatures.append(signature)
         self.event("op", index)
-        return result
+        return index
 
     def _add_operation(
         self,
@@ -304,40 +368,17 @@ class Tracer:
         writes: Iterable[int],
         reason: str,
         random: bool = False,
-        wanted: bool | None = None,
+        evicted: bool | None = None,
     ) -> None:
-        """Append an operation; ``wanted`` is what the scope around it says, as of its director's `evicts`."""
-        index, phase = len(self.operations), self._phase
-        if wanted is False:
-            self._kept_by_scopes.add(index)
+        if evicted is False:
+            self._kept_by_scopes.add(len(self.operations))
+        backward = private.in_backward()
+        source = "" if backward else calling_line(self._files)
+        written = tuple(dict.fromkeys(writes))
+        phase, region = "backward" if backward else "forward", self._regions if evicted else None
         self.operations.append(
-            Operation(
-                index,
-                name,
-                reads,
-                tuple(dict.fromkeys(writes)),
-                phase,
-                self.module,
-                random,
-                not reason,
-                reason,
-                source=calling_line() if phase == "forward" else "",
-                region=self._regions if wanted else None,
-            )
+            _Operation(name, reads, written, phase, self.module, random, reason, source, region)
         )
-
-    @property
-    def _phase(self) -> Literal["forward", "backward"]:
-        return "backward" if private.in_backward() else "forward"
-
-    def _unsafe(self, info: OpInfo, returns_tensors: bool) -> str:
-        if not self.in_region:
-            return OUTSIDE
-        if private.in_backward():
-            return _INNER
-        if info.uninitialized:
-            return "it returns memory that nothing has written yet"
-        return "" if returns_tensors else "it returns no tensor"
 
     # ---- saved tensors ---------------------------------------------------------------------------
 
@@ -365,7 +406,8 @@ class Tracer:
     def hands_out(
         self, number: int, storage: torch.UntypedStorage | None, on_end: Callable[[], None] = lambda: None
     ) -> None:
-        """It gets one on ``storage``, made for it alone; without one, nobody can tell how long it is used,
+        """Backward gets a saved tensor on ``storage``, which was made for it alone; ``on_end`` is called when
+        that storage ends. ``None``: the tensor is the one that was kept. Nobody can tell how long it is used,
         and it stays anyway.
         """
 
@@ -394,62 +436,54 @@ class Tracer:
         """
         self._scopes.append(director)
         self._regions += 1
-        self.at_scope()
         try:
             yield
         finally:
             self._scopes.pop()
-            self.at_scope()
-
-    def at_scope(self) -> None:
-        """A checkpointing scope begins or has ended."""
 
     # ---- the whole -------------------------------------------------------------------------------
 
-    def cost_of(self, signature: Any) -> tuple[float, int]:
-        """Seconds and scratch bytes of operations with this signature."""
-        raise NotImplementedError
+    def graph(self, cost_of: Callable[[Any], tuple[float, int]] = lambda signature: (0.0, 0)) -> StepGraph:
+        """What was written down, as data; ends the trace.
 
-    def graph(self) -> StepGraph:
-        """What was recorded, as data; ends the trace."""
+        Args:
+            cost_of: from a signature to seconds and scratch bytes.
+        """
         self.closed = True
         newest: dict[int, int] = {}
-        for value in self.values:
+        for number, value in enumerate(self.values):
             if value.producer is None or self.operations[value.producer].phase == "forward":
-                newest[value.storage] = value.id
-        costs = {signature: self.cost_of(signature) for signature in set(self.signatures)}
-        stays = {s.id for s in self.storages if s.kind == "backward"} - self.resized
-        resized = {value.id for value in self.values if value.storage in self.resized}
-        for storage in self.resized:
-            newest.pop(storage, None)
-        operations = tuple(
-            replace(operation, seconds=costs[signature][0], scratch_bytes=costs[signature][1])
-            for operation, signature in zip(self.operations, self.signatures, strict=True)
-        )
+                newest[value.storage] = number
+        stays = {s.id for s in self.storages if s.kind == "backward"} - self._resized
+        storable = {number for storage, number in newest.items() if storage not in self._resized}
+        resized = {number for number, value in enumerate(self.values) if value.storage in self._resized}
         behind = {self.saved[number].value for number in self.behind}
-        for values, reason in ((resized, _RESIZED), (behind, _BEHIND)):
-            if values:
-                operations = tuple(
-                    op
-                    if not op.replayable or values.isdisjoint((*op.reads, *op.writes))
-                    else replace(op, replayable=False, reason=reason)
-                    for op in operations
-                )
-        return StepGraph(
-            operations=operations,
-            storages=tuple(self.storages),
-            values=tuple(
-                replace(v, storable=newest.get(v.storage) == v.id or v.storage in stays) for v in self.values
-            ),
-            saved=tuple(
-                replace(s, droppable=False, forced=False) if s.value in resized or s.value in behind else s
-                for s in self.saved
-            ),
-            events=tuple(self.events),
+        costs = {signature: cost_of(signature) for signature in set(self.signatures)}
+        operations: list[Operation] = []
+        for index, (op, signature) in enumerate(zip(self.operations, self.signatures, strict=True)):
+            why, touched = op.reason, (*op.reads, *op.writes) if behind or resized else ()
+            if touched and not why:
+                why = "" if behind.isdisjoint(touched) else _BEHIND
+                why = why if resized.isdisjoint(touched) else _RESIZED
+            head = (index, op.name, op.reads, op.writes, op.phase, op.module, op.random)
+            operations.append(Operation(*head, not why, why, *costs[signature], op.source, op.region))
+        values: list[Value] = []
+        for number, v in enumerate(self.values):
+            stands = number in storable or v.storage in stays
+            as_written = tuple(v.shape), _name_of(v.dtype)
+            values.append(Value(number, v.storage, v.version, v.producer, stands, *as_written))
+        fixed = behind | resized
+        graph = StepGraph(
+            tuple(operations),
+            tuple(self.storages),
+            tuple(values),
+            tuple(replace(s, droppable=False, forced=False) if s.value in fixed else s for s in self.saved),
+            tuple(self.events),
             resident_bytes=sum(s.bytes for s in self.storages if s.producer is None),
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
         )
+        return in_place(graph, self.meetings) if self.meetings else graph
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -463,15 +497,3 @@ def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
     yield model
     for child in model.children():
         yield from _open_modules(child)
-
-
-def with_collectives(graph: StepGraph) -> StepGraph:
-    """The graph with its functional collectives replayable, as they are where all ranks run them again."""
-    if any(operation.name.startswith("_c10d_functional.wait_tensor") for operation in graph.operations):
-        return graph  # someone else's, which a trace shows as an operation and a run does not
-
-    def together(op: Operation) -> Operation:
-        known = op.name in FUNCTIONAL_COLLECTIVES and op.reason == IS_COLLECTIVE
-        return replace(op, replayable=True, reason="") if known and op.phase == "forward" else op
-
-    return graph.with_operations(together)

@@ -26,7 +26,7 @@ from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import Roofline
 from lowtide.trace.costs.specs import OpCost, Signature, runnable, staging_bytes
 from lowtide.trace.fake import FakeTracer
-from lowtide.trace.tracer import with_collectives
+from lowtide.trace.transforms import with_collectives
 
 SCRATCH_SECONDS = 0.2
 """How long a round of running operations for what they allocate takes; there are as many as needed."""

@@ -175,8 +175,8 @@ class Cache:
             verified=self.verify == "never" or program in self._verified,
             backwards=profiler.watch.backwards,
             makes_graph=profiler.watch.makes_graph,
-            varies=profiler.tracer.asks,
-            checkpoints=profiler.tracer.checkpoints,
+            varies=profiler.asks,
+            checkpoints=profiler.checkpoints,
         )
         if action is Action.PLAN:
             self._plan_together(entry, graph)
@@ -211,12 +211,12 @@ class Cache:
         """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
         keeps their results from now on.
         """
-        kept = profiler.recorder.findings.kept
+        kept = profiler.tape.findings.kept
         for name, reason in kept.items():
             if name not in self.maker.kept:
                 warn(f"lowtide keeps the results of {name}: {reason}")
         self.maker.kept.update(kept)
-        if profiler.tracer.checkpoints:
+        if profiler.checkpoints:
             self.maker.warn_once(own_checkpointing(self.maker.model))
 
     def _warn_above(self, entry: Entry) -> None:

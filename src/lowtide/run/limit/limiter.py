@@ -49,7 +49,6 @@ from lowtide.run.record.native import native_recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.store.stores import Stores
-from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
@@ -299,9 +298,9 @@ class Limiter:
         """Whether other limited models take part in the step. Where one is being profiled, the profile shows
         the operations of both; whether it is one step, its end will show.
         """
-        within = [one for one in interceptors() if isinstance(one, StepTracer)]
-        for tracer in within:
-            tracer.others.append(self)
+        within = [one for one in interceptors() if isinstance(one, Profiler)]
+        for profiler in within:
+            profiler.others.append(self)
         return self.shared or bool(within)
 
     # ---- profiling -------------------------------------------------------------------------------
@@ -372,11 +371,11 @@ class Limiter:
         last = self.local.step
         if isinstance(last, ProfiledStep) and last.profiler is profiler:
             self.local.step = None
-        if profiler.blind or profiler.tracer.others:
+        if profiler.blind or profiler.others:
             if profiler.blind:
                 with self.cache.lock:
                     machine.hide(entry)
-            for limiter in profiler.tracer.others:
+            for limiter in profiler.others:
                 limiter.shared = self.shared = True
             self.measured_bytes = None  # it is that of all models together
             profiler.close()

@@ -38,7 +38,7 @@ from lowtide.run.limit.need import (
 from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_over
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
 from lowtide.run.messages import Once
-from lowtide.trace.tracer import with_collectives
+from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text
 
 Policy = str | Callable[..., Plan]

@@ -14,7 +14,6 @@ from lowtide import private
 from lowtide.interception import interceptors
 from lowtide.run.limit.key import Members
 from lowtide.run.messages import warn
-from lowtide.run.record.recorder import Recorder
 from lowtide.run.scope.scope import ScopeRecorder
 from lowtide.trace.results import tensors_inside
 
@@ -94,13 +93,13 @@ def governing() -> Iterator[None]:
 
 def governed() -> bool:
     """Whether a limited model around this one, or a scope, decides what is kept."""
-    return _governing().depth > 0 or any(isinstance(one, Recorder) for one in interceptors())
+    return _governing().depth > 0 or any(one.governs for one in interceptors())
 
 
 def why_governed() -> str:
     """What to tell of a step that is `governed`; empty where nobody would be surprised."""
-    recorders = [one for one in interceptors() if isinstance(one, Recorder)]
-    scoped = recorders and all(isinstance(one, ScopeRecorder) for one in recorders)
+    governing = [one for one in interceptors() if one.governs]
+    scoped = governing and all(isinstance(one, ScopeRecorder) for one in governing)
     return _IN_SCOPE if scoped and not _governing().depth else ""
 
 

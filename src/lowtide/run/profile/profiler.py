@@ -12,49 +12,64 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowtide import private
-from lowtide.errors import TraceError
+from lowtide.errors import PlanError, TraceError
 from lowtide.graph import StepGraph
-from lowtide.interception import interceptors, unseen
+from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import standing_workspace_bytes
-from lowtide.ops import Call, enter
+from lowtide.meter.resident import plain_parts
+from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
 from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.digest import Geometry, on_a_copy
-from lowtide.run.record.directors import RegionDirector
-from lowtide.run.record.handles import Evicted, Kept, unpack
-from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.tape import LiveValue
+from lowtide.run.digest import Geometry
+from lowtide.run.profile.costs import Cost, Costs
+from lowtide.run.profile.tape import Region, Tape
+from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.record.recorder import CAPTURED
+from lowtide.run.record.replay import draw, flat_results
 from lowtide.run.watch import StepWatch, weakly
-from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
+from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import untouched, without_history
 
+_ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
+_REENTRANT = "CheckpointFunctionBackward"
+"""Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
+_ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
 
-class Profiler:
+
+class Profiler(Interceptor):
     """Profiles one step.
 
     Args:
         model: its forward is the region that can be planned.
-        device: whose memory the graph is about.
+        device: whose memory and time are measured.
         verify: run every operation twice and compare.
         on_end: called with this once backward has ended.
 
+    Raises:
+        PlanError: a CUDA graph is being captured.
+
     Attributes:
         verified: every operation ran twice and was compared.
-        recorder: its findings name the operations that did not reproduce; what they wrote stayed.
+        tracer: writes the step down.
+        tape: brings back what autograd saved; its findings name the operations that did not reproduce.
+        costs: what operations take.
+        watch: follows the step's backward.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
         saved: what autograd holds now, by the numbers of the saved tensors.
-        watch: follows its backward.
         blind: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
+        asks: whether the forward asked for values, which may change what it does from step to step.
+        others: limited models whose forward ran within this step.
+        checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
     """
 
     def __init__(
@@ -65,43 +80,51 @@ class Profiler:
         verify: bool = True,
         on_end: Callable[[Profiler], None] | None = None,
     ) -> None:
+        if private.is_capturing():
+            raise PlanError(CAPTURED)
         self._workspace_bytes = standing_workspace_bytes(device)
-        self.tracer = StepTracer(model, device)
-        self.recorder = _LittleMemory(self, verify)
-        self.tracer.at_scope = self.recorder.at_scope
+        region = Region()
+        self.tracer = Tracer(model, device, region.forget)
+        self.tape = Tape(self.tracer, region, verify)
+        self.costs = Costs(device)
         self.verified = verify
         self.began = time.perf_counter()
+        self.saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
+        self.peak_bytes: int | None = None
+        self.blind = self.ended = self.asks = False
+        self.others: list[Any] = []
+        self.checkpoints = 0
         self._on_end = on_end
         self._stack = ExitStack()
-        self.saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self._saved_in: dict[int, list[int]] = {}  # storage: its saved tensors
         self._written: list[tuple[int, weakref.ref[torch.UntypedStorage], Geometry]] = []
-        self.tracer.after_write = self._overwritten
+        self._checkpoint_calls: Any = weakref.WeakSet()
+        self._reentrant_calls: set[Any] = set()
+        self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
+        self._hidden: dict[Any, Cost] = {}  # of calls whose operations nobody saw
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self.left))
-        self.peak_bytes: int | None = None
-        self.blind = self.ended = False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, which is the region that can be planned. What its caller does until backward has
         ended belongs to the step, too.
         """
-        tracer, recorder = self.tracer, self.recorder
+        tracer, tape = self.tracer, self.tape
         try:
             with ExitStack() as stack:
-                stack.callback(recorder.close)
+                stack.callback(tape.close)
                 for tensor in tensors_inside((args, kwargs)):
                     tracer.given(tensor)
                 stack.enter_context(tracer.following_modules())
                 model = tracer.model
                 if model is not None:
+                    begins = lambda *_: tape.boundary()  # noqa: E731
                     for block in _blocks(model):
-                        stack.callback(block.register_forward_pre_hook(recorder.at_block).remove)
-                        stack.callback(block.register_forward_hook(recorder.at_block).remove)
-                    stack.enter_context(left_alone(model.modules(), tracer))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, unpack))
-                stack.enter_context(recorder)
-                tracer.start()
-                self._stack.callback(tracer.stop)
+                        stack.callback(block.register_forward_pre_hook(begins).remove)
+                        stack.callback(block.register_forward_hook(begins).remove)
+                    stack.enter_context(left_alone(model.modules(), self.opaque_call))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+                self.start()
+                self._stack.callback(self.stop)
                 self._stack.callback(private.before_storage_resizes(self._resizes))
                 result = forward(*args, **kwargs)
             tracer.in_region = False
@@ -124,27 +147,148 @@ class Profiler:
             raise
         return result
 
-    def beside(self, result: Any, alone: Callable[[], None]) -> None:
-        """Abandon this look, and call ``alone``, if backward runs only through this other ``result``."""
+    @property
+    def governs(self) -> bool:
+        """While the forward runs."""
+        return self.tracer.in_region and not self.tracer.closed
 
-        def ends() -> None:
-            if not (self.watch.backwards or self.watch.began):
-                self.close()
-                alone()
+    # ---- operations ------------------------------------------------------------------------------
 
-        for tensor in tensors_inside(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation, measure it, and write it down; in the forward, record it on the tape."""
+        tracer = self.tracer
+        if tracer.closed:
+            return proceed(func, args, kwargs)
+        call, backward = Call(func, args, kwargs), private.in_backward()
+        info = call.info
+        reads, evicted = tracer.read_by(call), tracer.evicted_by_scope(call)
+        cost = self.costs.of(call)
+        if tracer.in_region:
+            self.asks |= info.name in _ASKS
+            self._note_checkpoint()
+        reason = "" if all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
+        records = tracer.in_region and not backward and not info.is_view and not info.waits
+        node = self.tape.node_of(call) if records else None
+        before = self.tape.copies_of(call) if node is not None else []
+        if records and call.overwritten:
+            self.tape.overwrites(call)
+        warm = not tracer.in_region or backward
+        if node is not None and call.draws():
+            result = draw(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm), call)
+        else:
+            result = self.costs.run(cost, func, args, kwargs, warm)
+        flat = flat_results(result)
+        if records and info.collective and node is not None:
+            flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
+        fresh = [(position, flat[position]) for position in call.fresh(flat)]
+        made = [tensor for _, tensor in fresh]
+        made += self._sparse_parts(call, flat, records)
+        if not made and not call.written:
+            return result
+        returned = bool(fresh) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
+        if records:
+            self.tape.overwrote(call)
+            if info.uninitialized:
+                for tensor in made:
+                    self.tape.uninitialized(tensor)
+            if node is not None and self.verified and not info.collective and not cost.trusted(info.name):
+                again = lambda run: self.costs.measured(cost, run)  # noqa: E731
+                if self.tape.reproduces(node, call, flat, before, again):
+                    cost.reproduced += 1
+                else:
+                    node = None
+        index = tracer.wrote(call, reads, made, cost, reason, returned or bool(made), evicted)
+        if node is not None:
+            self.tape.link(node, call, fresh)
+        if backward:
+            self._nodes[index] = self._node_of(call, index)
+        if call.written:
+            self._overwritten(call.written)
+        return result
 
-    def _backward_ends(self, _: StepWatch) -> None:
-        if self.tracer.closed:
-            return
-        self.blind |= self.tracer not in interceptors()
-        if self.tracer.unreleased == 0:
-            self.close()
-            self.ended = True
-            if self._on_end is not None:
-                self._on_end(self)
+    def _sparse_parts(self, call: Call, flat: list[Any], records: bool) -> list[torch.Tensor]:
+        """What the sparse tensors that an operation returned are made of. Not those of the forward: there a
+        plan counts operations, and what makes such tensors is none to it.
+        """
+        sparse = [t for t in flat if isinstance(t, torch.Tensor) and is_sparse(t)]
+        if not sparse:
+            return []
+        parts = [part for tensor in sparse for part in plain_parts(tensor)]
+        self.tape.made_sparse(parts)
+        if self.tracer.in_region and not private.in_backward():
+            return []
+        call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
+        return [parts[position] for position in call.fresh(parts)]
+
+    def _note_checkpoint(self) -> None:
+        around = private.torch_checkpoint()
+        if around is not None and around not in self._checkpoint_calls:
+            self._checkpoint_calls.add(around)
+            self.checkpoints += 1
+
+    def _node_of(self, call: Call, index: int) -> Any:
+        """The autograd node whose turn it is; whether gradients of two nodes meet in this operation, its
+        tracer is told.
+
+        A gradient that another node made is the first that is read: the engine adds the second to it, where
+        nobody else holds it. A view holds its base, and the engine adds out of place where anybody holds the
+        bytes.
+        """
+        node, tracer = private.node_key(), self.tracer
+        if node is None:
+            return None
+        if node[0] == _REENTRANT and node not in self._reentrant_calls:
+            self._reentrant_calls.add(node)
+            self.checkpoints += 1
+        if call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs:
+            reads, first = tracer.operations[index].reads, call.args[0]
+            producer = tracer.values[reads[0]].producer if reads else None
+            made = None if producer is None else self._nodes.get(producer)
+            if made not in (None, node) and private.base_of(first) is first:
+                tracer.meetings.add(index)
+        return node
+
+    def opaque_call(self, call: Callable[[], Any]) -> Any:
+        """Run code whose operations nobody sees: what it returns and what autograd saves in it shows up as
+        written by one hidden operation each.
+        """
+        tracer = self.tracer
+        cost = self._hidden.setdefault(len(tracer.operations), Cost())
+        tracer.opaque += 1
+        try:
+            result = self.costs.measured(cost, call)
+            for tensor in tensors_inside(result):
+                tracer.value_of(tensor)
+        finally:
+            tracer.opaque -= 1
+        return result
+
+    @contextmanager
+    def region(self, director: Any) -> Iterator[None]:
+        """A checkpointing scope within the step."""
+        with self.tracer.region(director):
+            self.tape.at_scope()
+            yield
+        self.tape.at_scope()
+
+    # ---- saved tensors ---------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves ``tensor``."""
+        if private.transformed():
+            return Kept(tensor)
+        if is_wrapper(tensor):
+            return Wrapped(tensor, self.pack)
+        if self.tracer.closed or not has_plain_storage(tensor):
+            return Kept(tensor)
+        self.settle()
+        with unseen():
+            number, droppable = self.tracer.packs(tensor)
+            packed = _Saved(self, number, self.tape.held_or_evicted(tensor, droppable))
+        self.saved[number] = packed
+        storage = self.tracer.values[self.tracer.saved[number].value].storage
+        self._saved_in.setdefault(storage, []).append(number)
+        return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """The program is about to resize a storage: what was saved in it is kept from here on."""
@@ -156,14 +300,8 @@ class Profiler:
                     if saved := self.saved.get(one):
                         saved.keep(storage)
 
-    def holds(self, saved: _Saved) -> None:
-        """Autograd holds it from here on."""
-        self.saved[saved.number] = saved
-        storage = self.tracer.values[self.tracer.saved[saved.number].value].storage
-        self._saved_in.setdefault(storage, []).append(saved.number)
-
     def _overwritten(self, written: list[torch.Tensor]) -> None:
-        """An operation has written to what may have been saved before."""
+        """An operation has written to what may have been saved; version counters have not moved yet."""
         self.settle()
         for tensor in written:
             number = self.tracer.known(tensor)
@@ -175,6 +313,8 @@ class Profiler:
         """Keep what was saved and then overwritten past its version counter, which has moved by now if it
         does: a plain step reads what was written.
         """
+        if not self._written:
+            return
         suspects, self._written = self._written, []
         for number, reference, where in suspects:
             saved, storage = self.saved.get(number), reference()
@@ -191,13 +331,37 @@ class Profiler:
         self.tracer.releases(number)
         self.left()
 
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def beside(self, result: Any, alone: Callable[[], None]) -> None:
+        """Abandon this profile, and call ``alone``, if backward runs only through this other ``result``."""
+
+        def ends() -> None:
+            if not (self.watch.backwards or self.watch.began):
+                self.close()
+                alone()
+
+        for tensor in tensors_inside(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
+
+    def _backward_ends(self, _: StepWatch) -> None:
+        if self.tracer.closed:
+            return
+        self.blind |= self not in interceptors()
+        if self.tracer.unreleased == 0:
+            self.close()
+            self.ended = True
+            if self._on_end is not None:
+                self._on_end(self)
+
     def left(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
         if self.tracer.unreleased == 0 and not (self.tracer.in_region or private.in_backward()):
             self.close()
 
     def close(self) -> None:
-        """End the look: the step is over, or given up."""
+        """End the profile: the step is over, or given up."""
         if not self.tracer.closed:
             self.tracer.closed = True
             self.peak_bytes = self.watch.peak_bytes
@@ -208,18 +372,23 @@ class Profiler:
         """The step; gradients that it left in the model have their parameters' names."""
         self.close()
         self.tracer.name_gradients()
-        graph = self.tracer.graph()
+        nothing = Cost()
+
+        def cost_of(signature: Any) -> tuple[float, int]:
+            cost = signature if isinstance(signature, Cost) else self._hidden.get(signature[1], nothing)
+            return cost.read()
+
+        graph = self.tracer.graph(cost_of)
         return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
 
 
 class _Saved:
     """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
 
-    __slots__ = ("__weakref__", "held", "look", "number")
+    __slots__ = ("__weakref__", "held", "number", "profiler")
 
-    def __init__(self, look: Profiler, number: int, held: Kept | Evicted) -> None:
-        self.look, self.number, self.held = look, number, held
-        look.holds(self)
+    def __init__(self, profiler: Profiler, number: int, held: Kept | Evicted) -> None:
+        self.profiler, self.number, self.held = profiler, number, held
 
     def is_behind(self) -> bool:
         """Whether it is evicted, and its version counter says that it was not overwritten."""
@@ -236,17 +405,17 @@ class _Saved:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
-        self.look.watch.backward_begins()
-        self.look.settle()
+        self.profiler.watch.backward_begins()
+        self.profiler.settle()
         try:
             with unseen():
                 return self._unpack()
         except BaseException:  # backward ends here without a hook
-            self.look.close()
+            self.profiler.close()
             raise
 
     def _unpack(self) -> torch.Tensor:
-        tracer = self.look.tracer
+        tracer = self.profiler.tracer
         tracer.unpacks(self.number)
         tensor = self.held.unpack()
         if isinstance(self.held, Kept):
@@ -258,7 +427,7 @@ class _Saved:
         return alone
 
     def __del__(self) -> None:
-        self.look.released(self.number)
+        self.profiler.released(self.number)
 
 
 def profile_aside(
@@ -267,7 +436,7 @@ def profile_aside(
     step: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    loss_of: Callable[[StepTracer, Any], torch.Tensor | None],
+    loss_of: Callable[[Tracer, Any], torch.Tensor | None],
     verify: bool = True,
 ) -> tuple[Profiler, StepGraph]:
     """Profile a step that is no training step: gradients, buffers, module attributes and random states are
@@ -280,23 +449,23 @@ def profile_aside(
         loss_of: the loss in the forward's result; ``None`` where it has run its own backward.
     """
     with untouched(modules) as gradients, torch.enable_grad():
-        look = Profiler(modules[0] if modules else None, device, verify=verify)
-        look.tracer.gradients = gradients
+        profiler = Profiler(modules[0] if modules else None, device, verify=verify)
+        profiler.tracer.gradients = gradients
         given, named = without_history((args, kwargs))
-        result = look.run(step, given, named)
+        result = profiler.run(step, given, named)
         try:
-            loss = loss_of(look.tracer, result)
+            loss = loss_of(profiler.tracer, result)
             if loss is not None:
                 del result
                 loss.backward()
-                if look.tracer.saved and not any(event.kind == "unpack" for event in look.tracer.events):
+                if profiler.tracer.saved and not any(e.kind == "unpack" for e in profiler.tracer.events):
                     raise TraceError(
                         "the loss does not depend on the model: its backward did not reach the model at all. "
                         "A loss_fn is given the model's output and has to compute the loss from that"
                     )
-            return look, look.graph()
+            return profiler, profiler.graph()
         finally:
-            look.close()
+            profiler.close()
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -320,116 +489,3 @@ def _members(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     else:
         for child in children:
             yield from _members(child)
-
-
-class _LittleMemory(Recorder):
-    """Evicts everything, and keeps copies of the inputs of blocks.
-
-    Args:
-        look: its tracer knows which tensors the step made.
-        verify: as of `lowtide.run.record.recorder.Recorder`.
-    """
-
-    def __init__(self, look: Profiler, verify: bool) -> None:
-        super().__init__(RegionDirector(), verify=verify)
-        self.check = False  # what ran twice needs no digests
-        self._look, self._tracer = look, look.tracer
-        self._ends: dict[int, object] = {}
-        self._evicted: set[LiveValue] = set()
-        self._evicted_bytes = self._kept_bytes = 0
-
-    def _packed(self, tensor: torch.Tensor) -> Any:
-        if self._tracer.closed:
-            return Kept(tensor)
-        self._look.settle()
-        with unseen():
-            number, droppable = self._tracer.packs(tensor)
-            return _Saved(self._look, number, self._held_or_evicted(tensor, droppable))
-
-    def _held_or_evicted(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
-        key = private.storage_key(tensor)
-        entry = self.tables.given.get(key)
-        # what is blank is written after it was saved, as rrelu does with its noise: there is nothing to copy
-        if (
-            key in self.tables.blank
-            or self._tracer.is_resized(tensor)
-            or (entry is None and not (droppable and self._tracer.made(tensor)))
-        ):
-            return Kept(tensor)
-        value = entry[0] if entry is not None else self._value_of(tensor)
-        if value.node is not None and value not in self._evicted:
-            self._divide(value)
-        return self._evict(value, tensor)
-
-    def _divide(self, evicted: LiveValue) -> None:
-        """Begin a region where few bytes cross.
-
-        That is once the region's evicted bytes are more than all kept ones, and than four times those that
-        the program still holds of it.
-        """
-        self._evicted.add(evicted)
-        self._evicted_bytes += evicted.nbytes
-        if self._evicted_bytes > self._kept_bytes:
-            crossing_bytes = sum(value.nbytes for value, _ in self.tables.given.values())
-            if self._evicted_bytes > 4 * crossing_bytes:
-                self.boundary()
-
-    def _second_run(self, call: Callable[[], Any]) -> Any:
-        return self._tracer.measured_run(call, warm=True)
-
-    def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The tracer's, which has passed the operation on."""
-        call = self._tracer.call
-        return call if call is not None and call.args is args else super()._call_of(func, args, kwargs)
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return apart(func, args, kwargs, lambda run: self._tracer.measured_run(run, warm=False))
-
-    def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's, but tensors that the step made are kept as copies, so that the originals are
-        freed when the program releases them.
-
-        Not those of a backward inside the forward. Every plan keeps them, and autograd adds in place to what
-        no saved tensor holds.
-        """
-        key = private.storage_key(tensor)
-        if key in self.tables.given or not self._tracer.made(tensor) or self._tracer.made_in_backward(tensor):
-            return super()._value_of(tensor)
-        reference = self.tables.held.get(key)
-        value = reference() if reference is not None else None
-        if value is None:
-            value = LiveValue.stored(on_a_copy(tensor, lazy=not self._tracer.is_resized(tensor)))
-            self._kept_bytes += value.nbytes
-            held = self.tables.held
-            held[key] = weakref.ref(value)
-            enter(self._ends, tensor.untyped_storage(), None, lambda: held.pop(key, None))
-        return value
-
-    def may_keep(self, tensor: torch.Tensor) -> bool:
-        """As the recorder's, but nothing that the step made: it would be kept until backward."""
-        return self._tracer.stands(tensor)
-
-    def boundary(self) -> None:
-        """As the recorder's, but kept values stay registered: they are copied when they are overwritten."""
-        self.tables.given.clear()
-        self._evicted.clear()
-        self._evicted_bytes = 0
-
-    def close(self) -> None:
-        """As the recorder's."""
-        self._watch()
-        super().close()
-
-    def at_block(self, *_: Any) -> None:
-        """A block begins or has ended."""
-        self.boundary()
-
-    def at_scope(self) -> None:
-        """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a region
-        begins there if that is small beside what is evicted.
-        """
-        if self._evicted_bytes > 2 * sum(value.nbytes for value, _ in self.tables.given.values()):
-            self.boundary()
-
-    def _copy_on_write(self, written: list[torch.Tensor]) -> None:
-        super()._copy_on_write([tensor for tensor in written if not self._tracer.made(tensor)])

@@ -17,8 +17,8 @@ from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import with_overhead
 from lowtide.run.profile.profiler import profile_aside
 from lowtide.trace.costs.measure import measure_costs
-from lowtide.trace.eager import StepTracer
 from lowtide.trace.fake import trace_fake
+from lowtide.trace.tracer import Tracer
 
 
 def trace(
@@ -68,7 +68,7 @@ def trace(
     if fake:
         graph = trace_fake(step, args, kwargs, modules, device, measure_costs if costs else lambda specs: {})
     else:
-        _, graph = profile_aside(modules, device, step, args, kwargs, StepTracer.loss_of)
+        _, graph = profile_aside(modules, device, step, args, kwargs, Tracer.loss_of)
     if costs:
         return with_overhead(graph)
     return graph.with_operations(lambda op: replace(op, seconds=0.0, scratch_bytes=0), plain_seconds=0.0)

@@ -83,6 +83,11 @@ class Recorder(Interceptor):
                 program=program,
             )
 
+    @property
+    def governs(self) -> bool:
+        """As long as it is active."""
+        return True
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Intercept operations and saved tensors; afterwards only autograd's graph holds the tape."""

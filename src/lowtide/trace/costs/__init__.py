@@ -2,5 +2,5 @@
 
 In: calls without their tensors (`OpSpec`). Out: an `OpCost` for each. `measure` runs each alone, on made-up
 inputs; what cannot be run, or would take too long, is estimated by a `Roofline`. A step that really runs is
-timed as it runs and needs none of this (`lowtide.trace.eager`).
+timed as it runs and needs none of this (`lowtide.run.profile.costs`).
 """

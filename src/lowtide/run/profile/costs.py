@@ -1,0 +1,168 @@
+"""What the operations of a profiled step cost: seconds and scratch bytes, measured while it runs.
+
+In: a call that is about to run. Out: a `Cost`, which calls share that cost the same: the median of a few runs
+says how long they take, the most of any how much they allocate beside their results.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.interception import proceed, unseen
+from lowtide.meter import Peak, measurable, peak
+from lowtide.ops import Call, op_info, written_tensors
+from lowtide.trace.clock import Clock
+from lowtide.trace.results import tensors_inside
+
+RUNS = 5
+"""So many runs of what costs the same are measured; more of them say little more."""
+_TIDY_SECONDS = 0.1
+"""At most so long a profile waits for the threads of one collective to let go of its buffers."""
+
+
+class Cost:
+    """What was measured of calls that cost the same.
+
+    Attributes:
+        is_collective: they return what a collective made.
+        warm, cold: read the seconds of runs; cold ones are the first of operations that run twice.
+        scratch_bytes: the most of any run.
+        reproduced: how many second runs gave the same bytes as the first.
+    """
+
+    __slots__ = ("cold", "is_collective", "reproduced", "scratch_bytes", "warm")
+
+    def __init__(self, is_collective: bool = False) -> None:
+        self.is_collective, self.scratch_bytes, self.reproduced = is_collective, 0, 0
+        self.warm: list[Callable[[], float]] = []
+        self.cold: list[Callable[[], float]] = []
+
+    def trusted(self, name: str) -> bool:
+        """Whether operations of this kind, and of this name, need no second run any more: what is not of ATen
+        may depend on more than its arguments.
+        """
+        return self.reproduced >= RUNS and name.startswith("aten.")
+
+    def read(self) -> tuple[float, int]:
+        """The median of the warm runs, of cold ones where there are none, and the most scratch."""
+        runs = self.warm or self.cold
+        return statistics.median(read() for read in runs) if runs else 0.0, self.scratch_bytes
+
+
+class Costs:
+    """The costs of one step's operations.
+
+    Args:
+        device: whose memory and time are measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.clock = Clock(device)
+        # bytes come and go in the memory of the step's device: its own meter reads them
+        self._meters = measurable(device)
+        self._known: dict[Any, Cost] = {}
+
+    def of(self, call: Call) -> Cost:
+        """What calls share that take as long as this one: the overload, and the shapes, strides and types of
+        its arguments.
+        """
+        named = tuple([(name, _form(item)) for name, item in call.kwargs.items()]) if call.kwargs else ()
+        key = (call.info.name, tuple([_form(item) for item in call.args]), named)
+        found = self._known.get(key)
+        if found is None:
+            is_collective = _is_functional_collective(call.func) and not call.info.written
+            found = self._known[key] = Cost(is_collective)
+        return found
+
+    def measured(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
+        """What ``call`` returns; its seconds and scratch count for ``cost``, of which a few are enough."""
+        runs = cost.warm if warm else cost.cold
+        if len(runs) >= RUNS and not cost.is_collective:
+            return call()
+        if not self._meters:
+            result, seconds = self.clock.time(call)
+        else:
+            with peak(self.device) as seen:
+                result, seconds = self.clock.time(call)
+                left = max(0, seen.live_bytes)
+                if self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
+                    left = sum(tensor.nbytes for tensor in tensors_inside(result))
+                    _await_threads(seen, left)
+            cost.scratch_bytes = max(cost.scratch_bytes, seen.peak_bytes - left)
+        runs.append(seconds)
+        return result
+
+    def run(self, cost: Cost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool) -> Any:
+        """What an operation returns, measured; a functional collective is waited for, and moves copies.
+
+        The threads that carry out a collective hold its buffers until they have tidied up, so only copies let
+        the step's own tensors end where the program lets go of them.
+        """
+        if _is_functional_collective(func) and not op_info(func).waits:
+            return self._moved_in_copies(cost, func, args, kwargs, warm)
+        if len(cost.warm if warm else cost.cold) >= RUNS:
+            return proceed(func, args, kwargs)
+        return self.measured(cost, lambda: proceed(func, args, kwargs), warm)
+
+    def _moved_in_copies(
+        self, cost: Cost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
+    ) -> Any:
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            copies.append((tensor, tensor.clone()))
+            return copies[-1][1]
+
+        with unseen():
+            given, named = private.tree_map_only(torch.Tensor, copied, (args, kwargs))
+        result = self.measured(cost, lambda: _waited_for(proceed(func, given, named)), warm)
+        written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
+        with unseen():
+            if not written:
+                return private.tree_map_only(torch.Tensor, torch.clone, result)
+            for tensor, copy in copies:
+                if id(copy) in written:
+                    tensor.copy_(copy)
+        originals = {private.storage_key(copy): tensor for tensor, copy in copies}
+        return private.tree_map_only(
+            torch.Tensor, lambda tensor: originals[private.storage_key(tensor)], result
+        )
+
+
+def _is_functional_collective(func: Any) -> bool:
+    return getattr(func, "namespace", "") == "_c10d_functional"
+
+
+def _waited_for(result: Any) -> Any:
+    return private.tree_map_only(torch.Tensor, private.wait_for_collective, result)
+
+
+def _await_threads(seen: Peak, left: int) -> None:
+    """Wait until the threads that carried out a collective hold nothing but the ``left`` bytes that it
+    returns: what they let go of later would look like scratch of another operation.
+    """
+    deadline = time.perf_counter() + _TIDY_SECONDS
+    while seen.live_bytes > left and time.perf_counter() < deadline:
+        time.sleep(0)
+
+
+def _form(item: Any) -> Any:
+    """What an argument adds to an operation's cost."""
+    if isinstance(item, torch.Tensor):
+        if item.layout is torch.strided and not item.is_nested:
+            return (item.shape, item.dtype, item.stride())
+        if item.is_nested and item.layout is torch.strided:  # it has no shape, and PyTorch aborts where asked
+            return (item.numel(), item.dtype)
+        if item.layout is torch.sparse_coo:  # one that is not coalesced is sorted first, in a copy
+            return (item.shape, item.dtype, private.stored_elements(item), item.is_coalesced())
+        return (item.shape, item.dtype, None)
+    if isinstance(item, (tuple, list)):
+        return tuple([_form(part) for part in item])
+    return item if isinstance(item, (int, float, bool, str, torch.dtype)) else type(item)

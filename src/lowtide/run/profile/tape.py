@@ -1,0 +1,349 @@
+"""The tape of a profiled step: what its forward ran, so that backward can bring back what autograd saves.
+
+Every operation that can be replayed is recorded, and nothing that it wrote is held. What replays start from
+is held as a copy (copy on write), so that the step's own tensors end where the program lets go of them:
+inputs of blocks, and what crosses where few bytes do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from lowtide import private, writes
+from lowtide.meter.resident import plain_parts
+from lowtide.ops import Call, covers_storage, enter, is_sparse
+from lowtide.run.digest import digest, on_a_copy, reach
+from lowtide.run.record.handles import Evicted, Kept
+from lowtide.run.record.tape import LiveValue, Node, Overwrite, Ref, SparseInput
+from lowtide.run.record.verify import Findings, copy_of, why_not_reproduced
+from lowtide.trace.tracer import TracedStorage, Tracer
+
+_UNSEEN = "its result was written by code that the dispatcher does not see"
+_READ_UNSEEN = "what it had read was overwritten by code that the dispatcher does not see"
+
+
+class Region:
+    """Values that can be recomputed from where few bytes crossed, while the program holds their storages.
+
+    Attributes:
+        storages: their storages; those that have no value any more included.
+        nbytes: of the values.
+    """
+
+    def __init__(self) -> None:
+        self.storages: list[TracedStorage] = []
+        self.nbytes = 0
+
+    def add(self, storage: TracedStorage, value: LiveValue) -> None:
+        """The storage has this value now."""
+        self.forget(storage)
+        storage.live = value
+        self.nbytes += value.nbytes
+        self.storages.append(storage)
+
+    def forget(self, storage: TracedStorage) -> None:
+        """The storage has ended, or nothing recomputes what it shows now."""
+        if storage.live is not None:
+            self.nbytes -= storage.live.nbytes
+            storage.live = None
+
+    def end(self) -> None:
+        """Forget all."""
+        for storage in self.storages:
+            self.forget(storage)
+        self.storages.clear()
+
+
+class Tape:
+    """Records the forward of a profiled step.
+
+    Args:
+        tracer: knows the step's storages.
+        region: forgets those that end.
+        verify: run each operation twice and compare, and compare what is read with what was written.
+
+    Attributes:
+        findings: which operations did not reproduce; what they wrote is held.
+    """
+
+    def __init__(self, tracer: Tracer, region: Region, verify: bool) -> None:
+        self.verify = verify
+        self.findings = Findings()
+        self._tracer = tracer
+        self._order = 0
+        self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
+        self._blank: dict[int, object] = {}  # memory that nothing has written yet
+        self._region = region
+        self._evicted: set[LiveValue] = set()  # of this region
+        self._evicted_bytes = self._held_bytes = 0
+        self._starts = writes.Watch()
+
+    # ---- operations ------------------------------------------------------------------------------
+
+    def node_of(self, call: Call) -> Node | None:
+        """The node of a call about to be made, or ``None`` where it cannot be replayed."""
+        info = call.info
+        if (info.reason and not info.collective) or info.uninitialized or call.writes_others:
+            return None
+        if call.others and not all(map(self.stood_before, call.others)):
+            return None
+        if self._blank and any(
+            private.storage_key(t) in self._blank for t in call.inputs if id(t) not in call.unread
+        ):
+            return None
+        device = next((t.device for t in (*call.inputs, *call.others)), None)
+        node = Node(call.func, self._order, device or torch.device(call.kwargs.get("device") or "cpu"))
+        self._order += 1
+        node.statistics = tuple(call.statistics)
+        try:
+            node.args = [self._argument(item, call, node) for item in call.args]
+            node.kwargs = {name: self._argument(item, call, node) for name, item in call.kwargs.items()}
+        except _Unrecordable:
+            return None
+        return node
+
+    def _argument(self, item: Any, call: Call, node: Node) -> Any:
+        """An argument with `Ref` in place of tensors; the node is told what it reads and overwrites."""
+        if not isinstance(item, torch.Tensor):
+            if isinstance(item, (tuple, list)):
+                return [self._argument(part, call, node) for part in item]
+            return item
+        if call.others and is_sparse(item):
+            return SparseInput(item)
+        overwrites = id(item) in call.redone
+        if overwrites and id(item) in call.unread:
+            value = LiveValue(None, item.untyped_storage().nbytes())
+        else:
+            value = self._value_of(item)
+            node.inputs.append(value)
+            if overwrites and value.held is not None:
+                raise _Unrecordable
+        ref = Ref(value, item)
+        if overwrites:
+            node.written.append(Overwrite(ref, id(item) not in call.unread))
+        return ref
+
+    def copies_of(self, call: Call) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor that a call overwrites, with a copy: a second run starts from it."""
+        return [(tensor, copy_of(tensor)) for tensor in call.overwritten] if self.verify else []
+
+    def overwrites(self, call: Call) -> None:
+        """A call is about to overwrite tensors: what replays start from is copy_of, unless the step made it,
+        for then it is a copy.
+        """
+        for tensor in call.overwritten:
+            storage = self._tracer.storage_of(tensor)
+            if storage is None or storage.phase:
+                continue
+            value = _held(storage)
+            if value is not None and value.held is not None and value.readers > 0:
+                value.held = on_a_copy(value.held)
+                value.version = private.version(value.held)
+
+    def overwrote(self, call: Call) -> None:
+        """A call has overwritten tensors: their values are forgotten."""
+        for tensor in call.overwritten:
+            if self._blank and (not call.info.fills or covers_storage(tensor)):
+                self._blank.pop(private.storage_key(tensor), None)
+            storage = self._tracer.storage_of(tensor)
+            if storage is not None:
+                self._region.forget(storage)
+                storage.held = None
+
+    def uninitialized(self, tensor: torch.Tensor) -> None:
+        """Nothing has written the tensor's memory yet."""
+        enter(self._blank, tensor.untyped_storage(), None)
+
+    def reproduces(
+        self,
+        node: Node,
+        call: Call,
+        flat: list[Any],
+        before: list[tuple[torch.Tensor, torch.Tensor]],
+        around: Callable[[Callable[[], Any]], Any],
+    ) -> bool:
+        """Whether a second run of an operation gives the bytes of the first.
+
+        Args:
+            node, call, flat, before, around: as of `lowtide.run.record.verify.why_not_reproduced`.
+        """
+        reason = why_not_reproduced(node, call, flat, before, around)
+        if reason:
+            self.findings.kept.setdefault(call.info.name, reason)
+        return not reason
+
+    def link(
+        self,
+        node: Node,
+        call: Call,
+        fresh: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Note what a recorded call wrote as recomputable by its node.
+
+        Args:
+            node: of the call.
+            call: it has run, and its storages are registered.
+            fresh: tensors on storages that it made, one for each, with their positions among the results.
+        """
+        loose = call.loose
+        for position, tensor in fresh:
+            value = self._register(node, tensor, 0 if position in loose else reach(tensor))
+            node.outputs.append((position, weakref.ref(value)))
+        for old, tensor in zip(node.written, call.written, strict=False):
+            value = self._register(node, tensor, max(old.ref.value.extent, reach(tensor)))
+            old.new = weakref.ref(value)
+        node.complete()
+
+    def _register(self, node: Node, tensor: torch.Tensor, extent: int) -> LiveValue:
+        value = LiveValue(node, tensor.untyped_storage().nbytes())
+        value.extent = extent
+        if self.verify:
+            value.digest = digest(tensor, extent)
+        self._region.add(self._tracer.registered(tensor), value)
+        return value
+
+    def stood_before(self, tensor: torch.Tensor) -> bool:
+        """Whether a sparse tensor stood before the step: what reads it can run again."""
+        return is_sparse(tensor) and not any(
+            private.storage_key(part) in self._sparse or self._made(part) for part in plain_parts(tensor)
+        )
+
+    def made_sparse(self, parts: Sequence[torch.Tensor]) -> None:
+        """The step made a sparse tensor of these parts."""
+        for part in parts:
+            enter(self._sparse, part.untyped_storage(), None)
+
+    def _made(self, tensor: torch.Tensor) -> bool:
+        storage = self._tracer.storage_of(tensor)
+        return storage is not None and bool(storage.phase)
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def _value_of(self, tensor: torch.Tensor) -> LiveValue:
+        """The present value of a tensor; one that is not recomputable is held from here on.
+
+        Tensors that the step made are held as copies, so that the originals are freed when the program
+        releases them. Not those of a backward inside the forward: every plan keeps them, and autograd adds in
+        place to what no saved tensor holds.
+        """
+        storage = self._tracer.storage_of(tensor)
+        if storage is None:  # backward was handed it
+            return LiveValue.stored(tensor)
+        value = storage.live
+        if value is not None:
+            if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
+                value = self._written_unseen(storage, tensor)
+            return value
+        copies = storage.phase == "forward"
+        value = _held(storage) if not copies else storage.held() if storage.held is not None else None
+        if value is None:
+            if copies:
+                value = LiveValue.stored(on_a_copy(tensor, lazy=not storage.resized))
+                self._held_bytes += value.nbytes
+            else:
+                value = LiveValue.stored(tensor)
+            storage.held = weakref.ref(value)
+        return value
+
+    def _written_unseen(self, storage: TracedStorage, tensor: torch.Tensor) -> LiveValue:
+        """Code that the dispatcher does not see has overwritten ``tensor``: hold its present value.
+
+        Operations that read the old one cannot be replayed, since no copy of it exists.
+        """
+        value = storage.live
+        self.findings.kept.setdefault(str(value.node.func), _UNSEEN)
+        for other in self._region.storages:
+            node = other.live.node if other.live is not None else None
+            if node is not None and any(read is value for read in node.inputs):
+                self.findings.kept.setdefault(str(node.func), _READ_UNSEEN)
+        new = LiveValue.stored(tensor)
+        value.node, value.digest = None, None
+        value.held, value.version = new.held, (-1 if value.readers else new.version)
+        self._region.forget(storage)
+        storage.held = weakref.ref(new)
+        return new
+
+    # ---- regions ---------------------------------------------------------------------------------
+
+    def boundary(self) -> None:
+        """Begin a region: what was made before is held from here on where replays need it. What is held
+        already stays known: it is a copy.
+        """
+        self._region.end()
+        self._evicted.clear()
+        self._evicted_bytes = 0
+
+    def at_scope(self) -> None:
+        """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a region
+        begins there if that is small beside what is evicted.
+        """
+        if self._evicted_bytes > 2 * self._region.nbytes:
+            self.boundary()
+
+    def close(self) -> None:
+        """The forward is over: autograd's graph holds what saved tensors need, and nobody else anything.
+
+        From here on others see operations: what replays start from is copy_of before it is overwritten, and
+        what was evicted of storages that live on is read from them once they were.
+        """
+        self._starts.add({s.key: s.held for s in self._tracer.living() if s.held is not None})
+        alive: dict[int, weakref.ref[LiveValue]] = {}
+        for storage in self._region.storages:
+            value = storage.live
+            if value is not None and value.evicted and value.readers:
+                value.shown, alive[storage.key] = storage, weakref.ref(value)
+        self._starts.add(alive)
+        self.boundary()
+        self._blank.clear()
+        del self._starts  # evicted tensors keep it
+
+    # ---- saved tensors ---------------------------------------------------------------------------
+
+    def held_or_evicted(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
+        """What autograd holds in place of a saved tensor, which a plan may evict if it is ``droppable``."""
+        storage = self._tracer.storage_of(tensor)
+        value = None if storage is None else storage.live
+        # what is blank is written after it was saved, as rrelu does with its noise: there is nothing to copy
+        if (
+            storage is None
+            or (self._blank and storage.key in self._blank)
+            or storage.resized
+            or (value is None and not (droppable and storage.phase))
+        ):
+            return Kept(tensor)
+        if value is None:
+            value = self._value_of(tensor)
+        elif self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
+            self._written_unseen(storage, tensor)
+            return Kept(tensor)
+        if value.node is not None and value not in self._evicted:
+            self._divide(value)
+        if not value.evicted:
+            value.evicted = True
+            self.findings.evicted_bytes += value.nbytes
+        return Evicted(Ref(value, tensor), tensor, None, starts=self._starts)
+
+    def _divide(self, evicted: LiveValue) -> None:
+        """Begin a region where few bytes cross.
+
+        That is once the region's evicted bytes are more than all held ones, and than four times those that
+        the program still holds of it.
+        """
+        self._evicted.add(evicted)
+        self._evicted_bytes += evicted.nbytes
+        if self._evicted_bytes > max(self._held_bytes, 4 * self._region.nbytes):
+            self.boundary()
+
+
+def _held(storage: TracedStorage) -> LiveValue | None:
+    """The value that is held in the storage's place, if the storage was not written since."""
+    value = storage.held() if storage.held is not None else None
+    return value if value is not None and value.unchanged else None
+
+
+class _Unrecordable(Exception):
+    """An argument cannot be described by value and geometry."""
