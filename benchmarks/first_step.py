@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.cases import WithLoss, gpt
 from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of, total_peak
 from lowtide import limit_memory
-from lowtide.plan.search.planner import planner_of
+from lowtide.plan.search.search import search_of
 from lowtide.run.limit.planning import PlanMaker
 
 BUDGETS = ("70%", "min")
@@ -235,7 +235,7 @@ def row_of(case: Case, budget: str, rounds: int) -> dict[str, Any]:
         step = step_of(model, batch)
         step()
         plain = statistics.median(_seconds(step) for _ in range(5))
-        planner_of.cache_clear()
+        search_of.cache_clear()
         model.zero_grad(set_to_none=True)
         handle = limit_memory(model, budget=budget)
         with _Clocked() as searched:

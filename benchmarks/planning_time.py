@@ -21,7 +21,7 @@ from benchmarks.cases import gpt
 from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of
 from lowtide import BudgetError, limit_memory
 from lowtide.plan import make, plain
-from lowtide.plan.search.planner import planner_of
+from lowtide.plan.search.search import search_of
 
 LIMIT_SECONDS = {12: 2.0, 24: 4.0}
 """Layers -> what planning may take, the step itself apart."""
@@ -101,7 +101,7 @@ def _seconds(call: Any) -> float:
 
 
 def _forget() -> None:
-    planner_of.cache_clear()
+    search_of.cache_clear()
 
 
 def first_of_the_process() -> float:

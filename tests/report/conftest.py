@@ -5,8 +5,8 @@ from synthetic import transformer
 
 from lowtide import policies
 from lowtide.plan import make
+from lowtide.plan.blocks import sqrt_stored
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.split.blocks import sqrt_stored
 from lowtide.report import Measured, Report, make_report
 from lowtide.report.tradeoff import tradeoff
 

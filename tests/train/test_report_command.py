@@ -113,7 +113,7 @@ def test_other_budgets_are_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> 
     handle = lowtide.limit_memory(model, "100%")
     model(torch.randn(512, 64)).sum().backward()
     first = handle.make_report()
-    monkeypatch.setattr("lowtide.report.tradeoff.planner_of", None)
+    monkeypatch.setattr("lowtide.report.tradeoff.search_of", None)
     handle.set_budget("95%")
     assert len(first.points) > 1 and handle.make_report().points is first.points
     handle.remove()

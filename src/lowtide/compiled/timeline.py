@@ -32,8 +32,7 @@ from lowtide.plan.data.table import ModuleRow
 from lowtide.plan.moves.placements import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.holders import holders_at_peak, parts_of
-from lowtide.plan.simulate.refusal import at_peak
+from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
 from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, STANDING
 from lowtide.trace.costs.roofline import outside_modes
 

@@ -2,9 +2,9 @@
 
 In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(graph, budget=...)``. Each
 folder knows those before it: `data` (decisions and the plan itself), `simulate` (live bytes at every event),
-`split` (stages and blocks), `moves` (what may go where), `layout` (offsets), `bound` (no plan does better),
-`search` (the least seconds within a budget), `policies` (ways to choose; each ends in `make_plan`). Policies
-import a solver, so they are loaded when one is first used.
+`blocks` (of the model, and segments), `moves` (what may go where), `layout` (offsets), `bound` (no plan does
+better), `search` (the least seconds within a budget), `policies` (ways to choose; each ends in `make_plan`).
+Policies import a solver, so they are loaded when one is first used.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.search.planner import planner_of
+from lowtide.plan.search.search import search_of
 
 POINTS = 10
 ENOUGH_SECONDS = 4.0
@@ -42,17 +42,17 @@ def tradeoff(graph: StepGraph, points: int = POINTS, seconds: float = ENOUGH_SEC
     Returns:
         The plans that were found, the largest peak first; none is both larger and slower than another.
     """
-    planner = planner_of(graph)
-    with planner.lock:
-        high, low = planner.sim.plain_peak, planner.relaxation.least_peak
+    search = search_of(graph)
+    with search.lock:
+        high, low = search.sim.plain_peak, search.relaxation.least_peak
         found = [Point(high, 0.0, 0.0)]
         began = time.perf_counter()
         for k in _parting(points - 1):
             try:
-                best = planner.solve(high - (high - low) * k // (points - 1)).simulation
+                best = search.solve(high - (high - low) * k // (points - 1)).simulation
             except BudgetError:  # below the smallest, which it has searched for
-                best = planner.smallest.simulation
-            bound = planner.relaxation.bound(best.peak_bytes, windows=False).extra_seconds
+                best = search.smallest.simulation
+            bound = search.relaxation.bound(best.peak_bytes).extra_seconds
             found.append(Point(best.peak_bytes, best.extra_seconds, min(bound, best.extra_seconds)))
             if time.perf_counter() - began > seconds:
                 break

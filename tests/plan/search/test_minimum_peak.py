@@ -17,8 +17,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import policies
 from lowtide.plan.policies.chosen import least_time
 from lowtide.plan.search.local import LocalSearch
-from lowtide.plan.search.minimum_peak import priced
-from lowtide.plan.search.planner import Planner, planner_of
+from lowtide.plan.search.search import Search, search_of
 from lowtide.plan.simulate import Simulator
 
 
@@ -43,7 +42,7 @@ def timed_anew(graph: StepGraph, seed: int) -> StepGraph:
 def smallest(graph: StepGraph) -> int:
     """What a refusal names."""
     with pytest.raises(BudgetError) as refusal:
-        Planner(graph).solve(1)
+        Search(graph).solve(1)
     assert refusal.value.smallest_bytes is not None
     return refusal.value.smallest_bytes
 
@@ -58,21 +57,21 @@ STEPS: dict[str, Callable[[], StepGraph]] = {
 @pytest.mark.parametrize("make", STEPS.values(), ids=STEPS.keys())
 def test_the_named_budget_is_met_whatever_operations_are_timed_at(make: Callable[[], StepGraph]) -> None:
     graph = make()
-    planner = Planner(graph)
+    planner = Search(graph)
     least = planner.smallest.simulation
     named = least.peak_bytes
     assert planner.solve(named).simulation.extra_seconds <= least.extra_seconds
     other = timed_anew(graph, 1)
-    planner_of.cache_clear()
+    search_of.cache_clear()
     assert least_time(other, named).predicted_peak_bytes <= named
-    assert planner_of(other).smallest.simulation.peak_bytes == named
+    assert search_of(other).smallest.simulation.peak_bytes == named
 
 
 def test_named_budgets_of_random_steps_are_met() -> None:
     for seed in range(12):
         graph = random_graph(seed, 4 + seed % 9)
         named = smallest(graph)
-        assert Planner(timed_anew(graph, seed)).solve(named).simulation.peak_bytes <= named
+        assert Search(timed_anew(graph, seed)).solve(named).simulation.peak_bytes <= named
 
 
 def test_no_simple_policy_needs_less_than_what_is_named() -> None:
@@ -82,27 +81,11 @@ def test_no_simple_policy_needs_less_than_what_is_named() -> None:
         assert policy(graph).predicted_peak_bytes >= named
 
 
-def test_the_price_of_an_operation_is_the_bytes_that_it_touches() -> None:
-    graph = transformer(2)
-    sim = Simulator(graph)
-    anew = Simulator(timed_anew(graph, 3))
-    by_bytes = priced(sim)
-    assert by_bytes.graph == priced(anew).graph
-    for op, own in zip(graph.operations, by_bytes.graph.operations, strict=True):
-        assert own.seconds == sum(
-            graph.storages[graph.values[v].storage].bytes for v in {*op.reads, *op.writes}
-        )
-    assert (
-        sim.graph is graph
-        and sim.simulate(frozenset()).peak_bytes == by_bytes.simulate(frozenset()).peak_bytes
-    )
-
-
 def test_changing_single_decisions_lowers_the_peak() -> None:
     """From everything evicted: what is stored to begin with makes the replays that stand at the peak
     shorter.
     """
-    search = LocalSearch(priced(Simulator(transformer(3))))
+    search = LocalSearch(Simulator(transformer(3)))
     start = search.candidate(frozenset())
     better = search.lower(start)
     assert better.simulation.peak_bytes < start.simulation.peak_bytes

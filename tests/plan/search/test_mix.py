@@ -23,8 +23,8 @@ from lowtide.plan.moves.placements import (
     placements_of,
 )
 from lowtide.plan.moves.supply import link_speeds
-from lowtide.plan.search.mix import MixedPlanner
-from lowtide.plan.search.planner import Planner
+from lowtide.plan.search.mix import MixedSearch
+from lowtide.plan.search.search import Search
 
 FAST, SLOW = Link(1e15, 1e15), Link(1e3, 1e3)
 CODECS = {"mask": FAST, "positive": FAST}
@@ -57,11 +57,9 @@ def graph_of(layers: int) -> StepGraph:
     return replace(graph, operations=timed, plain_seconds=sum(op.seconds for op in timed))
 
 
-def mixer_of(
-    graph: StepGraph, ways: list[Moving], links: dict[str, Link], window: int = 6144
-) -> MixedPlanner:
-    planner = Planner(graph)
-    return MixedPlanner(planner, placements_of(planner.sim, ways, links, 1), links, window)
+def mixer_of(graph: StepGraph, ways: list[Moving], links: dict[str, Link], window: int = 6144) -> MixedSearch:
+    planner = Search(graph)
+    return MixedSearch(planner, placements_of(planner.sim, ways, links, 1), links, window)
 
 
 @pytest.mark.parametrize(("speed", "codec"), [(1e15, 1e6), (3e6, 1e15), (1e6, 3e6)])
@@ -203,7 +201,7 @@ def test_speeds_are_measured_once_and_in_little_room() -> None:
 def test_codecs_are_offered_once_and_where_they_save() -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24), nn.LayerNorm(24))
     graph = lowtide.trace(lambda: model(torch.randn(64, 24)).square().mean())
-    sim = Planner(graph).sim
+    sim = Search(graph).sim
     offered = [Compress("int4"), Chain(Compress("int4"), Offload("disk")), Compress("int8"), Compress("int8")]
     ways = placements_of(sim, offered, {}, 1)
     assert {tuple(m.decision for m in rows) for rows in ways.values()} == {tuple(offered[:3])}

@@ -19,8 +19,8 @@ from lowtide.plan.simulate.holders import (
     holders_at_peak,
     parts_of,
     planned_holders,
+    refusal,
 )
-from lowtide.plan.simulate.refusal import refusal
 from lowtide.remedies import (
     ACTIVATIONS,
     BUFFERS,

@@ -24,9 +24,9 @@ from lowtide.estimate.simulation.traced import Traced, pretended_group, trace_ch
 from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
+from lowtide.plan.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
 from lowtide.plan.policies.recompute import attention_stored
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.plan.split.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
 from lowtide.progress import current
 from lowtide.trace.costs.specs import OpCost, Signature
 

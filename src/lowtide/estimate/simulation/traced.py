@@ -21,7 +21,7 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.simulation.pricing import CALL_SECONDS, pricer
 from lowtide.graph import StepGraph
-from lowtide.plan.split.blocks import block_of
+from lowtide.plan.blocks import block_of
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import Roofline
 from lowtide.trace.costs.specs import OpCost, Signature, runnable, staging_bytes

@@ -18,37 +18,31 @@ At moment t, ``natural`` is what the program itself holds, the sum is over value
 at t and are surely still held if they are stored, and ``demanded`` are the tensors that backward has unpacked
 and not yet dropped: they are there, stored or not. A stored value is surely held until its own last unpack,
 or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
-make from it.
+make from it. All other bytes that replays hold are left out, so the bound is below the true optimum (with
+whole numbers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7).
 
-Where values may also move (`lowtide.plan.moves.placements`), every value v and way k has m_vk in [0, 1]. A
-value that moves may be unpacked and, where its codec allows, replayed from, so the sum of m_vk over k joins
-s_v in the first two rows. Moving costs encoding, decoding, the executor's own time, and what a transfer takes
-from the operations beside it; waiting has rows of its own (`lowtide.plan.bound.waiting`). What waits encoded
-or cut on the device takes its bytes from the operation that made it to its last unpack; copies under way are
-left out.
+Where values may also move (`lowtide.plan.moves`), every value v and way k has m_vk in [0, 1]. A value that
+moves may be unpacked and, where its codec allows, replayed from, so the sum of m_vk over k joins s_v in the
+first two rows. Moving costs encoding, decoding, the executor's own time, and what a transfer takes from the
+operations beside it. What waits encoded or cut on the device takes its bytes from the operation that made it
+to its last unpack; copies under way are left out. Transfers hide behind what runs meanwhile, as far as there
+is time: for each tier or group, and for each direction,
 
-Where memory is tight, `lowtide.plan.bound.windows` adds a stage's backward, one backward node at a time:
-there it also counts the replayed values that wait for later nodes. All other bytes that replays hold are left
-out, so the bound is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv
-1910.02653, equations 1 and 7). `Relaxation.solve_whole` wants whole s and r, which is sharper.
+    sum of its transfers  <=  seconds of forward (out) or of backward and replays (in) + coding + waiting
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from lowtide.plan.bound.columns import Columns
-from lowtide.plan.bound.effort import Effort
-from lowtide.plan.bound.program import Floats
-from lowtide.plan.bound.waiting import add_waiting
-from lowtide.plan.bound.windows import Window
+from lowtide.plan.bound.program import Effort, Floats, Program
 from lowtide.plan.data import Links, Move
-from lowtide.plan.simulate.simulator import Bytes, Simulator
-from lowtide.plan.split.stages import Stages, find_stages
+from lowtide.plan.simulate.index import Bytes, bytes_over_time, replay_set
+from lowtide.plan.simulate.simulator import Simulator
 
 _ROUNDS = 30
 """Times that rows are added and the program is solved; stopping early leaves a lower bound."""
@@ -56,19 +50,11 @@ _ROUNDS = 30
 _ROWS_PER_ROUND = 48
 """Moments above the budget whose rows are added at a time."""
 
-_WINDOWS_PER_ROUND = 6
-"""Stages whose backward is added at a time, the tightest first."""
-
-_MOST_WINDOWS = 24
-"""Stages whose backward is added at most: each takes several hundred columns."""
-
-_WINDOW_COLUMNS = 60_000
-"""Columns of all stages' backwards together; a stage that takes more than what is left is not added. Stacks
-of layers take up to 18,000; a step through time, with thousands of operations a stage, would take millions.
-"""
-
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""
+
+Spans = list[tuple[int, int]]
+"""half-open, in events"""
 
 
 @dataclass(frozen=True)
@@ -84,11 +70,14 @@ class Bound:
     peak_bytes: int
 
 
-class Relaxation(Columns):
-    """The linear program of one step graph; `solve` answers for a budget.
+class Relaxation:
+    """The linear program of one step graph; `solve` answers for a budget. Its columns are the decisions,
+    relaxed to shares between 0 and 1: values, operations and moves, in this order.
 
     Args:
-        sim, stages, placements, links: as of `Columns`.
+        sim: the step.
+        placements: value -> the ways in which it may move.
+        links: speeds of tiers and groups.
         effort: counts what is solved, and says when to stop.
 
     Attributes:
@@ -98,95 +87,254 @@ class Relaxation(Columns):
     def __init__(
         self,
         sim: Simulator,
-        stages: Stages | None = None,
         placements: Mapping[int, Sequence[Move]] | None = None,
         links: Links | None = None,
         effort: Effort | None = None,
     ) -> None:
-        super().__init__(sim, stages or find_stages(sim), placements or {}, links or {})
+        self.sim, self.links, self.effort = sim, links or {}, effort or Effort(float("inf"))
         self.floors: dict[int, float] = {}
-        self.effort = effort or Effort(float("inf"))
-        self._budget: int | None = None  # what the program is for, where nothing was put beside it
-        self._answers: dict[bool, tuple[float, Floats]] = {}  # of this program, by whether with windows
+        self._answers: dict[int, tuple[float, Floats]] = {}
+        self.demanded = [v for v in sim.droppable if v in sim.last_unpack]
+        evictable = [v for v in self.demanded if not sim.must[v]]
+        operations = replay_set(evictable, sim.producer, sim.reads, sim.must)
+        self.values = sorted({*self.demanded, *(u for index in operations for u in sim.reads[index])})
+        self.operations = sorted(operations)
+        self.column = {v: k for k, v in enumerate(self.values)}
+        self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
+        self.first_move = len(self.values) + len(self.operations)
+        self.moves = [m for v in self.demanded for m in (placements or {}).get(v, ())]
+        self._moving: dict[int, list[tuple[int, Move]]] = {}
+        for column, m in enumerate(self.moves, self.first_move):
+            self._moving.setdefault(m.value, []).append((column, m))
+        self.count = self.first_move + len(self.moves)
+        """how many columns decide"""
+        self._tabulate(self._hand_out(), self._surely_held())
+        self._begin(0)
+
+    # ---- what a decision costs and allows --------------------------------------------------------
+
+    def _seconds_of(self, index: int) -> float:
+        """What one more run of an operation costs."""
+        return self.sim.graph.operations[index].seconds + self.sim.graph.replay_overhead_seconds
+
+    def seconds_to_move(self, m: Move) -> float:
+        """What moving takes from the device, whatever it hides behind."""
+        link = self.links.get(m.tier)
+        busy = link.busy * link.there_and_back(m.encoded_bytes) if link else 0.0
+        return m.encode_seconds + m.decode_seconds + self.sim.graph.replay_overhead_seconds + busy
+
+    def replay_column(self, value: int) -> int | None:
+        """The column of the operation that brings ``value`` back, if any may."""
+        return self.op_column.get(self.sim.producer[value])
+
+    def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
+        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it)."""
+        rows = self._moving.get(value, ())
+        return [(column, -1.0) for column, m in rows if m.replayable_from or not replayed_from]
+
+    def _available(self, value: int) -> list[tuple[int, float]]:
+        """Entries that are -1 when an operation can read ``value``: it is stored, replayed, or waits
+        elsewhere.
+        """
+        entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
+        return [*entries, *self.replayed(value), *self.moves_of(value, replayed_from=True)]
+
+    def replayed(self, value: int) -> list[tuple[int, float]]:
+        """The entry that is -1 when ``value`` is replayed, if it may be."""
+        column = self.replay_column(value)
+        return [] if column is None else [(column, -1.0)]
+
+    def _begin(self, budget: int) -> None:
+        """Begin with a program without memory rows, and all values stored."""
+        self._budget = budget
+        self._moments: dict[int, int] = {}
+        """event -> the program's row of its memory"""
+        self._point = np.zeros(self.count)
+        self._point[: len(self.values)] = 1.0
+        self.program = program = Program()
+        for v in self.values:
+            program.column(upper=0.0 if v in self.sim.forced else 1.0)
+        for i in self.operations:
+            program.column(self._seconds_of(i))
+        for m in self.moves:
+            program.column(self.seconds_to_move(m))
+        for v in self.demanded:
+            program.row([(self.column[v], -1.0), *self.replayed(v), *self.moves_of(v)], -1.0)
+        for i in self.operations:
+            for u in self.sim.reads[i]:
+                program.row([(self.op_column[i], 1.0), *self._available(u)], 0.0)
+        self._add_waiting(program)
+
+    def _add_waiting(self, program: Program) -> None:
+        """Columns for waiting, and for each link and direction the row that says what hides its transfers."""
+        sim, operations = self.sim, self.sim.graph.operations
+        transfers: dict[tuple[str, bool], list[tuple[int, float]]] = {}
+        """(link, whether out) -> column and seconds of each transfer"""
+        for column, m in enumerate(self.moves, self.first_move):
+            if m.tier in self.links:
+                seconds = self.links[m.tier].seconds_out(m.encoded_bytes)
+                transfers.setdefault((m.tier, True), []).append((column, seconds))
+            if m.link_in in self.links:
+                seconds = self.links[m.link_in].seconds_in(m.bytes_in)
+                transfers.setdefault((m.link_in, False), []).append((column, seconds))
+        there = {True: 0.0, False: 0.0}
+        for op in operations:
+            there[sim.op_event[op.index] < sim.first_unpack] += op.seconds
+        wait = {out: program.column(1.0, np.inf) for out in there} if transfers else {}
+        moves = list(enumerate(self.moves, self.first_move))
+        for (_, out), rows in transfers.items():
+            hiding = [(column, m.encode_seconds if out else m.decode_seconds) for column, m in moves]
+            if not out:
+                hiding += [(column, operations[i].seconds) for i, column in self.op_column.items()]
+            unit = max(there[out], *(seconds for _, seconds in rows), 1e-9)
+            entries = [*rows, *((column, -seconds) for column, seconds in [*hiding, (wait[out], 1.0)])]
+            program.row([(column, seconds / unit) for column, seconds in entries], there[out] / unit)
+
+    def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
+        """Whole decisions as a point of the program; nothing moves."""
+        again = set(replayed)
+        point = [*(v in stored for v in self.values), *(i in again for i in self.operations)]
+        return np.array([*point, *([False] * len(self.moves))], dtype=np.float64)
+
+    def _forced(self) -> Floats:
+        """As a point, the least share of every value's bytes that each schedule holds: all of what is
+        demanded and may neither be replayed nor move.
+        """
+        least = np.zeros(self.count)
+        for v in self.demanded:
+            rows = self._moving.get(v, ())
+            if self.replay_column(v) is None:
+                shares = [0.0 if m.tier else m.encoded_bytes / max(1, m.bytes) for _, m in rows]
+                least[self.column[v]] = min([1.0, *shares])
+        return least
+
+    # ---- memory ----------------------------------------------------------------------------------
+
+    def _surely_held(self) -> dict[int, int]:
+        """Operation -> the event until which what it reads is held at least, if it runs again.
+
+        An operation runs again because one of its outputs is not stored: a saved one, which then depends on
+        what the operation reads until its own last unpack, or one that another replay reads.
+        """
+        sim = self.sim
+        by_reader: dict[int, int] = {}
+        until: dict[int, int] = {}
+        for index in reversed(self.operations):
+            op = sim.graph.operations[index]
+            here = min(
+                (sim.last_unpack.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column),
+                default=sim.end,
+            )
+            until[index] = here
+            for u in op.reads:
+                by_reader[u] = min(by_reader.get(u, here), here)
+        return until
+
+    def _hand_out(self) -> dict[int, Spans]:
+        """Storage -> when backward has unpacked a tensor in it; with the program's own bytes that makes what
+        every schedule holds at each event. Several versions of one storage may be handed out at once, and all
+        of them be one block: it counts once.
+        """
+        sim = self.sim
+        handed: dict[int, Spans] = {}
+        for value in self.demanded:
+            sid = sim.storage_of[value]
+            for tensor in sim.saved_of[value]:
+                spans = [(max(start, sim.natural_end[sid]), until) for start, until in sim.unpacks[tensor]]
+                handed.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
+        changes: list[tuple[int, int]] = []
+        for sid in handed:
+            handed[sid], size = _merged(handed[sid]), sim.graph.storages[sid].bytes
+            for start, stop in handed[sid]:
+                changes += ((start, size), (stop, -size))
+        self.fixed: Bytes = sim.natural_live + bytes_over_time(changes, sim.end) + sim.scratch
+        """bytes that every schedule holds at each event"""
+        return handed
+
+    def _tabulate(self, handed: dict[int, Spans], held_until: dict[int, int]) -> None:
+        """One row for each stretch of time in which a column takes memory beyond what is `fixed`: column,
+        begin, end and bytes. A stored value does when it is dead by itself and surely held.
+        """
+        sim, rows = self.sim, list[tuple[int, int, int, int]]()
+        for value in self.values:
+            sid, holds = sim.storage_of[value], [held_until[i] for i in sim.readers[value] if i in held_until]
+            until = sim.last_unpack[value] if value in sim.last_unpack else min(holds, default=-1)
+            if sim.storable[value]:
+                spans = _outside(handed.get(sid, []), sim.natural_end[sid], until)
+                rows += [(self.column[value], a, b, sim.value_bytes[value]) for a, b in spans]
+        for k, m in enumerate(self.moves, self.first_move):
+            if not m.tier:
+                born = sim.op_event[sim.producer[m.value]]
+                rows.append((k, born, sim.last_unpack[m.value], m.encoded_bytes))
+        self._rows = np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+    def occupancy(self, point: Floats) -> Floats:
+        """Bytes of stored and encoded values at every event, those handed out left aside (they are in
+        ``fixed``).
+        """
+        column, start, stop, size = self._rows.T
+        amount, change = size * point[column], np.zeros(self.sim.end + 1)
+        np.add.at(change, start, amount)
+        np.subtract.at(change, stop, amount)
+        return np.cumsum(change[:-1])
+
+    # ---- answers ---------------------------------------------------------------------------------
 
     @cached_property
     def least_peak(self) -> int:
         """No schedule has a smaller peak."""
         if not self.sim.end:
             return self.sim.graph.resident_bytes
-        return int(np.ceil((self.fixed + self.occupancy(self.forced())).max() - 0.5))
+        return int(np.ceil((self.fixed + self.occupancy(self._forced())).max() - 0.5))
 
-    def bound(self, budget: int, windows: bool = True) -> Bound:
+    def bound(self, budget: int) -> Bound:
         """No schedule within ``budget`` bytes adds less; the sharpest that is known, else by `solve`."""
         if budget >= self.sim.plain_peak and not self.sim.forced:
             return Bound(0.0, self.least_peak)
         if budget not in self.floors:
-            self.solve(budget, windows)
+            self.solve(budget)
         return Bound(self.floors[budget] + self.sim.graph.overhead_seconds, self.least_peak)
 
-    def solve(self, budget: int, windows: bool = True) -> tuple[float, Floats]:
+    def solve(self, budget: int, beside: Bytes | None = None) -> tuple[float, Floats]:
         """The least extra seconds within ``budget`` (infinite when nothing fits), and the relaxed decisions.
-
-        Memory rows are added as they are found violated, and ``windows`` where memory is tight. Stopping
-        early leaves rows out, so the answer stays a lower bound. What was solved for this budget before is
-        gone on with.
+        Memory rows are added as they are found violated; stopping early leaves rows out, so the answer stays
+        a lower bound. With ``beside`` bytes more at each event it is none.
         """
-        if self._budget != budget or (self.windows and not windows):
+        if beside is None and budget in self._answers:
+            return self._answers[budget]
+        if budget != self._budget:
             self._begin(budget)
-        if windows not in self._answers:
-            changed = bool(self.sim.forced) and not self._answers
-            found = self._seconds, self.point = self._answer(budget, windows, self._seconds, changed)
-            if self.effort.over:
-                self._budget = None  # it may have ended early
-            self._answers[windows] = found
-        seconds, point = self._answers[windows]
-        self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
-        return seconds, point
+        held = self.fixed if beside is None else self.fixed + beside
+        for event, row in self._moments.items():
+            self.program.right[row] = (budget - float(held[event])) / max(1, budget)
+        seconds = self._solved(budget, held)
+        if beside is None:
+            self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
+            if not self.effort.over:  # else it may have ended early
+                self._answers[budget] = seconds, self._point
+        return seconds, self._point
 
-    def _begin(self, budget: int) -> None:
-        """Begin with a program without memory rows."""
-        self.point = np.zeros(self.count)
-        self.point[: len(self.values)] = 1.0
-        self.held = self.fixed
-        """bytes held at each event by every schedule, and those that `solve_beside` adds"""
-        self.program = self.base_program()
-        add_waiting(self.program, self)
-        self.moments: list[tuple[int, int]] = []
-        """(row, event) of the program's rows of memory"""
-        self.chosen: set[int] = set()
-        self.windows: dict[int, Window] = {}
-        self._budget, self._seconds = budget, 0.0
-        self._answers.clear()
-
-    def solve_beside(self, budget: int, beside: Bytes) -> tuple[float, Floats]:
-        """After `solve` for ``budget``, the same with ``beside`` bytes more at each event: no bound."""
-        self._budget = None
-        self.held = self.fixed + beside
-        for row, event in self.moments:
-            self.program.right[row] = (budget - float(self.held[event])) / max(1, budget)
-        return self._answer(budget, True, changed=True)
-
-    def _answer(
-        self, budget: int, windows: bool, best: float = 0.0, changed: bool = False
-    ) -> tuple[float, Floats]:
-        """Rows are added and the program, which may have ``changed``, is solved until none are violated.
-        ``best`` seconds are known to be undercut by no schedule.
-        """
-        for _ in range(_ROUNDS):
-            if not (self._tighten(self.point, budget, windows) or changed):
+    def _solved(self, budget: int, held: Bytes) -> float:
+        """Add the rows of moments at which more than ``budget`` would stand beside what is ``held``, and
+        solve, until there are none."""
+        best = 0.0
+        for number in range(_ROUNDS):
+            load = (held + self.occupancy(self._point)) / max(1, budget)
+            fresh = [event for event in self._violated(load) if event not in self._moments]
+            for event in fresh:
+                self._add_moment(event, budget, float(held[event]))
+            if number and not fresh:
                 break
-            changed = False
             status, objective, answer = self.program.solve()
             self.effort.solved(len(self.program.cost))
             if status == 2:
-                return float("inf"), self.point
+                return float("inf")
             if status != 0 or answer is None:
                 break
-            best = max(best, objective)
-            self.point = answer
+            best, self._point = max(best, objective), answer
             if self.effort.over:
                 break
-        return best, self.point
+        return best
 
     def solve_whole(self, budget: int, gap: float) -> tuple[float, Floats | None]:
         """After `solve` for ``budget``: a sharper bound from decisions that are whole, within a relative
@@ -198,40 +346,12 @@ class Relaxation(Columns):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer
 
-    def _add_moment(self, event: int, entries: list[tuple[int, float]], budget: int) -> None:
+    def _add_moment(self, event: int, budget: int, held: float) -> None:
         """The row of what takes memory at an event, in shares of the budget."""
-        scale = max(1, budget)
-        right = (budget - float(self.held[event])) / scale
-        row = self.program.row([(column, size / scale) for column, size in entries], right)
-        self.moments.append((row, event))
-
-    def _tighten(self, point: Floats, budget: int, windows: bool) -> bool:
-        """Add the memory rows that ``point`` violates, or else ``windows`` where it is tight; whether any was
-        added.
-        """
-        load = (self.held + self.occupancy(point)) / max(1, budget)
-        fresh = [e for e in self._violated(load) if e not in self.chosen]
-        for event in fresh:
-            self.chosen.add(event)
-            self._add_moment(event, self.held_at(event), budget)
-        return bool(fresh) or (windows and self._add_windows(load, budget))
-
-    def _add_windows(self, load: Floats, budget: int) -> bool:
-        """Add the stages whose backward is tightest; whether any was added."""
-        windows = self.windows
-        spans = [(k, a, b) for k, (a, b) in enumerate(self.stages.window_events) if a < b]
-        tight = sorted((-float(load[a:b].max()), k) for k, a, b in spans if k not in windows)
-        most = min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
-        added = False
-        for _, k in [(level, k) for level, k in tight if level < -0.9][:most]:
-            window = Window(self, self.held, k)
-            if window.columns + sum(other.columns for other in windows.values()) > _WINDOW_COLUMNS:
-                continue
-            for event, entries in window.add(self.program, windows.values()):
-                self._add_moment(event, entries, budget)
-            windows[k] = window
-            added = True
-        return added
+        column, start, stop, size = self._rows.T
+        there, scale = (start <= event) & (event < stop), max(1, budget)
+        entries = list(zip(column[there].tolist(), (size[there] / scale).tolist(), strict=True))
+        self._moments[event] = self.program.row(entries, (budget - held) / scale)
 
     def _violated(self, load: Floats) -> list[int]:
         """The worst events above the budget, at most one in each stretch of the step."""
@@ -240,3 +360,26 @@ class Relaxation(Columns):
         stretch = max(1, self.sim.end // (2 * _ROWS_PER_ROUND))
         _, first = np.unique(worst // stretch, return_index=True)
         return worst[np.sort(first)][:_ROWS_PER_ROUND].tolist()
+
+
+def _merged(spans: Spans) -> Spans:
+    """The union of spans."""
+    merged: Spans = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _outside(handed: Spans, start: int, until: int) -> Spans:
+    """The parts of ``start`` to ``until`` that lie outside ``handed``."""
+    pieces: Spans = []
+    for a, b in handed:
+        if a > start:
+            pieces.append((start, min(a, until)))
+        start = max(start, b)
+    if start < until:
+        pieces.append((start, until))
+    return [(a, b) for a, b in pieces if a < b]

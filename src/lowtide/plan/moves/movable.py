@@ -11,7 +11,7 @@ from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Compress, Links, Move, Moving, Shard, stages
 from lowtide.plan.moves.supply import Codec, codec_named, encoded_bytes
-from lowtide.plan.simulate.closure import replay_set
+from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _UNDER_WAY = ("c10d.", "c10d_functional.", "_dtensor.", "fsdp.", "symm_mem.")

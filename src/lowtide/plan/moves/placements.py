@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.errors import PlanError
+from lowtide.plan.blocks import entering_blocks
 from lowtide.plan.data import Chain, Compress, Link, Links, Move, Moving, Offload, Shard, stages
 from lowtide.plan.moves.movable import lossless_codec, movable, move_of
 from lowtide.plan.moves.supply import Codec, codecs_behind, link_speeds
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.plan.split.blocks import entering_blocks
 
 Placements = dict[int, list[Move]]
 """value -> the ways in which it may move"""

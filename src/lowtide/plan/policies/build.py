@@ -16,8 +16,8 @@ from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Pla
 from lowtide.plan.layout.slab import lay_out
 from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.moves.supply import Codec
-from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.refusal import refusal
+from lowtide.plan.simulate.holders import refusal
+from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 

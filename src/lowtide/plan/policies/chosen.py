@@ -13,8 +13,8 @@ from lowtide.plan.data import Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
 from lowtide.plan.moves.supply import Codec
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
-from lowtide.plan.search.mix import MixedPlanner
-from lowtide.plan.search.planner import planner_of
+from lowtide.plan.search.mix import MixedSearch
+from lowtide.plan.search.search import search_of
 
 ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
 """What a plan notes that is not the best that a search could find."""
@@ -80,14 +80,14 @@ def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
 
 
 def _least_time(graph: StepGraph, budget: int | None = None, seconds: float | None = None) -> Plan:
-    planner = planner_of(graph)
-    with planner.lock:
-        limit = planner.smallest.simulation.peak_bytes if budget is None else budget
-        best = planner.solve(limit, seconds)
-        notes = (ENDED_EARLY,) if planner.ended_early(best, limit) else ()
+    search = search_of(graph)
+    with search.lock:
+        limit = search.smallest.simulation.peak_bytes if budget is None else budget
+        best = search.solve(limit, seconds)
+        notes = (ENDED_EARLY,) if search.ended_early(best, limit) else ()
         return make_plan(
             graph, stored=best.stored, policy="optimal", budget=budget, notes=notes,
-            simulator=planner.sim, bound=planner.relaxation.bound(limit),
+            simulator=search.sim, bound=search.relaxation.bound(limit),
         )  # fmt: skip
 
 
@@ -127,20 +127,20 @@ def mixed(
     @obeying_scopes
     def chosen_together(graph: StepGraph, budget: int | None = None) -> Plan:
         offered = chosen or default_placements(graph.device)
-        planner = planner_of(graph)
-        with planner.lock:
+        search = search_of(graph)
+        with search.lock:
             speeds = missing_links(offered, links, codecs, graph.device)
-            mixer = MixedPlanner(
-                planner,
-                placements_of(planner.sim, offered, speeds, min_bytes, codecs),
+            mixed_search = MixedSearch(
+                search,
+                placements_of(search.sim, offered, speeds, min_bytes, codecs),
                 speeds,
                 window_bytes,
             )
-            limit = budget if budget is not None else mixer.least().simulation.peak_bytes
-            best = mixer.solve(limit)
-            floor = mixer.relaxation.bound(limit)
+            limit = budget if budget is not None else mixed_search.least().simulation.peak_bytes
+            best = mixed_search.solve(limit)
+            floor = mixed_search.relaxation.bound(limit)
         return make_plan(
-            graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim,
+            graph, stored=best.stored, policy="mixed", budget=budget, simulator=search.sim,
             moves={v: m.decision for v, m in best.moves.items()}, window_bytes=best.window,
             links=speeds, codecs=codecs, bound=floor, slab=slab,
         )  # fmt: skip

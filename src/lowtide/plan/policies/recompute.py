@@ -9,10 +9,10 @@ from typing import Any
 
 from lowtide.errors import PlanError, expect, is_count
 from lowtide.graph import Operation, StepGraph
+from lowtide.plan.blocks import block_of, full_stored, sqrt_stored
 from lowtide.plan.data import Plan
 from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.plan.split.blocks import block_of, full_stored, sqrt_stored
 
 _SOFTMAX = re.compile(r"(^|[.:])_?(safe_)?softmax(\.|$)")
 _BATCHED = re.compile(r"(^|[.:])(bmm|baddbmm|matmul|einsum)(\.|$)")

@@ -1,5 +1,5 @@
 """The least extra time within a budget.
 
-In: a `StepGraph` and a budget in bytes. Out: the stored values (`Planner`), or the stored and the moved
-ones (`MixedPlanner`), that add the least seconds; or a refusal with the smallest budget that can be met.
+In: a `StepGraph` and a budget in bytes. Out: the stored values (`Search`), or the stored and the moved
+ones (`MixedSearch`), that add the least seconds; or a refusal with the smallest budget that can be met.
 """

@@ -1,38 +1,28 @@
-"""Local search with the exact simulator: single decisions changed for less time, or for a lower peak; and all
-plans of a small step."""
+"""Local search with the exact simulator: decisions changed for less time, or for a lower peak, as many at
+once as pay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import numpy as np
 
-from lowtide.errors import PlanError
-from lowtide.plan.bound.effort import Effort
+from lowtide.plan.bound.program import Effort
 from lowtide.plan.data import Move
-from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _PASSES = 4
 """Times that `LocalSearch.faster` goes through what it may store."""
 
-_TRIES = 300
-"""Values that it tries to store in all."""
-
 _FAILURES = 80
 """Values that it tries in vain, one after another, before it ends."""
 
 _TURNS = 60
-"""Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
+"""Changes at the peak that are simulated in vain before `LocalSearch.lower` ends."""
 
 _BOUNDED = 0.4
 """What closing a set and bounding its peak takes, as a share of a simulation."""
-
-_MOST_CHOICES = 10
-"""Steps with at most this many values to decide about are enumerated: 2 to this power simulations."""
 
 
 @dataclass(frozen=True)
@@ -83,31 +73,14 @@ class LocalSearch:
         self.effort.simulated(len(self.sim.graph.operations))
         return Candidate(closed, self.sim.simulate(closed))
 
-    @cached_property
-    def everything(self) -> list[Candidate]:
-        """All plans of a small step; of a larger one, none."""
-        sim = self.sim
-        again = replay_set(sim.droppable, sim.producer, sim.reads, bytes(len(sim.producer))) - {-1}
-        read = {u for index in again for u in sim.reads[index] if sim.producer[u] >= 0 and sim.storable[u]}
-        choices = sorted((read | set(sim.droppable)) - sim.forced)
-        found: list[Candidate] = []
-        for bits in range(1 << len(choices) if len(choices) <= _MOST_CHOICES else 0):
-            stored = frozenset(v for k, v in enumerate(choices) if bits >> k & 1)
-            with suppress(PlanError):
-                found.append(Candidate(stored, sim.simulate(stored)))
-        return found
-
     def faster(self, best: Candidate, budget: int) -> Candidate:
         """``best`` with more stored while the budget allows it, the most seconds a byte first; the exact
-        simulation decides each step.
+        simulation decides each change. One that pays is followed by one of twice as many values.
         """
         graph = self.sim.graph
-        tries, failures, improved = _TRIES, 0, True
         for _ in range(_PASSES):
-            if not improved:
-                break
-            improved = False
-            promising = [
+            start, at, many, failures = best, 0, 1, 0
+            rows = [
                 (
                     -(graph.operations[index].seconds + graph.replay_overhead_seconds) / max(size, 1),
                     index,
@@ -115,31 +88,43 @@ class LocalSearch:
                 )
                 for index, size, values in self._to_store(best)
             ]
-            for _, index, values in sorted(promising):
-                if tries <= 0 or failures >= _FAILURES or self.effort.over:
-                    return best
-                if index not in best.simulation.replayed:
-                    continue
-                tries -= 1
-                failures += 1
-                other = self.candidate(best.stored.union(values))
+            rows.sort()
+            while at < len(rows) and failures < _FAILURES and not self.effort.over:
+                replayed = set(best.simulation.replayed)
+                values = [
+                    v for _, index, outputs in rows[at : at + many] if index in replayed for v in outputs
+                ]
+                other = self.candidate(best.stored.union(values)) if values else best
                 if other.simulation.peak_bytes <= budget and other.key < best.key:
-                    best, improved, failures = other, True, 0
+                    best, at, many, failures = other, at + many, 2 * many, 0
+                elif many > 1 and values:
+                    many //= 2
+                else:
+                    at, failures = at + many, failures + bool(values)
+            if best is start:
+                break
         return best
 
     def lower(self, best: Candidate, budget: int = 0) -> Candidate:
-        """``best`` after single decisions were changed at its peak, each of which made it lower, or as high
-        at fewer moments, until it fits in ``budget`` bytes.
+        """``best`` after decisions were changed at its peak until it fits in ``budget`` bytes, or no change
+        makes it lower."""
+        *_, lowest = self.descent(best, budget)
+        return lowest
+
+    def descent(self, best: Candidate, budget: int = 0) -> Iterator[Candidate]:
+        """``best``, and candidates after more and more decisions were changed at the peak, each lower than
+        the one before or as high at fewer moments, until one fits in ``budget`` bytes. A change that pays is
+        followed by one of twice as many values.
         """
         tried: set[frozenset[int]] = {best.stored}
-        turns = _TURNS
-        improved = True
-        while improved and best.simulation.peak_bytes > budget:
-            improved = False
+        many, better = 1, best
+        while better:
+            best, better, turns = better, None, _TURNS
+            yield best
             peak, at = best.simulation.peak_bytes, best.simulation.peak_event
-            for stored in self._changed(best, budget):
+            for stored, count in self._changed(best, budget, many) if peak > budget else ():
                 if turns <= 0 or self.effort.over:
-                    return best
+                    break
                 closed = self.sim.close(stored)
                 if closed in tried:
                     continue
@@ -150,12 +135,12 @@ class LocalSearch:
                 turns -= 1
                 other = self._simulated(closed)
                 if other.height < best.height:
-                    best, improved, turns = other, True, _TURNS
+                    better, many = other, 2 * count
                     break
-        return best
 
-    def _changed(self, best: Candidate, budget: int) -> Iterator[frozenset[int]]:
-        """Sets of stored values that differ in one decision that may matter at the peak.
+    def _changed(self, best: Candidate, budget: int, many: int) -> Iterator[tuple[frozenset[int], int]]:
+        """Sets of stored values that differ in decisions that may matter at the peak, and in how many: in up
+        to ``many`` of them, then in one.
 
         First those that evict what is held there: what suffices and costs least, then what takes most bytes.
         Then those that store what is replayed, the smallest first.
@@ -169,11 +154,18 @@ class LocalSearch:
             if sim.natural_end[sid] <= at < best.simulation.held_until.get(sid, -1):
                 seconds = graph.operations[sim.producer[v]].seconds
                 evictable.append((size < over, seconds if size >= over else -size, v))
-        for _, _, v in sorted(evictable):
-            yield best.stored - {v}
+        evicted = [[v] for _, _, v in sorted(evictable)]
         kept = [(size, graph.operations[i].writes[0], values) for i, size, values in self._to_store(best)]
-        for _, _, values in sorted(kept):
-            yield best.stored.union(values)
+        stored = [values for _, _, values in sorted(kept)]
+        alone = any(not short for short, _, _ in evictable)
+        for change, rows in ((best.stored.difference, evicted), (best.stored.union, stored)):
+            count = 1 if alone and rows is evicted else many
+            while count > 1:
+                first = rows[:count]
+                yield change(v for values in first for v in values), len(first)
+                count //= 2
+            for values in rows:
+                yield change(values), 1
 
     def _to_store(self, best: Candidate) -> Iterator[tuple[int, int, list[int]]]:
         """Operations that run again, bytes of what they write that could stay and does not, and those values;

@@ -22,8 +22,8 @@ from lowtide.plan.data import Links, Move
 from lowtide.plan.moves.movable import closed_with, default_window, least_count
 from lowtide.plan.moves.placements import Placements
 from lowtide.plan.search.local import Candidate
-from lowtide.plan.search.planner import Planner
-from lowtide.plan.simulate.refusal import refusal
+from lowtide.plan.search.search import Search
+from lowtide.plan.simulate.holders import refusal
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -61,28 +61,28 @@ class Exchange(NamedTuple):
     moves: tuple[Move, ...] = ()
 
 
-class MixedPlanner:
+class MixedSearch:
     """Plans one step graph whose values may move.
 
     Args:
-        planner: the step, with the planner that recomputes.
+        search: the step, with the search that recomputes.
         placements: see `lowtide.plan.moves.placements.placements_of`.
         links: speeds of the tiers and groups.
         window_bytes: the most that is under way at one time in each direction; ``None`` to choose.
     """
 
     def __init__(
-        self, planner: Planner, placements: Placements, links: Links, window_bytes: int | None
+        self, search: Search, placements: Placements, links: Links, window_bytes: int | None
     ) -> None:
-        self.planner, self.placements, self.links = planner, placements, links
-        self.graph, self.sim = planner.graph, planner.sim
+        self.search, self.placements, self.links = search, placements, links
+        self.graph, self.sim = search.graph, search.sim
         travelling = [v for v, rows in placements.items() if any(m.tier for m in rows)]
         largest = max((self.sim.value_bytes[v] for v in travelling), default=1)
         some = default_window(self.sim, travelling)
         # 1: nothing is gathered ahead; a gather takes the whole value, perhaps at the peak
         nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
-        self.relaxation = Relaxation(self.sim, planner.stages, placements, links)
+        self.relaxation = Relaxation(self.sim, placements, links)
         self.best_placement = {v: min(rows, key=self._costs) for v, rows in placements.items()}
         """the way that is taken where one value is moved by itself"""
 
@@ -126,8 +126,8 @@ class MixedPlanner:
         """The mix with the smallest peak that is found: all that may move does, and the rest is what the
         recomputing planner finds least with.
         """
-        baselines = self.planner.baselines()
-        sets = {c.stored for c in [*baselines, self.planner.smallest]}
+        baselines = self.search.baselines
+        sets = {c.stored for c in [*baselines, self.search.smallest]}
         smallest = {
             v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
             for v, rows in self.placements.items()
@@ -149,7 +149,7 @@ class MixedPlanner:
         top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_kept)]
         for k in range(_POINTS):
             with suppress(BudgetError):
-                wishes.append(self.planner.solve(budget + (top - budget) * k // _POINTS).stored)
+                wishes.append(self.search.solve(budget + (top - budget) * k // _POINTS).stored)
         for stored in wishes:
             mine = [self.best_placement[v] for v in self.placements if v in stored]
             for window in self.windows:

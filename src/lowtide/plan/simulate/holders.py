@@ -1,4 +1,5 @@
-"""Who holds the memory at a simulated peak: what the step made, by what it is, its module and its line."""
+"""Who holds the memory at a simulated peak: what the step made, by what it is, its module and its line; and
+the refusal that says so."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from lowtide.budget import too_small
+from lowtide.errors import BudgetError
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Plan
+from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.table import by_members, ranges
 from lowtide.plan.simulate.replay import Held
 from lowtide.plan.simulate.simulator import Simulation, Simulator
@@ -187,3 +190,27 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
     rest = parts.pop(STANDING, 0) - state  # never touched, or of a graph without parameters
     parts |= {STATE: state, PARAMETERS: parts.get(PARAMETERS, 0) + rest}
     return largest(holders_at_peak(sim, simulation), parts)
+
+
+def refusal(sim: Simulator, least: Simulation, budget_bytes: int, policy: str = "") -> BudgetError:
+    """The refusal of a budget by the plan that takes least.
+
+    Args:
+        sim: of the step.
+        least: what the step takes under that plan.
+        budget_bytes: what was asked for.
+        policy: the policy that makes the plan, where another may need less.
+    """
+    detail = f"At its peak stands {at_peak(least)}."
+    made = holders_at_peak(sim, least)
+    parts = parts_of(sim, least)
+    return too_small(budget_bytes, least.peak_bytes, parts, policy=policy, detail=detail, made=made)
+
+
+def at_peak(simulation: Simulation) -> str:
+    """What runs at the peak, in words."""
+    op = simulation.peak_operation
+    if op is None:
+        return "what stood before the step"
+    how = "replayed " if simulation.peak_in_replay else ""
+    return f"{how}operation {op.name} (number {op.index}, {op.phase}) in {module_in_words(op.module)}"

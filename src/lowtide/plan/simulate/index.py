@@ -27,6 +27,41 @@ def bytes_over_time(changes: Iterable[tuple[int, int]], end: int) -> Bytes:
     return np.cumsum(change[:end])
 
 
+def replay_set(
+    values: Iterable[int],
+    producer: Sequence[int],
+    reads: Sequence[Sequence[int]],
+    there: Sequence[object],
+) -> set[int]:
+    """The operations that run again to bring ``values`` back; -1 is among them where that rests on something
+    that nothing made.
+
+    Args:
+        values: ids of the values.
+        producer: value -> the operation that makes it, or -1.
+        reads: operation -> the values that it reads.
+        there: value -> whether it need not be brought back where it is read.
+
+    Example:
+        Operation 0 makes value 1 from 0, operation 1 makes 2 from 1.
+
+        >>> sorted(replay_set([2], [-1, 0, 1], [[0], [1]], [True, False, False]))
+        [0, 1]
+        >>> sorted(replay_set([2], [-1, 0, 1], [[0], [1]], [False, True, False]))
+        [1]
+    """
+    found: set[int] = set()
+    stack = [producer[v] for v in values]
+    while stack:
+        index = stack.pop()
+        if index in found:
+            continue
+        found.add(index)
+        if index >= 0:
+            stack += [producer[u] for u in reads[index] if not there[u]]
+    return found
+
+
 class StepIndex:
     """The indices of one step graph, and which of its values move."""
 

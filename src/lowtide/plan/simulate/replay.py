@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
-from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.index import Happening, StepIndex
+from lowtide.plan.simulate.index import Happening, StepIndex, replay_set
 
 
 class Held(NamedTuple):

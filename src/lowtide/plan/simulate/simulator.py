@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Move
-from lowtide.plan.simulate.closure import refuse, replay_set
-from lowtide.plan.simulate.index import Bytes, StepIndex, bytes_over_time
+from lowtide.plan.simulate.index import Bytes, StepIndex, bytes_over_time, replay_set
 from lowtide.plan.simulate.replay import Held, Walk
 from lowtide.plan.simulate.transfers import Outgoing, Traffic, fetch_operations
 
@@ -308,3 +308,26 @@ def plain(graph: StepGraph) -> Simulation:
     """The step of ``graph`` with everything kept, as PyTorch runs it."""
     simulator = Simulator(graph)
     return simulator.simulate(simulator.droppable)
+
+
+def refuse(sim: StepIndex, evicted: Iterable[int], flags: bytearray) -> NoReturn:
+    """Say why what is evicted cannot be brought back.
+
+    Raises:
+        PlanError: always.
+    """
+    evicted = list(evicted)
+    needed = replay_set(evicted, sim.producer, [op.reads for op in sim.operations], flags)
+    read = [u for index in sorted(needed - {-1}, reverse=True) for u in sim.operations[index].reads]
+    for value in (*evicted, *(u for u in read if not flags[u])):
+        index = sim.producer[value]
+        if index >= 0 and not sim.operations[index].replayable:
+            reason = sim.operations[index].reason or "unknown reason"
+            raise PlanError(
+                f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})"
+            )
+    lost = next(u for u in (*read, *evicted) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
+    raise PlanError(
+        f"a replay rests on value {lost} ({sim.describe(lost)}), which the step overwrites: store what is "
+        "made from it"
+    )

@@ -1,14 +1,20 @@
-"""Blocks of a model, and what checkpointing each of them, or stretches of equal size, stores."""
+"""Blocks of a model, as its modules' names tell, and segments of equal size: what checkpointing them stores.
+
+In: a step, perhaps its `Simulator`. Out: names of blocks, the region that each operation lies in, and sets of
+values to store.
+"""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.plan.split.stages import Stages, find_stages
 
 
 def block_of(module: str) -> str:
@@ -93,22 +99,50 @@ def full_stored(sim: Simulator, blocks: Sequence[str] | None = None) -> frozense
     return region_stored(sim, regions_of(sim.graph, names))
 
 
-def sqrt_stored(sim: Simulator, segments: int | None = None, stages: Stages | None = None) -> frozenset[int]:
-    """The values that `sqrt` stores; ``stages`` are the step's, where they are known."""
-    stages = stages or find_stages(sim)
-    count = segments or round(math.sqrt(max(len(default_blocks(sim.graph)), 1)))
-    saved = [0] * len(stages)
-    for value in sim.droppable:
-        if value in stages.stage_of:
-            saved[stages.stage_of[value]] += sim.value_bytes[value]
-    total = max(1, sum(saved))
-    region: dict[int, int] = {}
-    so_far = 0
-    for k in range(len(stages)):
-        number = min(count - 1, so_far * count // total)
-        region.update((index, number) for index in stages.operations(k, k + 1))
-        so_far += saved[k]
-    return region_stored(sim, region) | stages.everywhere
+class Segments:
+    """Segments of about equal saved bytes, cut where few bytes cross.
+
+    Args:
+        sim: the step.
+    """
+
+    def __init__(self, sim: Simulator) -> None:
+        self.sim = sim
+        self.operations = [op.index for op in sim.graph.operations if op.phase == "forward"]
+        position = {index: at for at, index in enumerate(self.operations)}
+        saved = np.zeros(len(self.operations) + 1, dtype=np.int64)
+        crossing = np.zeros((len(self.operations) + 1, 2), dtype=np.int64)
+        for value, producer in enumerate(sim.producer):
+            if producer not in position:
+                continue
+            readers = [*sim.readers[value], *(sim.packed_after[t] for t in sim.saved_of.get(value, ()))]
+            size, born = sim.value_bytes[value], position[producer]
+            last = max((position[index] for index in readers if index in position), default=born)
+            saved[born] += size if value in sim.saved_of else 0
+            crossing[born] += size, not sim.storable[value]
+            crossing[last] -= size, not sim.storable[value]
+        self._saved = np.cumsum(saved).tolist()
+        self._crossing: list[list[int]] = np.cumsum(crossing, axis=0)[:, ::-1].tolist()
+        """position -> values that cross to the next operation and cannot be stored, bytes that cross"""
+
+    def stored(self, count: int) -> frozenset[int]:
+        """What stays when of ``count`` segments only the borders are kept."""
+        total, saved = self._saved[-1], self._saved
+
+        def place(share: float) -> int:
+            return bisect_left(saved, share * total / count, hi=len(self.operations))
+
+        cuts: list[int] = []
+        for k in range(1, count if total else 1):
+            near = range(place(k - 0.3), min(place(k + 0.3) + 1, len(self.operations)))
+            cuts.append(min(near, key=lambda at: (*self._crossing[at], abs(saved[at] - k * total / count))))
+        region = {index: bisect_left(cuts, at) for at, index in enumerate(self.operations)}
+        return region_stored(self.sim, region)
+
+
+def sqrt_stored(sim: Simulator, segments: int | None = None) -> frozenset[int]:
+    """The values that `sqrt` stores."""
+    return Segments(sim).stored(segments or round(math.sqrt(max(len(default_blocks(sim.graph)), 1))))
 
 
 def entering_blocks(sim: Simulator) -> frozenset[int]:

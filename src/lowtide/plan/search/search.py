@@ -1,0 +1,245 @@
+"""The search for the least extra seconds within a budget.
+
+In: a step graph and a budget in bytes. Out: a `Candidate` whose exactly simulated peak is within the budget.
+First the bound's relaxed decisions are rounded, brought into the budget by changed decisions and exchanged
+while that pays; unless the budget is tight, that comes within half a per cent of the step of the bound.
+Near the smallest budget replays that wait for each other set the peak, which the relaxation does not see: so
+each answer is simulated exactly, and the bytes held at each moment beyond those that the program counts there
+are taken off that moment's budget when it is asked again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.blocks import Segments, full_stored
+from lowtide.plan.bound.program import A_SECOND, Effort, Floats
+from lowtide.plan.bound.relaxation import Relaxation
+from lowtide.plan.search.local import Candidate, LocalSearch
+from lowtide.plan.simulate.holders import refusal
+from lowtide.plan.simulate.simulator import Simulator
+from lowtide.progress import current
+
+_THRESHOLDS = (0.5, 0.99, 0.1)
+"""Shares of a value, in the relaxed decisions, above which it is stored."""
+
+_NEAR_GAP = 0.0025
+"""Distance to the bound, as a share of the step's time, at which decisions that were rounded once will do."""
+
+_GOOD_GAP = 0.005
+"""The distance at which the search ends."""
+
+_OVER = 0.25
+"""How far beyond the budget, as a share of it, decisions are changed to bring a plan back into it."""
+
+_MORE_SEGMENTS = 1.5
+"""Factor between the numbers of segments that are tried."""
+
+_EFFORT = 25 * A_SECOND
+"""What a search may take, where nobody says less, before what is found has to do."""
+
+_DESCENTS = 3
+"""Baselines from which lower plans are looked for, the lowest ones."""
+
+_DESCENT_EFFORT = 0.7 * A_SECOND
+"""What each of them may take."""
+
+_LAST = 0.3
+"""Share of the effort that is left, at least, to make the first plan that fits faster."""
+
+_ROUNDS = 12
+"""Times that the program is solved anew, each time corrected by an exact simulation."""
+
+_VAIN = 8
+"""Of these, how many in a row may find nothing better."""
+
+
+class Search:
+    """Plans one step graph; what it has found serves later budgets."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.lock = threading.RLock()
+        """held while solving: equal steps share a search"""
+        self.sim = Simulator(graph)
+        self.effort = Effort(_EFFORT)
+        self.local = LocalSearch(self.sim, self.effort)
+        self.relaxation = Relaxation(self.sim, effort=self.effort)
+        self._found_before: list[Candidate] = []
+
+    @cached_property
+    def baselines(self) -> list[Candidate]:
+        """Plans that need no search: keep all (what scopes evict aside), evict all, per block, and by
+        segments of several lengths.
+        """
+        wishes, segments, count = [self.sim.all_kept], Segments(self.sim), 1
+        while count <= max(1, len(segments.operations) // 3):
+            wishes.append(segments.stored(count))
+            count = max(count + 1, round(count * _MORE_SEGMENTS))
+        with suppress(PlanError):  # a step without modules has no blocks
+            wishes.append(full_stored(self.sim))
+        return [self.local.candidate(wish) for wish in dict.fromkeys(wishes)]
+
+    @cached_property
+    def descents(self) -> list[Descent]:
+        """From the lowest baselines down. They change decisions by bytes alone: measured seconds differ from
+        process to process, and the smallest budget that a refusal names has to work in every process.
+        """
+        lowest = sorted(self.baselines, key=lambda c: c.height)[:_DESCENTS]
+        return [Descent(LocalSearch(self.sim, Effort(_DESCENT_EFFORT)), start) for start in lowest]
+
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The plan with the smallest peak that is found."""
+        current().say("searching for the least memory")
+        return min((descent.end() for descent in self.descents), key=lambda c: c.height)
+
+    def solve(self, budget: int, seconds: float | None = None) -> Candidate:
+        """The best plan found whose simulated peak is within ``budget`` bytes.
+
+        Args:
+            budget: bytes.
+            seconds: about how long to search, once there is a plan that fits; ``None`` for half a minute.
+
+        Raises:
+            BudgetError: none is.
+        """
+        self.effort.renew(_EFFORT if seconds is None else min(_EFFORT, seconds * A_SECOND))
+        everything = self.baselines[0]
+        if everything.simulation.peak_bytes <= budget:
+            return everything
+        best = None
+        if self.relaxation.least_peak <= budget:  # which is no bound where backward runs more than once
+            best = self._searched(budget)
+        elif self.smallest.simulation.peak_bytes <= budget:
+            best = self.local.faster(self.smallest, budget)
+        if best is None:
+            raise refusal(self.sim, self.smallest.simulation, budget)
+        self._found_before.append(best)  # a larger budget is never slower
+        return min((c for c in self._found_before if c.simulation.peak_bytes <= budget), key=lambda c: c.key)
+
+    def ended_early(self, best: Candidate, budget: int) -> bool:
+        """Whether the latest search, which found ``best``, was given less than it could have used."""
+        return self.effort.over and self.effort.limit < _EFFORT and self._far(best, budget, _GOOD_GAP)
+
+    def _searched(self, budget: int) -> Candidate | None:
+        """The best plan found, round after round, until one is close enough to the bound or enough was
+        simulated; nothing where none fits."""
+        best: Candidate | None = None
+        vain = 0
+        for number, found in enumerate(self._rounds(budget)):
+            vain += 1
+            if fitting := [c for c in found if c.simulation.peak_bytes <= budget]:
+                new = self.local.faster(min(fitting, key=lambda c: c.key), budget)
+                if best is None or new.key < best.key:
+                    best, vain = new, 0
+            enough = _GOOD_GAP if number else _NEAR_GAP
+            over = best is not None and (vain == _VAIN or self.effort.over)
+            if over or not self._far(best, budget, enough):
+                break
+        return best
+
+    def _rounds(self, budget: int) -> Iterator[list[Candidate]]:
+        """Plans, the cheapest to find first."""
+        current().say("rounding the best possible")
+        bound, point = self.relaxation.solve(budget)
+        rounded = _rounded(self.relaxation, self.local, point) if bound < float("inf") else []
+        yield [*self.baselines, *self._lowered(rounded, budget)]
+        current().say("searching")
+        spent = sum(descent.spent for descent in self.descents)
+        found = [low for descent in self.descents if (low := descent.within(budget))]
+        self.effort.simulated(sum(descent.spent for descent in self.descents) - spent)
+        self.effort.extend(_LAST)
+        yield found
+        yield from _corrected(self.relaxation, self.local, budget)
+
+    def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
+        """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
+        if best is None:
+            return True
+        gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
+        return gap > share * self.graph.plain_seconds
+
+    def _lowered(self, found: list[Candidate], budget: int) -> list[Candidate]:
+        """``found``, and what is slightly too high of it after decisions at the peak were changed: the
+        lowest, and others while that leaves most of the effort."""
+        most, lowered = budget * (1 + _OVER), list[Candidate]()
+        for low in sorted(found, key=lambda c: c.height):
+            early = not lowered or self.effort.spent < self.effort.limit / 3
+            if early and budget < low.simulation.peak_bytes < most:
+                lowered.append(self.local.lower(low, budget))
+        return found + lowered
+
+
+class Descent:
+    """Lower and lower plans from one to begin with, found when they are asked for.
+
+    Args:
+        local: finds them, with an effort of its own, so that budgets asked for before change nothing.
+        start: where to begin.
+    """
+
+    def __init__(self, local: LocalSearch, start: Candidate) -> None:
+        self._effort, self._rest, self._seen = local.effort, local.descent(start), list[Candidate]()
+
+    @property
+    def spent(self) -> float:
+        """Effort so far."""
+        return self._effort.spent
+
+    def within(self, budget: int) -> Candidate | None:
+        """The first plan that fits in ``budget`` bytes."""
+        for candidate in self._seen:
+            if candidate.simulation.peak_bytes <= budget:
+                return candidate
+        for candidate in self._rest:
+            self._seen.append(candidate)
+            if candidate.simulation.peak_bytes <= budget:
+                return candidate
+        return None
+
+    def end(self) -> Candidate:
+        """The lowest plan."""
+        self._seen += self._rest
+        return self._seen[-1]
+
+
+def _rounded(relaxation: Relaxation, local: LocalSearch, point: Floats) -> list[Candidate]:
+    """Plans that store what relaxed decisions mostly store."""
+    wishes = [frozenset(v for v, k in relaxation.column.items() if point[k] > least) for least in _THRESHOLDS]
+    return [local.candidate(wish) for wish in dict.fromkeys(wishes)]
+
+
+def _corrected(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterator[list[Candidate]]:
+    """Rounded plans for ``budget`` bytes from the program, each corrected by the exact simulation of the one
+    before; none where nothing fits.
+    """
+    beside = np.zeros(len(relaxation.fixed), dtype=np.int64)
+    for number in range(_ROUNDS):
+        seconds, point = relaxation.solve(budget, beside if number else None)
+        if seconds == float("inf"):
+            if not number:
+                return
+            beside //= 2
+            continue
+        found = _rounded(relaxation, local, point)
+        low = local.lower(min(found, key=lambda c: c.height), budget)
+        yield [*found, low]
+        point = relaxation.point_of(low.stored, low.simulation.replayed)
+        counted = relaxation.fixed + relaxation.occupancy(point)
+        missed = np.maximum(0, low.simulation.top_bytes - counted).astype(np.int64)
+        # halfway: the replays of one answer are not those of the next
+        beside = (beside + missed) // 2 if number else missed
+
+
+@lru_cache(maxsize=2)
+def search_of(graph: StepGraph) -> Search:
+    """The search of a step: a budget that cannot be met is often followed by another for the same step."""
+    return Search(graph)
