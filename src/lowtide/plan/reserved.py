@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
 
 from lowtide.graph import StepGraph
-from lowtide.meter.reserved import Block, CachingAllocator
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.replay import Held
+
+if TYPE_CHECKING:
+    from lowtide.meter.reserved import Block, CachingAllocator  # the meter imports PyTorch
 
 BlockName = tuple[str, int]
 """What the block is: a ``storage``, a replayed ``copy`` of a value, or ``scratch``; and its number."""
@@ -116,6 +119,7 @@ def reserved_after(
 
     Example:
         >>> import lowtide, torch
+        >>> from lowtide.meter.reserved import CachingAllocator
         >>> model = torch.nn.Linear(1024, 1024)
         >>> graph = lowtide.trace(lambda: model(torch.ones(1024, 1024)).sum())
         >>> stored = {saved.value for saved in graph.saved}
