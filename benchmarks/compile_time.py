@@ -29,9 +29,9 @@ import torch
 import lowtide
 from benchmarks.cases import gpt
 from benchmarks.common import Case, keep_pages, median_difference, paired, quick, save, step_of
-from lowtide.compiled import correction
-from lowtide.compiled.guess import Trial
-from lowtide.compiled.partitioner import Partitioner
+from lowtide.compiled import choose
+from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.lower import Generated
 from lowtide.private import inductor
 
 BUDGET = "75%"
@@ -72,9 +72,9 @@ def child(layers: int, backend: str, budget: str) -> dict[str, Any]:
     model, batch = case.build(), case.batch()
     with (
         mock.patch.object(Partitioner, "__call__", watch.of("planning", Partitioner.__call__)),
-        mock.patch.object(Trial, "_look", watch.of("reading", Trial._look)),
+        mock.patch.object(Generated, "__call__", watch.of("reading", Generated.__call__)),
         mock.patch.object(inductor, "generated", watch.of("lowering", inductor.generated)),
-        mock.patch.object(correction, "make", watch.of("solving", correction.make)),
+        mock.patch.object(choose, "make", watch.of("solving", choose.make)),
     ):
         begin = time.perf_counter()
         if budget:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled.partitioner import Partitioner
+from lowtide.compiled.alone import Partitioner
 from lowtide.private import inductor
 
 

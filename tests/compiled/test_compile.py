@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled.partitioner import Partitioner
+from lowtide.compiled.alone import Partitioner
 from lowtide.meter import peak, resident_bytes
 
 
@@ -406,3 +406,11 @@ def test_a_malformed_budget_is_refused_at_once() -> None:
 def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
     one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
     assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()
+
+
+@pytest.mark.parametrize("codecs", ["int8", ("bfloat16", "int8")])
+def test_codecs_are_refused_with_what_encodes_values(codecs: Any) -> None:
+    with pytest.raises(lowtide.PlanError, match=r"policy=lowtide.policies.mixed\(.*'int8'\)") as refused:
+        lowtide.compile(Model(), "60%", codecs=codecs)
+    remedy = str(refused.value).partition("policy=")[2][:-1]
+    assert callable(eval(remedy, {"lowtide": lowtide}))

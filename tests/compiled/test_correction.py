@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lowtide.compiled.correction import NEAR, ROUNDS, Correction
+from lowtide.compiled.choose import NEAR, ROUNDS, Correction
 
 ROOM = 100_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled import guess
+from lowtide.compiled import choose
+from lowtide.compiled.alone import _Unseen
+from lowtide.compiled.lower import Generated
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
@@ -71,7 +74,7 @@ def test_bytes_are_held_by_a_cut_that_nobody_looked_at_before(whole: Compiled) -
     assert handle.plan.replayed and len(handle.plans) == 1
     assert abs(real - handle.plan.predicted_peak_bytes) <= 16
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
-    assert handle.plain_peak_bytes == pytest.approx(plain.plain_peak_bytes, rel=guess.DOUBT)
+    assert handle.plain_peak_bytes == pytest.approx(plain.plain_peak_bytes, rel=choose.DOUBT)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
@@ -90,9 +93,9 @@ def test_a_guess_that_leaves_much_of_the_budget_is_refused(
     monkeypatch: pytest.MonkeyPatch, whole: Compiled
 ) -> None:
     _, most, _, _ = whole
-    monkeypatch.setattr(guess, "FIRST", 0.85)
+    monkeypatch.setattr(choose, "FIRST", 0.85)
     handle, real, lowered, _ = compiled(int(0.8 * most))
-    assert lowered >= 4, "plain, and what was planned then"
+    assert lowered >= 2, "what was planned then"
     assert len(handle.plans) == 1
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
 
@@ -101,15 +104,15 @@ def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled(
     whole: Compiled,
 ) -> None:
     looked: list[bool] = []
-    look = guess.Trial._look
+    check = _Unseen._check
 
-    def with_more(self: guess.Trial, text: str, ends: Any, strides: Any, backward: bool) -> None:
-        looked.append(backward)
-        self._standing += 1 << 30
-        look(self, text, ends, strides, backward)
+    def with_more(self: _Unseen, code: Generated) -> None:
+        looked.append(code.priced)
+        self._first = replace(self._first, limit=1)
+        check(self, code)
 
     _, most, _, _ = whole
-    with mock.patch.object(guess.Trial, "_look", with_more):
+    with mock.patch.object(_Unseen, "_check", with_more):
         handle, real, lowered, _ = compiled(int(0.8 * most))
-    assert looked == [False] and lowered >= 4
+    assert looked == [False] and lowered == 2, "what was planned then, and not the plain halves"
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes

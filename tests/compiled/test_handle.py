@@ -81,12 +81,12 @@ def test_an_evaluation_leaves_the_plan_of_the_step_in_force() -> None:
     compiled, handle = limited()
     x = torch.randn(1024, 32)
     compiled(x).backward()
-    plan, kind = handle.plan, handle._kind
+    plan, flow = handle.plan, handle._flow
     with torch.no_grad():
         compiled(x)
     compiled.zero_grad(set_to_none=True)
     compiled(x).backward()
-    assert handle._kind is kind and handle.plan == plan, "nothing is recorded and compiled anew"
+    assert handle._flow is flow and handle.plan == plan, "nothing is recorded and compiled anew"
 
 
 def test_a_compiled_step_is_reported(tmp_path: Path) -> None:

@@ -18,13 +18,12 @@ from test_compile import Model, gradients, real_peak
 from torch import fx
 
 import lowtide
-from lowtide.compiled.costs import costs_of
+from lowtide.compiled.alone import Partitioner, forecast
 from lowtide.compiled.cut import cut
-from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
+from lowtide.compiled.lower import Generated
 from lowtide.compiled.moving import moved, stores
-from lowtide.compiled.partitioner import Partitioner
-from lowtide.compiled.prediction import predict_calls, predict_generated
+from lowtide.compiled.price import ByCall, costs_of
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
 from lowtide.private import inductor, partitioning
@@ -96,10 +95,8 @@ class MoveAll(inductor.CustomPartitionerFn):
             names = dict.fromkeys(large, Offload(self.tier))
             halves = moved(*halves, num_fwd_outputs, names, self.window)
         costs = costs_of(joint)
-        predict = (
-            predict_calls(joint, costs) if self.options is None else predict_generated(joint, self.options)
-        )
-        self.predicted = max(part.peak_bytes for part in predict(*halves)(joint.size))
+        code = Generated(joint, self.options, {}, halves) if self.options else ByCall(joint, costs, halves)
+        self.predicted = max(part.peak_bytes for part in code(joint.size))
         if self.options is not None:
             _, strides = inductor.generated(halves[0], False, self.options)
             self.text, _ = inductor.generated(halves[1], True, self.options, strides)

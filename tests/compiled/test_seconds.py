@@ -10,15 +10,12 @@ import pytest
 import torch
 from torch import fx, nn
 
-from lowtide.compiled import costs
-from lowtide.compiled.costs import costs_of, half_seconds, parts_of
-from lowtide.compiled.cut import cut
-from lowtide.compiled.forecast import forecast
+from lowtide.compiled import price
+from lowtide.compiled.alone import forecast
+from lowtide.compiled.choose import told
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.liveness import Traffic
-from lowtide.compiled.prediction import predict_generated
-from lowtide.compiled.timeline import told
-from lowtide.compiled.variants import Menu
+from lowtide.compiled.lower import Generated, Traffic
+from lowtide.compiled.price import Candidates, costs_of, half_seconds, parts_of
 from lowtide.private import inductor, partitioning
 
 ROWS, WIDTH = 64, 48
@@ -47,7 +44,7 @@ class Look(inductor.CustomPartitionerFn):
         self.joint = joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
         self.costs = costs_of(joint)
         self.halves = partitioning.min_cut(joint.module, num_fwd_outputs, ())
-        self.profiles = predict_generated(joint, {})(*self.halves)(joint.size)
+        self.profiles = Generated(joint, {}, {}, self.halves)(joint.size)
         raise Seen
 
     def uuid(self) -> None:
@@ -78,15 +75,15 @@ def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: 
 
 
 def test_masks_that_are_handed_over_are_likely_to_cost_what_kernels_take_for_them(look: Look) -> None:
-    menu = Menu(look.joint, {})
-    with mock.patch.object(costs, "MASK_SECONDS", (0.0, 0.0)):
-        without = menu.likely_seconds(look.halves)
+    cuts = Candidates(look.joint, {})
+    with mock.patch.object(price, "MASK_SECONDS", (0.0, 0.0)):
+        without = cuts.likely_seconds(cuts.plain)
         assert without > 0
-    with mock.patch.object(costs, "MASK_SECONDS", (2.0, 1.0)):
-        assert menu.likely_seconds(look.halves) - without == pytest.approx(3 * ROWS * WIDTH)
-    unmasked = cut(look.joint, ())  # computes the product again, and the mask within what reads it
-    with mock.patch.object(costs, "MASK_SECONDS", (2.0, 1.0)):
-        assert without < menu.likely_seconds(unmasked) < 1.0
+    with mock.patch.object(price, "MASK_SECONDS", (2.0, 1.0)):
+        assert cuts.likely_seconds(cuts.plain) - without == pytest.approx(3 * ROWS * WIDTH)
+    unmasked = cuts.candidate(frozenset())  # computes the product again, and the mask within what reads it
+    with mock.patch.object(price, "MASK_SECONDS", (2.0, 1.0)):
+        assert without < cuts.likely_seconds(unmasked) < 1.0
 
 
 def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
@@ -104,7 +101,7 @@ def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
 
 
 def test_masks_cost_what_they_take_on_a_cpu(look: Look) -> None:
-    count, (write, read) = 1 << 20, costs.MASK_SECONDS
+    count, (write, read) = 1 << 20, price.MASK_SECONDS
     assert half_seconds(look.halves[0], Traffic(0, count, 0), {}, "cpu") == pytest.approx(count * write)
     assert half_seconds(look.halves[0], Traffic(0, 0, count), {}, "cpu") == pytest.approx(count * read)
     assert half_seconds(look.halves[0], Traffic(0, count, count), {}, "cuda") == 0
@@ -124,9 +121,9 @@ class Loss(nn.Module):
 
 def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
     x = torch.randn(2, 1024, 256)
-    with mock.patch.object(costs, "MASK_SECONDS", (1e-6, 1e-6)):
+    with mock.patch.object(price, "MASK_SECONDS", (1e-6, 1e-6)):
         slow = forecast(Loss(), "90%", x)
-    with mock.patch.object(costs, "MASK_SECONDS", (0.0, 0.0)):
+    with mock.patch.object(price, "MASK_SECONDS", (0.0, 0.0)):
         quick = forecast(Loss(), "90%", x)
     assert slow.predicted_extra_seconds < -1 < quick.predicted_extra_seconds
     assert slow.gap_seconds < 0.5 * slow.plain_seconds

@@ -16,9 +16,8 @@ from test_whole_steps import Behind, Broken, Embedded, Handed, Open, squared
 from torch import nn
 
 import lowtide
-from lowtide.compiled import timeline, variants, whole
-from lowtide.compiled.recording import Timeline
-from lowtide.compiled.variants import Menu
+from lowtide.compiled import flow, price
+from lowtide.compiled.choose import Choice, choice_of
 from lowtide.plan.simulate import Simulator
 
 SHARES = 0.0, 0.3, 0.6, 0.8, 1.0
@@ -76,38 +75,36 @@ def holding(model: Any, x: torch.Tensor) -> None:
 Step = Callable[[Any, torch.Tensor], None]
 
 
-def recorded(model: nn.Module, x: torch.Tensor, step: Step, **how: Any) -> tuple[Timeline, list[Menu]]:
-    """The timeline of a step as it is recorded, and the ways to cut its graphs."""
-    found: list[Any] = []
-    plan_step = whole.plan_step
+def recorded(model: nn.Module, x: torch.Tensor, step: Step, **how: Any) -> Choice:
+    """The step as it is recorded, and the candidate cuts of its graphs."""
+    found: list[Choice] = []
 
-    def seen(timeline: Timeline, menus: list[Menu], budget: str | int) -> Any:
-        found.append((timeline, menus))
-        return plan_step(timeline, menus, budget)
+    def seen(*args: Any) -> Choice:
+        found.append(choice_of(*args))
+        return found[-1]
 
-    with mock.patch.object(whole, "plan_step", seen):
+    with mock.patch.object(flow, "choice_of", seen):
         step(lowtide.compile(model, "100%", backend="aot_eager", **how), x)
     return found[0]
 
 
-def disagreements(timeline_: Timeline, menus: list[Menu]) -> list[str]:
+def disagreements(choice: Choice) -> list[str]:
     """Moments at which the planner's graph has other bytes than the timeline, under the same cuts.
 
     Where something runs again, the planner keeps what that begins from until all that depends on it is asked
     for; a cut lets go of it with its last reader. So there the planner may count what a backward alone holds
     for longer, and never for less.
     """
-    step = timeline.step_of([menu.joint for menu in menus], [menu.costs for menu in menus], timeline_)
-    planning = timeline._Planning(timeline_, menus, step)
+    step, cuts, moments = choice.step, choice.candidates, choice.timeline.moments
     sim, draw, found = Simulator(step.graph), random.Random(0), []
     for share in SHARES:
         stored = sim.close(value for value in sim.droppable if draw.random() < share)
         simulation = sim.simulate(stored)
-        chosen = [menu.variant(frozenset(step.stored(stored, n))) for n, menu in enumerate(menus)]
+        chosen = [one.candidate(frozenset(step.stored(stored, n))) for n, one in enumerate(cuts)]
         events = pairwise([0, *step.ends])
         told = [int(simulation.top_bytes[begin:end].max()) for begin, end in events]
-        for moment, planned, takes in zip(timeline_.moments, told, planning._peaks(chosen), strict=True):
-            more = sum(menus[moment.call or 0].joint.bytes[key] for key in moment.own)
+        for moment, planned, takes in zip(moments, told, choice.peaks(chosen), strict=True):
+            more = sum(cuts[moment.call or 0].joint.bytes[key] for key in moment.own)
             if not takes <= planned <= takes + (more if simulation.replayed else 0):
                 found.append(f"{share} {moment.kind} {moment.call}: planned {planned}, takes {takes}")
     return found
@@ -116,8 +113,8 @@ def disagreements(timeline_: Timeline, menus: list[Menu]) -> list[str]:
 @pytest.fixture(autouse=True)
 def quickly() -> Iterator[None]:
     """What a call costs in time is of no interest here."""
-    costs_of = functools.partial(variants.costs_of, time_budget=0.05)
-    with mock.patch.object(variants, "costs_of", costs_of):
+    costs_of = functools.partial(price.costs_of, time_budget=0.05)
+    with mock.patch.object(price, "costs_of", costs_of):
         yield
 
 
@@ -140,8 +137,8 @@ def test_the_planners_graph_has_the_bytes_of_the_recorded_step(name: str) -> Non
     build, step = CASES[name]
     model = build()
     x = torch.randint(64, (256,)) if isinstance(model, (Tied, Embedded)) else torch.randn(256, 32)
-    found = recorded(model, x, step, **({"regional": True} if isinstance(model, Embedded) else {}))
-    assert not disagreements(*found)
+    how = {"regional": True} if isinstance(model, Embedded) else {}
+    assert not disagreements(recorded(model, x, step, **how))
 
 
 @pytest.mark.parametrize("name", ["a graph break", "two losses in turn"])
@@ -150,18 +147,18 @@ def test_so_it_has_where_gradients_stand_already(name: str) -> None:
     model = build()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    assert not disagreements(*recorded(model, torch.randn(256, 32), step))
+    assert not disagreements(recorded(model, torch.randn(256, 32), step))
 
 
 def test_and_where_the_step_is_one_graph() -> None:
-    found: list[Menu] = []
-    init = Menu.__init__
+    found: list[Choice] = []
+    init = Choice.__init__
 
-    def made(menu: Menu, *args: Any, **kwargs: Any) -> None:
-        init(menu, *args, **kwargs)
-        found.append(menu)
+    def made(choice: Choice, *args: Any, **kwargs: Any) -> None:
+        init(choice, *args, **kwargs)
+        found.append(choice)
 
-    with mock.patch.object(Menu, "__init__", made):
+    with mock.patch.object(Choice, "__init__", made):
         once(lowtide.compile(Model(layers=2), "100%", backend="aot_eager"), torch.randn(256, 32))
-    (menu,) = found
-    assert not disagreements(menu.timeline, [menu])
+    (choice,) = found
+    assert not disagreements(choice)

@@ -14,8 +14,7 @@ import torch
 from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
-from lowtide.compiled.partitioner import Partitioner
-from lowtide.compiled.stored import Shelf
+from lowtide.compiled.alone import Partitioner, Shelf
 from lowtide.plan.data import Plan
 
 ONCE = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import PyCodeCache
 
-from lowtide.private import inductor
+from lowtide.private import inductor, partitioning
+
+
+def body(text: str) -> list[str]:
+    """What the function ``call`` does, kernels by what they are given, checks left out."""
+    lines = map(str.strip, text[text.index("def call(") : text.index("\n        return (")].splitlines())
+    plain = (re.sub(r"^cpp_fused\w*\(", "kernel(", re.sub(r"\s*#.*", "", line)) for line in lines)
+    return [line for line in plain if line and not line.startswith("assert_")]
 
 
 class Stop(BaseException):
@@ -29,10 +37,15 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
 
     monkeypatch.setattr(PyCodeCache, "load_by_key_path", loading)
 
+    halves: list[tuple[Any, str]] = []
+
     def half(module: Any, inputs: Any, **how: Any) -> Any:
+        as_given = partitioning.twin(module)
+
         def look(text: str) -> None:
             seen.append("backward" if how.get("is_backward") else "forward")
             assert "def call(" in text
+            halves.append((as_given, text))
             if how.get("is_backward"):
                 raise Stop
 
@@ -47,5 +60,14 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
     with inductor_config.patch(inductor.UNCACHED), pytest.raises(Stop):
         model(torch.randn(4, 8))
     assert [one for one in seen if one != "loaded"] == ["forward", "backward"]
+    (forward, first), (backward, second) = halves
+    lowered, strides = inductor.generated(forward, False, {})
+    donated = inductor.donated_inputs(forward, backward, 1)
+    for text, other in (
+        (first, lowered),
+        (second, inductor.generated(backward, True, {}, strides, donated)[0]),
+    ):
+        assert "cpp_pybinding" in text and "cpp_pybinding" not in other, "no kernel is defined"
+        assert len(body(text)) > 5 and body(other) == body(text), "and all else is what runs"
     assert seen[0] == "forward" and seen[-1] == "backward"
     assert inductor.GraphLowering.save_output_code is None

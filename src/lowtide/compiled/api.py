@@ -8,11 +8,10 @@ from typing import Any
 import torch
 
 from lowtide import budget as budgets
-from lowtide.compiled.backend import FREES_AT_ONCE
-from lowtide.compiled.coding import check_codecs
-from lowtide.compiled.handle import CompiledHandle, given
+from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.capture import FREES_AT_ONCE
+from lowtide.compiled.handle import CompiledHandle
 from lowtide.compiled.moving import check_tiers
-from lowtide.compiled.partitioner import Partitioner
 from lowtide.errors import PlanError, expect
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload
@@ -57,8 +56,7 @@ def compile(
         regional: compile the model's blocks and not the model: those that are compiled already
             (``block.compile()``), else those that repeat (the layers of a ``ModuleList``). Layers of one kind
             share a graph, which is compiled in up to three ways.
-        codecs: some of ``"bfloat16"``, ``"int8"``, ``"int4"``: saved values may wait so where that costs
-            least, and gradients are no longer exact. For one graph that returns its loss alone.
+        codecs: refused; values wait encoded under `lowtide.limit_memory` alone.
         tiers: ``"host"``, ``"disk"`` or `lowtide.Offload` with a path: saved values may wait there where that
             costs least. For one graph that returns its loss alone, of sizes that do not vary: each size
             compiles by itself (``dynamic=False``).
@@ -96,9 +94,19 @@ def compile(
             raise PlanError(f"compile(mode=) was given {mode!r}: {error}") from None
     unknown = inductor.unknown_options(chosen)
     expect(not unknown, "compile(options=)", unknown, "settings that torch._inductor.config has")
-    lossy, away = check_codecs(codecs), check_tiers(tiers)
-    if regional and (what := given(codecs=lossy, tiers=away)):
-        raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")
+    expect(
+        isinstance(codecs, Sequence), "compile(codecs=)", codecs, "nothing: compiled code encodes no values"
+    )
+    if codecs:
+        names = ", ".join(map(repr, [codecs] if isinstance(codecs, str) else codecs))
+        raise PlanError(
+            f"compiled code encodes no saved values, and codecs are {codecs!r}: leave codecs out "
+            '(tiers="disk" lets values wait elsewhere), or do not compile: '
+            f"lowtide.limit_memory(model, budget, policy=lowtide.policies.mixed({names}))"
+        )
+    away = check_tiers(tiers)
+    if regional and away:
+        raise PlanError("tiers are for a model that is one graph: leave out tiers, or regional")
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
@@ -112,7 +120,7 @@ def compile(
     model = inner
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
     blocks = _blocks_of(model) if regional else ()
-    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, blocks, lossy, away)
+    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, blocks, away)
     return compiled
 
 

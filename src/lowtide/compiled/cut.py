@@ -2,53 +2,18 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import fx
 
 from lowtide.compiled.joint import Joint, Key, lazily
-from lowtide.private import inductor, partitioning
+from lowtide.private import partitioning
 
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 """Forward and backward."""
-
-
-class Cutter(inductor.CustomPartitionerFn):
-    """The partitioner that AOTAutograd calls; each subclass says where a joint graph is cut.
-
-    Args:
-        options: Inductor's settings; ``None`` where graphs run call by call.
-    """
-
-    def __init__(self, options: dict[str, Any] | None) -> None:
-        self.options = options
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Cutter:
-        return self
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **_: Any,
-    ) -> Halves:
-        static = tuple(static_lifetime_input_indices or ())
-        partitioning.clean_joint(gm)
-        fusible = None if self.options is None else partitioning.default_fusible()
-        joint = Joint(partitioning.twin(gm), num_fwd_outputs, static, fusible)
-        if not any(call.forward for call in joint.calls) or not joint.tangents:  # nothing to decide
-            return partitioning.min_cut(gm, num_fwd_outputs, static)
-        return self.halves(joint)
-
-    @abstractmethod
-    def halves(self, joint: Joint) -> Halves:
-        """Forward and backward of a joint graph."""
 
 
 def cut(joint: Joint, stored: Iterable[Key]) -> Halves:
@@ -103,3 +68,68 @@ def _order(backward: fx.GraphModule, joint: Joint) -> None:
         before.append(node)
     graph.lint()
     backward.recompile()
+
+
+# ---- saved values in another form ----------------------------------------------------------------
+
+Parts = Mapping[fx.Node, Sequence[fx.Node]]
+"""Values -> what goes in their place."""
+
+
+def hand_over(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    forward_outputs: int,
+    fits: Callable[[fx.Node], bool],
+    send: Callable[[list[fx.Node], fx.Node], Parts],
+    receive: Callable[[Parts], None],
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Hand some saved values over in another form.
+
+    Args:
+        forward, backward: the halves of a joint graph, changed in place.
+        forward_outputs: how many of the forward's outputs are the caller's; the others are saved.
+        fits: whether a saved value may go so. What is returned anyway stays as it is.
+        send: makes in the forward, before its output, what goes in the place of these values.
+        receive: gives the readers in the backward, of these inputs, what they read instead.
+    """
+    output = next(iter(reversed(forward.graph.nodes)))
+    given: list[Any] = list(output.args[0])
+    returned, saved = given[:forward_outputs], given[forward_outputs:]
+    going = [one for one in saved if isinstance(one, fx.Node) and one not in returned and fits(one)]
+    parts = send(sorted(going), output)
+    handed = [part for one in saved for part in parts.get(one, [one])]
+    output.args = ([*returned, *handed], *output.args[1:])
+    inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    received = {
+        inputs[node.name]: [_placeholder(inputs[node.name], part) for part in parts[node]] for node in going
+    }
+    receive(received)
+    for value in received:
+        backward.graph.erase_node(value)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+    return forward, backward
+
+
+def _placeholder(before: fx.Node, part: fx.Node) -> fx.Node:
+    with before.graph.inserting_before(before):
+        twin = before.graph.placeholder(part.name)
+    twin.meta["val"] = part.meta["val"]
+    return twin
+
+
+def call(graph: fx.Graph, name: str, target: Callable[..., Any], *args: Any) -> fx.Node:
+    """A call in a graph, with what it gives."""
+    node = graph.create_node("call_function", target, args, name=name)
+    values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
+    with torch.no_grad():
+        node.meta["val"] = target(*values)
+    return node
+
+
+def geometry(node: fx.Node) -> tuple[list[int], list[int], torch.dtype]:
+    """Sizes, strides and type of what a node gives."""
+    value = node.meta["val"]
+    return list(value.shape), list(value.stride()), value.dtype

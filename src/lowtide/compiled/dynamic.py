@@ -14,10 +14,10 @@ from collections.abc import Callable
 from scipy.optimize import brentq
 
 from lowtide import budget as budgets
-from lowtide.compiled.costs import Size
+from lowtide.compiled.choose import Chosen
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.timeline import StepPlan
-from lowtide.compiled.variants import Variant
+from lowtide.compiled.lower import Size
+from lowtide.compiled.price import Candidate
 from lowtide.errors import BudgetError
 from lowtide.private import partitioning
 from lowtide.private.partitioning import FreeSize, SizesAt
@@ -40,10 +40,10 @@ UNBOUNDED = sys.maxsize
 def plan_range(
     joint: Joint,
     budget: str | int,
-    plan_at: Callable[[Size], StepPlan],
+    plan_at: Callable[[Size], Chosen],
     standing_at: Callable[[Size], int],
     held: dict[str, Numbers],
-) -> StepPlan:
+) -> Chosen:
     """Plan a graph for the sizes at hand, and guard it where the plan would break the budget.
 
     Args:
@@ -76,7 +76,7 @@ def plan_range(
         limit = planned.plan.budget_bytes or 0
         if isinstance(budget, str) and budget.strip().endswith("%"):
             limit = budgets.parse(budget, _peak(planned.plain, size_of) + standing)
-        return limit - budgets.slack_bytes(limit) - _peak(planned.chosen, size_of) - standing
+        return limit - budgets.slack_bytes(limit) - _peak(planned.cuts, size_of) - standing
 
     if any(one.declared for one in free):
         return planned  # made for the largest sizes there are
@@ -95,7 +95,7 @@ def plan_range(
     return planned
 
 
-def _peak(cuts: tuple[Variant, ...], size_of: Size) -> int:
+def _peak(cuts: tuple[Candidate, ...], size_of: Size) -> int:
     return max(part.peak_bytes for one in cuts for part in one.at(size_of))
 
 
@@ -117,8 +117,8 @@ def _reserve(free: list[FreeSize], before: Numbers) -> Numbers:
 
 
 def _first_that_fits(
-    free: list[FreeSize], before: Numbers, plan_at: Callable[[Size], StepPlan]
-) -> tuple[StepPlan, Numbers]:
+    free: list[FreeSize], before: Numbers, plan_at: Callable[[Size], Chosen]
+) -> tuple[Chosen, Numbers]:
     seen = tuple(one.seen for one in free)
     for numbers in dict.fromkeys((_reserve(free, before), seen)):
         try:

@@ -5,17 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from lowtide import budget as budgets
-from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
-from lowtide.compiled.kind import Kind
+from lowtide.compiled.capture import FREES_AT_ONCE
+from lowtide.compiled.flow import UNCOMPILED, Flow
 from lowtide.compiled.moving import stores
-from lowtide.compiled.partitioner import Partitioner
-from lowtide.compiled.stood import Stood
-from lowtide.compiled.whole import UNCOMPILED, WholeStep
+from lowtide.compiled.profile import Stood
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
@@ -23,7 +21,6 @@ from lowtide.meter.cuda import standing_workspace_bytes, workspace_bytes
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
-    captured,
     compile_forward,
     compile_in_place,
     counted_apart,
@@ -47,7 +44,9 @@ from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_inside
 from lowtide.trace.untouched import untouched, without_history
-from lowtide.traced import honour_regions, wishes_of
+from lowtide.traced import honour_regions
+
+T = TypeVar("T")
 
 _HANDLE = "_lowtide_handle"
 _COMPILED = "it compiled code; later ones run what is compiled"
@@ -77,7 +76,6 @@ class CompiledHandle(LimitHandle):
         options: dict[str, Any],
         how: dict[str, Any],
         blocks: Sequence[torch.nn.Module] = (),
-        codecs: tuple[str, ...] = (),
         tiers: tuple[Offload, ...] = (),
         forward: Callable[..., Any] | None = None,
     ) -> None:
@@ -85,13 +83,13 @@ class CompiledHandle(LimitHandle):
         _refuse_cuda_graphs(options)
         budgets.check(budget)
         honour_regions()
-        self._codecs, self._tiers = codecs, tiers
+        self._tiers = tiers
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
         self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
         self._blocks, self._forward = blocks, forward
         self._own, self._own_placed = model.forward, model.__dict__.get("forward")
-        self._whole_alone = bool(blocks)  # whether no graph is taken for a step by itself
+        self._in_parts = bool(blocks)  # whether no graph is taken for a step by itself
         self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
         self._removed = self._paused = False
         self._run_plain: Callable[..., Any] | None = None
@@ -99,7 +97,7 @@ class CompiledHandle(LimitHandle):
         self._measured: int | None = None
         self._overruns = Overruns()
         self._told = self._untold = 0  # of the latest step: what it was told to have taken, and what it took
-        self._codes = 0  # graphs that were compiled in it
+        self._codes = 0  # graphs that were captured before it
         self._install()
         if compiled is not None:
             compiled.__dict__[_HANDLE] = self
@@ -122,7 +120,7 @@ class CompiledHandle(LimitHandle):
         """A plan for each kind of step, in the order in which they were seen; none before the first step has
         ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
         """
-        return [plan for kind in dict.fromkeys(self._kinds.values()) for plan in kind.plans]
+        return [plan for flow in dict.fromkeys(self._flows.values()) for plan in flow.plans]
 
     @property
     def plan(self) -> Plan | None:
@@ -134,8 +132,8 @@ class CompiledHandle(LimitHandle):
         """The step graph that `plan` was made for; ``None`` where the plan came from PyTorch's cache."""
         plan = self.plan
         known: dict[str, StepGraph] = {}
-        for kind in self._kinds.values():
-            known |= kind.report.graphs | {one.plan.graph: one.graph for one in kind.whole.plans.values()}
+        for flow in self._flows.values():
+            known |= flow.report.graphs | {one.plan.graph: one.graph for one in flow.chosen.values()}
         return known.get(plan.graph) if plan is not None else None
 
     @property
@@ -152,12 +150,12 @@ class CompiledHandle(LimitHandle):
     @property
     def variants(self) -> list[int]:
         """In how many ways each graph is cut, where a step has several graphs or calls one several times."""
-        return self._kind.whole.variants()
+        return self._flow.variants()
 
     @property
     def compiles_nothing(self) -> bool:
         """Whether a step's forward has run of which PyTorch compiled nothing, so that no budget is held."""
-        return self._kind.whole.ran_uncompiled
+        return self._flow.ran_uncompiled
 
     @property
     def budget_bytes(self) -> int | None:
@@ -183,13 +181,13 @@ class CompiledHandle(LimitHandle):
     @property
     def predicted_seconds(self) -> float | None:
         """Forecast of a step's time, from calls timed alone."""
-        found = self._kind.plans
+        found = self._flow.plans
         return sum(plan.plain_seconds + plan.predicted_extra_seconds for plan in found) if found else None
 
     @property
     def lower_bound_seconds(self) -> float | None:
         """No schedule of the same calls within the budget adds less to a step."""
-        found = self._kind.plans
+        found = self._flow.plans
         return sum(plan.bound_extra_seconds for plan in found) if found else None
 
     @property
@@ -242,8 +240,8 @@ class CompiledHandle(LimitHandle):
         with untouched([self.model]), torch.enable_grad():
             given, named = without_history((args, kwargs))
             result = self.run(*given, **named)
-            if self._kind.whole.regions and loss_of(result) is None:
-                self._kind.whole.stop()
+            if self._flow.graphs and loss_of(result) is None:
+                self._flow.stop()
                 raise PlanError(
                     "prepare() cannot plan for a compiled model that does not return its loss: what the loss "
                     "takes is part of the plan. Run a step, or compile a module that returns the loss"
@@ -312,83 +310,59 @@ class CompiledHandle(LimitHandle):
             parts[INPUTS] = inputs
         return budgets.renamed(error, parts)
 
-    def _backend_for(self, kind: Kind, standing: Callable[[], int]) -> Callable[..., Any]:
-        """A backend of its own for each kind of step and budget: compiled code is shared by what has the same
-        backend.
-
-        Dynamo holds backends as long as the process lives, and they hold neither model nor handle.
-        """
-        whole, report, me = kind.whole, kind.report, weakref.ref(self)
-
-        def backend(module: Any, inputs: Any) -> Any:
-            self = me()
-            assert self is not None, "who calls the compiled model holds its handle"
-            whole.compiled = True
-            self._codes += 1
-            recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
-            if recorded or not captured.is_whole_step(module):
-                if what := given(codecs=self._codecs, tiers=self._tiers):
-                    raise PlanError(
-                        f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
-                        "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
-                    )
-                region = whole.backend(module, inputs)
-                whole.mixed |= bool(report.planned) and region.menu is not None  # else no part of a step
-                return region
-            ways = self._codecs, self._tiers, wishes_of(module)
-            partitioner = Partitioner(self.budget, standing, self._settings, report, *ways)
-            with whole.unseen():
-                return compile_step(module, inputs, partitioner, report)
-
-        return backend
-
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""
         self._tell = Once()
-        standing = self._weakly(CompiledHandle._standing)
+        standing = self._weakly(CompiledHandle._standing, 0)
         self._stood = Stood(self.model, self._optimizer, self._device, standing)
-        self._kind = self._new_kind(0)
-        self._kinds = {False: self._kind}
+        self._runs: dict[Flow, tuple[Callable[..., Any], list[Any]]] = {}  # the forward, and calls of blocks
+        self._flow = self._new_flow(0)
+        self._flows = {False: self._flow}
 
-    def _weakly(self, ask: Callable[[CompiledHandle], int]) -> Callable[[], int]:
+    def _weakly(self, ask: Callable[[CompiledHandle], T], gone: T) -> Callable[[], T]:
         """Asks the handle as long as there is one; holds neither it nor the model."""
         me = weakref.ref(self)
-        return lambda: 0 if (handle := me()) is None else ask(handle)
+        return lambda: gone if (handle := me()) is None else ask(handle)
 
-    def _new_kind(self, gradients_bytes: int) -> Kind:
-        """A kind of step that nothing is compiled for, with so many bytes of gradients when it begins."""
-        standing = self._weakly(CompiledHandle._standing)
-        gradients = self._weakly(lambda one: one._stood.gradients_now())
+    def _new_flow(self, gradients_bytes: int) -> Flow:
+        """Nothing is compiled yet, for steps that begin with so many bytes of gradients.
+
+        Compiled code is shared by what has the same backend, so each flow is one of its own.
+        """
         me = weakref.ref(self)
 
         def named(error: BudgetError) -> BudgetError:
             handle = me()
             return error if handle is None else handle._named(error)
 
-        how = self._settings, self._device, named
-        whole = WholeStep(self.budget, standing, gradients, *how, gradients_bytes)
+        flow = Flow(  # Dynamo holds it as long as the process lives: it holds neither model nor handle
+            self.budget,
+            self._weakly(CompiledHandle._standing, 0),
+            self._weakly(lambda one: one._stood.gradients_now(), 0),
+            self._settings,
+            self._device,
+            named,
+            self._tiers,
+            # weights that come and go are in no graph
+            self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
+            gradients_bytes,
+        )
+        run = self._compiled_with(backend=flow.backend, **{**counted_apart(), **self._how})
+        self._runs[flow] = run, self._block_calls()
+        return flow
 
-        def with_reserve() -> int:
-            return standing() + max(0, whole.gradients_bytes - gradients())
-
-        kind = Kind(whole)
-        backend = self._backend_for(kind, with_reserve)
-        kind.run = self._compiled_with(backend=backend, **{**counted_apart(), **self._how})
-        kind.calls = self._block_calls()
-        return kind
-
-    def _choose_kind(self) -> None:
+    def _choose_flow(self) -> None:
         """A step begins: what it runs follows from the gradients that stand."""
         stand = self._stood.gradient_bytes = self._stood.gradients_now()
-        found = self._kinds.get(stand > 0, self._kind)
-        if found is not self._kind or stand > found.gradients_bytes:
-            self._kind.whole.over()  # what it has recorded is planned for
+        found = self._flows.get(stand > 0, self._flow)
+        if found is not self._flow or stand > found.gradients_bytes:
+            self._flow.over()  # what it has recorded is planned for
         if not found.takes(stand):
-            found = self._new_kind(stand)
-        self._kinds[stand > 0] = found
-        if found is not self._kind:
-            self._kind = found
-            self._call_blocks(found.calls)
+            found = self._new_flow(stand)
+        self._flows[stand > 0] = found
+        if found is not self._flow:
+            self._flow = found
+            self._call_blocks(self._runs[found][1])
 
     def _block_calls(self) -> list[Any]:
         """What calls each block that is compiled by itself."""
@@ -420,27 +394,26 @@ class CompiledHandle(LimitHandle):
         """The model's forward within the budget."""
         if self._paused and self._run_plain is not None:
             return self._run_plain(*args, **kwargs)
-        if self._kind.whole.more_than_planned and not self._whole_alone:
-            self._whole_alone = True
+        if self._flow.more_than_planned and not self._in_parts:
+            self._in_parts = True
             self._install()
         if torch.is_grad_enabled() and (self._watch is None or not self._watch.pending()):
-            self._choose_kind()
+            self._choose_flow()
         standing_workspace_bytes(self._device)  # from before this is watched
-        kind, watch = self._kind, self._watched(args, kwargs)
-        whole = kind.whole
-        whole.begin((args, kwargs))
+        flow, watch = self._flow, self._watched(args, kwargs)
+        flow.begin((args, kwargs))
         hits = recompile_limit_hits()
         try:
             with uncut_by_ddp(), room_for_backends():
-                result = kind.run(*args, **kwargs)
+                result = self._runs[flow][0](*args, **kwargs)
         except BaseException as error:
-            whole.stop()
+            flow.stop()
             inner = getattr(error, "inner_exception", None)
             if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
                 raise (self._named(inner) if isinstance(inner, BudgetError) else inner) from None
             raise
-        whole.end(result, recompile_limit_hits() > hits)
-        if whole.ran_uncompiled and self.compiled is not None:
+        flow.end(result, recompile_limit_hits() > hits)
+        if flow.ran_uncompiled and self.compiled is not None:
             self._tell(UNCOMPILED)
         if watch is not None:
             watch.forward_ends(tensors_inside(result))
@@ -451,7 +424,7 @@ class CompiledHandle(LimitHandle):
         limit, took, plan = self.budget_bytes, self._untold, self.plan
         if limit is None or plan is None or took <= max(limit + budgets.slack_bytes(limit), self._told):
             return
-        why = _COMPILED if self._codes else _OTHER
+        why = _COMPILED if self._flow.codes > self._codes else _OTHER
         text = self._overruns.text(
             took, limit, plan.predicted_peak_bytes, why, not self._told, bool(self._told)
         )
@@ -475,14 +448,9 @@ class CompiledHandle(LimitHandle):
                     handle._tell_above()
 
             self._tell_above()
-            self._told = self._untold = self._codes = 0
+            self._told, self._untold, self._codes = 0, 0, self._flow.codes
             self._watch = StepWatch(ended, self._device)
         return self._watch
-
-
-def given(**ways: Sequence[Any]) -> str:
-    """The names of the arguments that hold something."""
-    return " and ".join(name for name, given in ways.items() if given)
 
 
 def _refuse_cuda_graphs(options: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -43,6 +43,23 @@ class Call:
     forward: bool
     inlined: tuple[fx.Node, ...] = ()
     reason: str = ""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one run of a call costs.
+
+    Attributes:
+        seconds: its time.
+        scratch_bytes: what it takes beyond its results.
+        surplus_bytes: what the storage of its one result takes beyond what the graph says.
+        parts: names of the nodes that it computes -> what each adds, of a fused one without its traffic.
+    """
+
+    seconds: float
+    scratch_bytes: int
+    surplus_bytes: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -130,6 +147,11 @@ class Joint:
     def tangents(self) -> list[fx.Node]:
         """The gradients that backward is given."""
         return [node for node in self.nodes if node.op == "placeholder" and partitioning.is_tangent(node)]
+
+    def inputs_in(self, storages: Collection[Key] | None = None) -> set[str]:
+        """Names of the inputs of a half that lie in these storages, or of the graph's own inputs."""
+        nodes = self.primals if storages is None else self.nodes
+        return {node.name for node in nodes if storages is None or self.key_of.get(node) in storages}
 
     @cached_property
     def readers(self) -> dict[Key, list[Call]]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.handing import Parts, call, geometry, hand_over
+from lowtide.compiled.cut import Parts, call, geometry, hand_over
 from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
@@ -223,7 +223,7 @@ def moved(
     """Hand some saved values over by way of a tier.
 
     Args:
-        forward, backward, forward_outputs: as of `lowtide.compiled.handing.hand_over`.
+        forward, backward, forward_outputs: as of `lowtide.compiled.cut.hand_over`.
         tiers: name of a saved node -> where it goes. What does not lie densely stays as it is.
         window_bytes: the most that waits for its copy out at one time, and the most that is fetched ahead.
     """

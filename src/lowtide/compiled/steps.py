@@ -15,9 +15,8 @@ from typing import Literal
 
 from torch import fx
 
-from lowtide.compiled.costs import Cost
-from lowtide.compiled.joint import Call, Joint, Key, lazily
-from lowtide.compiled.recording import Moment, Timeline
+from lowtide.compiled.joint import Call, Cost, Joint, Key, lazily
+from lowtide.compiled.profile import Moment, Timeline
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
 

@@ -27,6 +27,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
@@ -35,8 +36,6 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
-
-from lowtide.private import kernels
 
 
 def compile_with(
@@ -133,7 +132,8 @@ def generated(
     donated: Sequence[int] = (),
 ) -> tuple[str, Strides]:
     """The Python text that Inductor would run for a forward or a backward: which buffers it allocates,
-    hands on and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
+    hands on and frees, and in which order. Kernels are called there and not defined, so none is compiled;
+    ``module`` stays as it is.
 
     Args:
         module: the graph.
@@ -158,7 +158,7 @@ def generated(
     output.meta.setdefault("user_visible_output_idxs", [])
     with (
         _without_garbage_collection(),
-        inductor_config.patch({**(options or {}), **kernels.UNWRITTEN}),
+        inductor_config.patch({**(options or {}), **_UNWRITTEN}),
         preserve_rng_state(),
         torch.no_grad(),
         DebugContext(),
@@ -170,7 +170,7 @@ def generated(
         _compile_fx.fake_tensor_prop(twin, inputs)
         _compile_fx._recursive_record_original_output_strides(twin)
         _compile_fx._recursive_post_grad_passes(twin, is_inference=False)
-        lowering = kernels.Lowering(
+        lowering = GraphLowering(
             twin,
             example_inputs=inputs,
             shape_env=mode.shape_env,
@@ -180,11 +180,16 @@ def generated(
         )
         lowering.bw_donated_idxs = list(donated)
         lowering.freeze_runtime_asserts()
-        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+        define_nothing = patch.object(PythonWrapperCodegen, "define_kernel", lambda *_, **__: None)
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]), define_nothing:
             lowering.run(*inputs)
             found = dict(zip(names, map(_strides, lowering.graph_outputs or ()), strict=False))
             wrapper, _ = lowering.codegen()
     return wrapper.value, {name: one for name, one in found.items() if name and one is not None}
+
+
+_UNWRITTEN = {"size_asserts": False, "alignment_asserts": False, "benchmark_harness": False}
+"""Settings of Inductor that add text, and no memory."""
 
 
 def _decompositions() -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Live bytes of what Inductor generates: its text is run on fake tensors, its kernels are left out."""
+"""What two halves of a joint graph do to memory, before any kernel is compiled.
+
+What Inductor generates for a half is text: it is taken down while Inductor compiles the half, or the half is
+lowered for that alone. Either way the text is run on fake tensors, its kernels left out.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +10,128 @@ import ast
 import builtins
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide.compiled import coding
-from lowtide.compiled.liveness import Profile, Traffic
+from lowtide.compiled.cut import Halves
+from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.moving import arriving_bytes
 from lowtide.ops import op_info
-from lowtide.private import FakeTensorMode, OpOverload, TorchDispatchMode, partitioning, tree_leaves
+from lowtide.private import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    inductor,
+    partitioning,
+    tree_leaves,
+)
 from lowtide.trace.costs.measure import measure_scratch
 from lowtide.trace.costs.specs import described_call, runnable
+
+Size = Callable[[Any], int]
+"""A size as a number."""
+
+Profiles = Callable[..., "tuple[Profile, Profile]"]
+"""What two halves do to memory, for sizes as numbers, and by what others hold to its end of what the backward
+is handed: storages by name, or the graph's inputs.
+"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What generated kernels are given.
+
+    Attributes:
+        bytes: of everything but masks.
+        masks_written, masks_read: elements of boolean tensors that a kernel is the first to be given, and
+            that it is given later.
+    """
+
+    bytes: int = 0
+    masks_written: int = 0
+    masks_read: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a forward or backward does to memory.
+
+    Attributes:
+        peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
+        end_bytes: what it returns, as far as it made or was given it.
+        copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
+        traffic: of its generated kernels.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    copied: Mapping[str, int] = field(default_factory=dict)
+    traffic: Traffic = Traffic()
+
+
+class Generated:
+    """Profiles of halves that Inductor generates code for, by the text of that code.
+
+    Args:
+        joint: the graph.
+        options: Inductor's settings.
+        known_scratch: what each kind of call takes beyond its results; shared by all cuts of a graph.
+        halves: forward and backward; they are lowered unless their text was read while they were compiled.
+    """
+
+    def __init__(
+        self, joint: Joint, options: dict[str, object], known_scratch: dict[str, int], halves: Halves
+    ) -> None:
+        self._joint, self._options, self._halves = joint, options, halves
+        self._scratch = Scratch(known_scratch), Scratch(known_scratch)
+        self._texts: dict[bool, tuple[str, fx.GraphModule, inductor.Strides]] = {}  # by whether of backward
+        self._forward: dict[Size, Profile] = {}
+
+    @property
+    def priced(self) -> bool:
+        """Whether the text of both halves was read."""
+        return len(self._texts) == 2
+
+    def read(self, text: str, half: fx.GraphModule, strides: inductor.Strides, backward: bool) -> None:
+        """Take down the text of a half.
+
+        Args:
+            text: what Inductor has generated.
+            half: from this graph.
+            strides: of inputs that lie in another way than the graph says.
+            backward: whether it is the backward.
+        """
+        self._texts[backward] = text, half, strides
+
+    def _lower(self) -> None:
+        forward, backward = self._halves
+        text, strides = inductor.generated(forward, False, self._options)
+        self.read(text, forward, {}, False)
+        donated = inductor.donated_inputs(forward, backward, self._joint.forward_outputs)
+        text, _ = inductor.generated(backward, True, self._options, strides, donated)
+        self.read(text, backward, strides, True)
+
+    def forward_at(self, size_of: Size) -> Profile:
+        """The forward alone, whose text is known."""
+        if size_of not in self._forward:
+            text, half, strides = self._texts[False]
+            lent, scratch = self._joint.inputs_in(), self._scratch[0].run()
+            self._forward[size_of] = profile_generated(text, half, lent, scratch, size_of, strides)
+        return self._forward[size_of]
+
+    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
+        if not self.priced:
+            self._lower()
+        one, (text, half, strides) = self.forward_at(size_of), self._texts[True]
+        held = self._joint.inputs_in(lent) - one.copied.keys()
+        return one, profile_generated(text, half, held, self._scratch[1].run(), size_of, strides)
+
+
+# ---- of generated text ----------------------------------------------------------------------------
 
 Ask = Callable[[Any, Any, Any], int]
 """Scratch of one call: the operation, its arguments and its keyword arguments, as fake tensors."""
@@ -46,7 +159,7 @@ class Scratch:
         def ask(operation: Any, args: Any, kwargs: Any) -> int:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if not runnable(operation) or not tensors or op_info(operation).is_view:
-                return coding.scratch_bytes(operation, args)
+                return 0
             given = sum(one.nbytes for one in tensors)
             if not first:
                 then, took = next(before)
@@ -177,7 +290,7 @@ def profile_generated(
     size_of: Callable[[Any], int],
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Profile:
-    """As `lowtide.compiled.liveness.profile`, for generated text.
+    """Live bytes of a half, by the text that Inductor generates for it.
 
     Args:
         text: what `lowtide.private.inductor.generated` says.

@@ -19,15 +19,17 @@ import torch
 import torch.distributed as dist
 
 from lowtide.compiled.joint import Key
-from lowtide.meter import Peak, peak
+from lowtide.meter import Peak, peak, storages
+from lowtide.meter.resident import gradient_of
 from lowtide.private import at_backward_end, storage_key
+from lowtide.trace.results import tensors_inside
 
 _TIDY_SECONDS = 0.001
 """How long Gloo's threads get to let go of what a collective moved through."""
 
 
 @dataclass
-class Call:
+class GraphCall:
     """One call of a compiled graph in a step.
 
     Attributes:
@@ -76,12 +78,12 @@ class Moment:
         """Calls that take memory: those that wait, and the one that runs."""
         return self.waiting if self.call is None else (*self.waiting, self.call)
 
-    def held(self, call: Call, kept: Mapping[Key, int]) -> int:
+    def held(self, call: GraphCall, kept: Mapping[Key, int]) -> int:
         """What a call that waits holds here, beyond what stands anyway."""
         standing = self.alive.difference(self.own.values())
         return sum(count for key, count in kept.items() if call.lies.get(key) not in standing)
 
-    def lent_beside(self, others: Iterable[tuple[Call, Mapping[Key, int]]]) -> frozenset[Key] | None:
+    def lent_beside(self, others: Iterable[tuple[GraphCall, Mapping[Key, int]]]) -> frozenset[Key] | None:
         """What others hold to its end of what a backward is handed, where calls that wait keep this."""
         held = {call.lies[key] for call, kept in others for key in kept if key in call.lies}
         more = {key for key, number in self.own.items() if number in held}
@@ -101,7 +103,7 @@ class Timeline:
 
     device: str
     standing_bytes: int
-    calls: list[Call] = field(default_factory=list)
+    calls: list[GraphCall] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
     def adding_to(self, gradients_bytes: int, made_bytes: int) -> Timeline:
@@ -145,7 +147,7 @@ class Recording:
         self._queued = self._untidy = False
         self.timeline = Timeline(device, standing_bytes)
         self.backwards = 0
-        self._waiting: dict[int, Call] = {}
+        self._waiting: dict[int, GraphCall] = {}
         self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
@@ -176,20 +178,20 @@ class Recording:
             self._untidy = True
             self._open()
 
-    def forward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call:
+    def forward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> GraphCall:
         """A forward of ``graph`` begins with these inputs."""
         if self._untidy:  # what Dynamo leaves behind holds tensors: the generator's state, for one
             gc.collect()
             self._untidy = False
         self._gap()
-        call = Call(len(self.timeline.calls), graph)
+        call = GraphCall(len(self.timeline.calls), graph)
         self._watch(call, given)
         self._add("forward", call, self._live)
         self.timeline.calls.append(call)
         return call
 
     def forward_ended(
-        self, call: Call, returned: Mapping[Key, torch.Tensor], saved: Mapping[Key, torch.Tensor]
+        self, call: GraphCall, returned: Mapping[Key, torch.Tensor], saved: Mapping[Key, torch.Tensor]
     ) -> None:
         """A forward has ended, with these outputs and these tensors for its backward."""
         self._watch(call, returned)
@@ -198,7 +200,7 @@ class Recording:
         self._waiting[call.number] = call
         self._go_on()
 
-    def backward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call | None:
+    def backward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> GraphCall | None:
         """A backward begins with these inputs; says whose, or nothing where the step has no such forward."""
         there = {storage_key(tensor) for tensor in given.values()}
         waiting = [call for call in self._waiting.values() if call.graph is graph]
@@ -220,7 +222,7 @@ class Recording:
         if not self._waiting:
             self._ended()
 
-    def backward_ended(self, call: Call) -> None:
+    def backward_ended(self, call: GraphCall) -> None:
         """A backward has ended."""
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
@@ -257,7 +259,7 @@ class Recording:
         self._add("gap", None, self._live + self._segment.peak_bytes)
         self._go_on()
 
-    def _add(self, kind: Literal["forward", "backward", "gap"], call: Call | None, bytes_: int) -> None:
+    def _add(self, kind: Literal["forward", "backward", "gap"], call: GraphCall | None, bytes_: int) -> None:
         alive = frozenset(self._numbers.values())
         waiting = tuple(number for number in self._waiting if call is None or number != call.number)
         number = None if call is None else call.number
@@ -265,7 +267,7 @@ class Recording:
         kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
         self.timeline.moments.append(replace(moment, bytes=bytes_ - kept))
 
-    def _watch(self, call: Call, tensors: Mapping[Key, torch.Tensor]) -> None:
+    def _watch(self, call: GraphCall, tensors: Mapping[Key, torch.Tensor]) -> None:
         for key, tensor in tensors.items():
             address = storage_key(tensor)
             if address not in self._numbers:
@@ -278,3 +280,50 @@ class Recording:
     def _gone(self, address: int) -> None:
         self._numbers.pop(address, None)
         self._watched.pop(address, None)
+
+
+# ---- what stands before a step ----------------------------------------------------------------------
+
+
+class Stood:
+    """Counts the bytes that stand when a step begins: what is there in every step is counted once.
+
+    Args:
+        model: whose gradients come and go.
+        optimizer: whose state comes with its first step, or ``None``.
+        device: whose memory counts.
+        standing: counts parameters, buffers, gradients and the optimizer's state.
+
+    Attributes:
+        gradient_bytes: of the gradients that stood before the latest step.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        standing: Callable[[], int],
+    ) -> None:
+        self._parameters = list(model.parameters())
+        self._optimizer, self._device, self._standing = optimizer, device, standing
+        self.gradient_bytes = 0
+        self._always: tuple[int, int] | None = None  # parameters with state, and the bytes that do not change
+
+    def __call__(self, *given: Any) -> int:
+        """Bytes that stand before a step that is given these arguments."""
+        gradients = self.gradients_now()
+        states = len(self._optimizer.state) if self._optimizer is not None else 0
+        if self._always is None or self._always[0] != states:
+            self._always = states, self._standing() - gradients
+        here = [one for one in tensors_inside(given) if one.device.type == self._device.type]
+        self.gradient_bytes = gradients
+        return self._always[1] + gradients + _bytes(here)
+
+    def gradients_now(self) -> int:
+        """Bytes of the gradients that stand now."""
+        return _bytes([one for p in self._parameters if (one := gradient_of(p)) is not None])
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(storage.nbytes() for storage in storages(tensors))

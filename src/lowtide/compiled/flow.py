@@ -1,8 +1,10 @@
-"""A budget for a whole step of several compiled graphs.
+"""The flow of a compiled step: capture its graphs, profile it, choose the cuts, compile.
 
-The first step runs every graph call by call under the cut that takes the least memory, and is recorded. When
-its backward has ended it is planned for, and from the next step on each call runs its graph compiled as the
-plan says.
+A graph that is a whole step, its loss included, needs no profile: what stands beside it is known when it is
+captured, so it is planned for, cut and compiled at once (`lowtide.compiled.alone`). Of any other step the
+first one runs every graph call by call under the cut that takes the least memory, and is recorded
+(`lowtide.compiled.profile`). When its backward has ended the cuts of all its calls are chosen together
+(`lowtide.compiled.choose`), and from the next step on each call runs its graph compiled so.
 """
 
 from __future__ import annotations
@@ -13,21 +15,23 @@ import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide.compiled.correction import share_of_largest
+from lowtide.compiled.alone import Partitioner, Report
+from lowtide.compiled.capture import Graph, Run, Sizes
+from lowtide.compiled.choose import Choice, Chosen, choice_of, share_of_largest
 from lowtide.compiled.joint import Key
-from lowtide.compiled.recording import Recording, Timeline
-from lowtide.compiled.regions import Region, Run, Sizes
-from lowtide.compiled.timeline import StepPlan, as_before, plan_step
-from lowtide.errors import BudgetError
+from lowtide.compiled.profile import Recording, Timeline
+from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import measurable, storages
+from lowtide.plan.data import Offload, Plan
 from lowtide.private import captured, tree_leaves
 from lowtide.run.messages import Once
+from lowtide.traced import wishes_of
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""
@@ -49,13 +53,13 @@ _LIMIT_HIT = (
 class _Turn:
     """What one call of a step runs."""
 
-    region: Region
+    graph: Graph
     sizes: Sizes
     stored: frozenset[Key] | None
 
-    def serves(self, region: Region, sizes: Sizes) -> bool:
+    def serves(self, graph: Graph, sizes: Sizes) -> bool:
         """Whether a call is the one that was planned for, or a smaller one."""
-        return region is self.region and all(map(operator.le, sizes, self.sizes))
+        return graph is self.graph and all(map(operator.le, sizes, self.sizes))
 
 
 @dataclass
@@ -86,8 +90,8 @@ class _Begun:
             self._told()
 
 
-class WholeStep:
-    """Decides which form of a graph each call of a step runs.
+class Flow:
+    """The code and the plans of the steps that begin with no gradients, or of those that begin with some.
 
     Args:
         budget: as of `lowtide.limit_memory`.
@@ -96,13 +100,16 @@ class WholeStep:
         options: Inductor's settings; ``None`` under ``aot_eager``.
         device: whose memory counts.
         named: a refusal with names for what stands before the step.
+        tiers: where saved values may wait.
+        in_parts: says whether no graph is a whole step, whatever it returns.
         gradients_bytes: the gradients to plan for, where fewer stand when a step begins.
 
     Attributes:
-        plans: by the first graph of a step.
-        regions: the graphs.
+        report: the plans of graphs that are a whole step.
+        chosen: those of the other steps, by their first graph.
+        graphs: the graphs that are parts of a step.
         mixed: whether a graph came after one that was taken for a whole step.
-        compiled: whether there is any graph, of the whole step or of a part.
+        codes: how many graphs were captured.
         ran_uncompiled: whether a forward that backward begins from has run without any.
     """
 
@@ -114,17 +121,21 @@ class WholeStep:
         options: dict[str, Any] | None,
         device: torch.device,
         named: Callable[[BudgetError], BudgetError],
+        tiers: tuple[Offload, ...],
+        in_parts: Callable[[], bool],
         gradients_bytes: int = 0,
     ) -> None:
-        self._named = named
-        self.budget, self.options, self.device = budget, options, device
-        self.plans: dict[Region, StepPlan] = {}
-        self.regions: list[Region] = []
-        self.mixed = self.compiled = self.ran_uncompiled = False
+        self._named, self._in_parts = named, in_parts
+        self.budget, self.options, self.device, self.tiers = budget, options, device, tiers
+        self.report = Report()
+        self.chosen: dict[Graph, Chosen] = {}
+        self.graphs: list[Graph] = []
+        self.mixed = self.ran_uncompiled = False
+        self.codes = 0
         self.gradients_bytes = gradients_bytes
         self._standing, self._gradients = standing, gradients
-        self._known: dict[Region, _Known] = {}
-        self._turns: dict[Region, list[_Turn]] = {}
+        self._known: dict[Graph, _Known] = {}
+        self._turns: dict[Graph, list[_Turn]] = {}
         self._now: list[_Turn] = []  # the turns of the step that runs
         self._at = 0
         self._sizes: list[Sizes] = []  # of the calls of the step that is recorded
@@ -139,26 +150,87 @@ class WholeStep:
         self._several = False  # more forwards before a backward than any plan knows of
         self._tell = Once()
 
-    def backend(self, module: fx.GraphModule, inputs: Any) -> Region:
-        """What compiles the graphs of the step."""
-        with self.unseen():
-            graph = captured.Captured(module, inputs)
-            region = Region(graph, self.options, self._choose, lambda: self._recording)
-        if region.menu is not None:
-            self.regions.append(region)
-        return region
+    # ---- what is known ---------------------------------------------------------------------------
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The plans that were made."""
+        return self.report.planned + [step.plan for step in self.chosen.values()]
 
     @property
     def more_than_planned(self) -> bool:
         """Whether steps have more to them than the one graph that was planned for."""
-        return self.mixed or (self._several and not self.regions)
+        return self.mixed or (self._several and not self.graphs)
 
     def variants(self) -> list[int]:
         """In how many ways each graph is cut."""
-        used: dict[Region, set[frozenset[Key] | None]] = {}
+        used: dict[Graph, set[frozenset[Key] | None]] = {}
         for turn in (turn for turns in self._turns.values() for turn in turns):
-            used.setdefault(turn.region, set()).add(turn.stored)
+            used.setdefault(turn.graph, set()).add(turn.stored)
         return [len(ways) for ways in used.values()]
+
+    def takes(self, gradients_bytes: int) -> bool:
+        """Whether it holds its budget where so many bytes of gradients stand when a step begins. If so its
+        plans are for that from now on: those of whole graphs where there is room; steps of several graphs
+        are planned for again, since that compiles only what is cut in another way.
+
+        Raises:
+            BudgetError: no plan of a step of several graphs fits.
+        """
+        more = gradients_bytes - self.gradients_bytes
+        if more <= 0:
+            return True
+        planned = self.report.planned
+        open_sizes = any(self.report.held.values())  # which grow until there is no room left
+        above = any(one.predicted_peak_bytes + more > (one.budget_bytes or 0) for one in planned)
+        if not self.plans or open_sizes or above:
+            return False
+        for known in list(self._known.values()):
+            self._plan(known, gradients_bytes)
+        self.gradients_bytes = gradients_bytes
+        planned[:] = [
+            replace(
+                plan,
+                predicted_peak_bytes=plan.predicted_peak_bytes + more,
+                plain_peak_bytes=plan.plain_peak_bytes + more,
+                bound_peak_bytes=plan.bound_peak_bytes + more,
+            )
+            for plan in planned
+        ]
+        return True
+
+    # ---- capturing -------------------------------------------------------------------------------
+
+    def backend(self, module: fx.GraphModule, inputs: Any) -> Any:
+        """What Dynamo calls with each graph that it captures: compiles a graph that is a whole step, and
+        keeps any other for the plan of its step.
+
+        Raises:
+            PlanError: values shall wait in tiers, and the graph is a part of a step.
+        """
+        self.codes += 1
+        if not (self.graphs or self._in_parts()) and captured.is_whole_step(module):
+            with self.unseen():
+                return self._partitioner(module).compile(module, inputs)
+        if self.tiers:
+            raise PlanError(
+                "tiers are for a model that is one graph and returns its loss alone: leave tiers out, or "
+                "compile the model together with its loss (fullgraph=True names graph breaks)"
+            )
+        with self.unseen():
+            seen = captured.Captured(module, inputs)
+            graph = Graph(seen, self.options, self._choose, lambda: self._recording)
+        if graph.candidates is not None:  # else no part of a step
+            self.graphs.append(graph)
+            self.mixed |= bool(self.report.planned)
+        return graph
+
+    def _partitioner(self, module: fx.GraphModule) -> Partitioner:
+        def standing() -> int:
+            return self._standing() + max(0, self.gradients_bytes - self._gradients())
+
+        wishes = wishes_of(module)
+        return Partitioner(self.budget, standing, self.options, self.report, self.tiers, wishes)
 
     def unseen(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""
@@ -178,7 +250,7 @@ class WholeStep:
         self._backwards, self._forwards = 0, 1
         self.over()
         self._now, self._at = [], 0
-        if self._wanted or self.regions:
+        if self._wanted or self.graphs:
             self._given = shapes, bytes_ = self._described(args)
             if self._wanted or shapes in self._missed or bytes_ > self._largest:
                 self._record(bytes_)
@@ -205,7 +277,7 @@ class WholeStep:
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if limit_hit:
                     self._tell(_LIMIT_HIT)
-                self.ran_uncompiled = not (self.compiled or limit_hit)
+                self.ran_uncompiled = not (self.codes or limit_hit)
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
                 self._last = weakref.ref(begun)
@@ -222,21 +294,21 @@ class WholeStep:
                 "budget is planned for steps whose backward runs once, and is not held in this one",
             )
 
-    def _choose(self, region: Region, sizes: Sizes) -> Run:
+    def _choose(self, graph: Graph, sizes: Sizes) -> Run:
         """What a call of a graph runs."""
-        if region.menu is None or not torch.is_grad_enabled():
-            return region.smallest
+        if graph.candidates is None or not torch.is_grad_enabled():
+            return graph.smallest
         if self._recording is not None:
             self._sizes.append(sizes)
-            return region.smallest
+            return graph.smallest
         at, self._at = self._at, self._at + 1
         if at == 0:
-            self._now = self._turns.get(region, [])
-        if at >= len(self._now) or not self._now[at].serves(region, sizes):
+            self._now = self._turns.get(graph, [])
+        if at >= len(self._now) or not self._now[at].serves(graph, sizes):
             self._missed.add(self._given[0])
             self._now = []  # not what was planned for: the rest of the step runs in the least memory
-            return region.smallest
-        return region.run_as(self._now[at].stored)
+            return graph.smallest
+        return graph.run_as(self._now[at].stored)
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -280,29 +352,37 @@ class WholeStep:
         self._missed.discard(shapes)
         self._largest = max(self._largest, bytes_)
 
-    def plan_for(self, gradients_bytes: int) -> None:
-        """Plan the steps that were recorded for so many bytes of gradients that stand when they begin.
+    def _plan(self, known: _Known, gradients_bytes: int) -> None:
+        """Choose the cuts of a recorded step where so many bytes of gradients stand when it begins.
 
         Raises:
             BudgetError: no plan is found that fits.
         """
-        for known in list(self._known.values()):
-            self._plan(known, gradients_bytes)
-        self.gradients_bytes = gradients_bytes
-
-    def _plan(self, known: _Known, gradients_bytes: int) -> None:
         graphs = [call.graph for call in known.timeline.calls]
         first = graphs[0]
         timeline = known.timeline.adding_to(gradients_bytes, known.gradients)
-        menus = list(map(Region.menu_at, graphs, known.sizes))
-        before = [one.plan for one in self.plans.values()]
-        found = as_before(self.plans[first], timeline, menus) if self._known.get(first) is known else None
+        candidates = list(map(Graph.candidates_at, graphs, known.sizes))
+        choice = functools.partial(choice_of, timeline, candidates)
+        before = [one.plan for one in self.chosen.values()]
+        found = choice(self.budget).again(self.chosen[first]) if self._known.get(first) is known else None
         if found is None:
-            plan = functools.partial(plan_step, timeline, menus)
             try:
-                found = share_of_largest(plan, self.budget, before)
+                found = share_of_largest(lambda budget: self._chosen(choice(budget)), self.budget, before)
             except BudgetError as error:
                 raise self._named(error) from None
-        self.plans[first], self._known[first] = found, known
-        chosen = [one.stored for one in found.chosen]
-        self._turns[first] = list(map(_Turn, graphs, known.sizes, chosen))
+        self.chosen[first], self._known[first] = found, known
+        cuts = [one.stored for one in found.cuts]
+        self._turns[first] = list(map(_Turn, graphs, known.sizes, cuts))
+
+    def _chosen(self, choice: Choice) -> Chosen:
+        """The cuts of a recorded step. Where all sizes are fixed the first ones are compiled before they are
+        priced.
+        """
+        graphs = [call.graph for call in choice.timeline.calls]
+        first = None if any(graph.captured.open_sizes for graph in graphs) else choice.first()
+        if first is not None:
+            for graph, cut in zip(graphs, first.cuts, strict=True):
+                graph.compile_unseen(cut)
+            if (found := choice.accepted(first)) is not None:
+                return found
+        return choice.chosen()

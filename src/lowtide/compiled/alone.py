@@ -1,0 +1,338 @@
+"""A graph that is a whole step: it is planned for, cut and compiled as soon as it is captured.
+
+What is compiled, PyTorch keeps on disk; its plan is kept beside it. A warm process takes compiled code from
+there, and no partitioner is asked: what was planned is found under a digest of the code itself and of what
+its plan follows from. Where the code is found and its plan is not, it is compiled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide import budget as budgets
+from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, Reading, compile_graph
+from lowtide.compiled.choose import Choice, Chosen, First, choice_alone, share_of_largest
+from lowtide.compiled.cut import Halves
+from lowtide.compiled.dynamic import Numbers, plan_range
+from lowtide.compiled.joint import Joint
+from lowtide.compiled.lower import Generated, Size
+from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.meter import resident_bytes
+from lowtide.meter.cuda import workspace_bytes
+from lowtide.plan.data import Offload, Plan
+from lowtide.private import inductor, partitioning
+from lowtide.version import __version__
+
+
+@dataclass
+class Report:
+    """What was planned so far; who asked for it reads it, compiled code does not hold it.
+
+    Attributes:
+        planned: a plan for each graph.
+        graphs: the step graphs that they were made for, by `Plan.graph`.
+        held: program -> the open sizes up to which its largest plan holds.
+    """
+
+    planned: list[Plan] = field(default_factory=list)
+    graphs: dict[str, StepGraph] = field(default_factory=dict)
+    held: dict[str, Numbers] = field(default_factory=dict)
+
+    def add(self, chosen: Chosen) -> None:
+        """Take down a plan."""
+        self.planned.append(chosen.plan)
+        self.graphs[chosen.plan.graph] = chosen.graph
+
+
+class Partitioner(Cutter):
+    """Cuts each joint graph within a budget.
+
+    Another budget, version or machine compiles anew: `uuid` says so to Inductor's cache.
+
+    Args:
+        budget: as of `lowtide.limit_memory`.
+        standing: bytes that stand beside a graph, where that is more than its own inputs.
+        options: Inductor's settings; ``None`` where graphs run call by call.
+        report: takes down what was planned, in this process alone.
+        tiers: where saved values may wait.
+        wishes: a digest of the regions that the user has marked in the graph.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        standing: Callable[[], int] | None = None,
+        options: dict[str, Any] | None = None,
+        report: Report | None = None,
+        tiers: tuple[Offload, ...] = (),
+        wishes: str = "",
+    ) -> None:
+        super().__init__(options)
+        self.budget, self.tiers, self.wishes = budget, tiers, wishes
+        self._standing = standing
+        self._report = Report() if report is None else report
+        self._unseen: _Unseen | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_standing": None, "_report": Report(), "_unseen": None}
+
+    def compile(self, module: Any, inputs: Any) -> Any:
+        """Compile a graph that is a whole step. Where compiled code comes from the disk, so does its plan.
+
+        Where sizes are fixed the first cut is compiled before it is priced; a bad one is priced in time.
+
+        Args:
+            module: Dynamo's graph.
+            inputs: its (fake) inputs.
+        """
+        options, hits, before = self.options, inductor.cache_hits(), len(self._report.planned)
+        folder = None if options is None else inductor.cache_folder()
+        fixed = not self.tiers and not any(partitioning.free_sizes_of(inputs))
+        compiled, texts = None, list[str]()
+        at_once = options is not None and fixed and inductor.writes_python()
+        with inductor.reading(texts.append):
+            if at_once:
+                self._unseen = unseen = _Unseen()
+                try:
+                    compiled = compile_graph(module, inputs, options, self, unseen.compile, at_once=True)
+                except _Refused:
+                    texts.clear()
+                finally:
+                    self._unseen = None
+                if unseen.accepted is not None:
+                    self._report.add(unseen.accepted)
+                elif unseen.candidate is not None:  # nothing was generated that could be read
+                    compiled = None
+            if compiled is None:
+                compiled = compile_graph(module, inputs, options, self, at_once=at_once)
+        if options is None or folder is None or not texts:
+            return compiled
+        shelf, key = Shelf(folder / "lowtide"), self.uuid() + texts[0]  # the forward says what it saves
+        if made := self._report.planned[before:]:
+            shelf.keep(key, made)
+        elif inductor.cache_hits() > hits:
+            known = shelf.find(key)
+            if not known:  # the plan of what was found is lost
+                anew = {**options, **inductor.UNCACHED}
+                return compile_graph(module, inputs, anew, self, at_once=at_once)
+            self._report.planned += known
+        return compiled
+
+    def halves(self, joint: Joint) -> Halves:
+        """Forward and backward within the budget."""
+        fixed = not any(partitioning.free_sizes(joint.module))
+        if self.tiers and not fixed:
+            raise PlanError(
+                "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic "
+                "(and what makes sizes follow from data), or tiers"
+            )
+        beside = 0 if self._standing is None else self._standing()
+        inputs = {joint.key_of[node] for node in joint.primals if node in joint.key_of}
+        if self._standing is not None:  # parameters stand there already
+            static = [joint.primals[at] for at in joint.static]
+            inputs -= {joint.key_of[node] for node in static if node in joint.key_of}
+
+        def standing_at(size_of: Size) -> int:
+            return beside + sum(joint.bytes_of(key, size_of) for key in inputs)
+
+        def choice(budget: str | int, at: Joint) -> Choice:
+            return choice_alone(at, budget, standing_at(at.size), self.options, self.tiers)
+
+        if self._unseen is not None and fixed:
+            first = self._unseen.begin(choice(self.budget, joint))
+            if first is not None:
+                return first
+
+        def plan_at(size_of: Size) -> Chosen:
+            at = joint if size_of is joint.size else replace(joint, size=size_of)
+            before = self._report.planned
+            return share_of_largest(lambda budget: choice(budget, at).chosen(), self.budget, before)
+
+        chosen = plan_range(joint, self.budget, plan_at, standing_at, self._report.held)
+        self._report.add(chosen)
+        return chosen.cuts[0].halves
+
+    def uuid(self) -> str:
+        """What the cut follows from, beside the graph."""
+        standing = None if self._standing is None else self._standing()
+        facts = [
+            own_facts(),
+            str(self.budget),
+            torch.get_num_threads(),
+            [astuple(tier) for tier in self.tiers],
+            standing,
+            self._available(standing or 0),
+        ]
+        options = [self.wishes, *sorted((self.options or {}).items())]
+        return hashlib.sha256(json.dumps([*facts, options], default=str).encode()).hexdigest()
+
+    def _available(self, standing: int) -> int | None:
+        """What ``"auto"`` finds, to a twentieth: free memory is never the same twice."""
+        if budgets.asks_for(self.budget) != "auto":
+            return None
+        device = torch.accelerator.current_accelerator() or "cpu"
+        return int(math.log(budgets.available_bytes(device, standing) or 1, 1.05))
+
+
+class _Refused(BaseException):
+    """A cut that was compiled unseen is not good. No `Exception`: PyTorch's compiler would catch that."""
+
+
+class _Unseen(Reading):
+    """Compiles a first cut of a graph that is a whole step, and ends the compilation where it is not good.
+
+    Attributes:
+        accepted: the cut with what it takes, once that is known.
+    """
+
+    accepted: Chosen | None = None
+    _choice: Choice
+    _first: First
+
+    def begin(self, choice: Choice) -> Halves | None:
+        """The halves to compile, or ``None`` where none may be compiled unseen."""
+        first = choice.first()
+        if first is None:
+            return None
+        self._choice, self._first, self.candidate, self.seen = choice, first, first.cuts[0], self._check
+        forward, backward = self.candidate.halves
+        return partitioning.twin(forward), partitioning.twin(backward)
+
+    def _check(self, code: Generated) -> None:
+        """A half's text was read.
+
+        Raises:
+            _Refused: what it takes is above the budget, or both halves leave much of it.
+        """
+        candidate, choice, first = self.candidate, self._choice, self._first
+        assert candidate is not None
+        standing = choice.timeline.standing_bytes
+        if standing + code.forward_at(candidate.size).peak_bytes > first.most_bytes:
+            raise _Refused
+        if code.priced:
+            self.accepted, self.candidate = choice.accepted(first), None
+            if self.accepted is None:
+                raise _Refused
+
+
+# ---- on disk --------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """Keeps plans in a folder, under the code that they are of.
+
+    Args:
+        folder: where files are kept; one that cannot be read or written is as good as none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, key: str) -> list[Plan]:
+        """What was planned for code; nothing where that is not known."""
+        try:
+            kept = json.loads(zlib.decompress(self._file(key).read_bytes()))
+            return list(map(Plan.from_json, kept))
+        except (OSError, ValueError, zlib.error, PlanError):
+            return []
+
+    def keep(self, key: str, plans: Sequence[Plan]) -> None:
+        """Keep what was planned for code, the plans of regions within it included."""
+        file = self._file(key)
+        whole = file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            whole.write_bytes(zlib.compress(json.dumps([plan.to_json() for plan in plans]).encode(), 1))
+            os.replace(whole, file)
+
+    def _file(self, key: str) -> Path:
+        return self._folder / hashlib.sha256(key.encode()).hexdigest()
+
+
+@functools.cache
+def own_facts() -> str:
+    """What every plan follows from beside its graph and budget: this machine and this code."""
+    digest = hashlib.sha256(f"{__version__} {torch.__version__} {_machine()}".encode())
+    package = Path(__file__).parents[1]
+    for folder in ("compiled", "plan", "private"):
+        for file in sorted((package / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _machine() -> str:
+    """The processors that costs are timed on."""
+    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names += sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
+    return f"{names} {os.cpu_count()}"
+
+
+# ---- without compiling a kernel -------------------------------------------------------------------
+
+
+class _Enough(Exception):
+    """The graph is planned; nobody runs it."""
+
+
+def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str = "inductor") -> Plan:
+    """Trace a step, plan it and predict what the backend would allocate; then stop.
+
+    Parameters and inputs are not read, so uninitialised ones do.
+
+    Args:
+        model: whose call returns the loss.
+        budget: as of `lowtide.compile`.
+        args: of the call.
+        backend: ``inductor`` or ``aot_eager``.
+
+    Raises:
+        BudgetError: no plan fits.
+        PlanError: the model does not compile as one graph, or no gradient is asked for.
+    """
+    report = Report()
+    # what a cache hands out nobody plans
+    options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
+    place = next((one.device for one in model.parameters()), torch.device("cpu"))
+    standing = resident_bytes(model) + workspace_bytes(place)
+    partitioner = Partitioner(budget, lambda: standing, options, report)
+
+    def planning(module: Any, inputs: Any) -> Any:
+        return compile_graph(module, inputs, options, partitioner, _stop)
+
+    compiled = torch.compile(model, backend=planning, fullgraph=True)
+    try:
+        compiled(*args)
+    except inductor.BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if isinstance(inner, BudgetError):
+            raise inner from None
+        if not isinstance(inner, _Enough):
+            raise
+    except inductor.Unsupported as error:
+        said = str(error).strip().splitlines()[0]
+        raise PlanError(
+            f"{type(model).__name__} does not compile as one graph ({said}): plan it without compiling, or "
+            "run it under lowtide.compile, which takes graph breaks"
+        ) from error
+    if not report.planned:
+        raise PlanError(f"{type(model).__name__} asks for no gradient: there is nothing to plan")
+    return report.planned[0]
+
+
+def _stop(*args: Any, **kwargs: Any) -> Any:
+    raise _Enough

@@ -1,0 +1,294 @@
+"""A graph that Dynamo has captured, and what compiles it: AOTAutograd by itself, or Inductor.
+
+AOTAutograd traces forward and backward as one joint graph and asks a `Cutter` where to cut it. A graph that
+is a whole step is cut, and compiled, as soon as it is captured. A `Graph` that is a part of a step waits for
+the step to be recorded, and is compiled as often as the step's plan has cuts for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compiled.cut import Halves, cut
+from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.lower import Generated
+from lowtide.compiled.price import Candidate, Candidates
+from lowtide.compiled.profile import Recording
+from lowtide.errors import PlanError
+from lowtide.private import inductor, partitioning
+from lowtide.private.captured import Captured
+from lowtide.trace.costs.roofline import outside_modes
+from lowtide.version import __version__
+
+FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
+"""Inductor's setting for all that a budget is held for: by itself it keeps a buffer that nobody reads any
+more for the next of its size, however late that one comes. On GPT and Llama (4 x 512) this took 9 and 13 MB
+of 85 and 93 at the smallest budget, and no step was measurably faster for it.
+"""
+
+Run = Callable[..., Any]
+
+Sizes = tuple[int, ...]
+"""The sizes that a call gives to a graph which leaves them open."""
+
+
+class Cutter(inductor.CustomPartitionerFn):
+    """The partitioner that AOTAutograd calls.
+
+    It can be pickled: Inductor puts a copy of it into the key of its cache.
+
+    Args:
+        options: Inductor's settings; ``None`` where graphs run call by call.
+        halves: forward and backward of a joint graph.
+        key: what the cut follows from, beside the graph; ``None`` where compiled code is not to be cached.
+    """
+
+    def __init__(
+        self,
+        options: dict[str, Any] | None,
+        halves: Callable[[Joint], Halves] | None = None,
+        key: str | None = None,
+    ) -> None:
+        self.options, self._key = options, key
+        self._halves = halves
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cutter:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_halves": None}
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_: Any,
+    ) -> Halves:
+        static = tuple(static_lifetime_input_indices or ())
+        partitioning.clean_joint(gm)
+        fusible = None if self.options is None else partitioning.default_fusible()
+        joint = Joint(partitioning.twin(gm), num_fwd_outputs, static, fusible)
+        if not any(call.forward for call in joint.calls) or not joint.tangents:  # nothing to decide
+            return partitioning.min_cut(gm, num_fwd_outputs, static)
+        return self.halves(joint)
+
+    def halves(self, joint: Joint) -> Halves:
+        """Forward and backward of a joint graph."""
+        assert self._halves is not None
+        return self._halves(joint)
+
+    def uuid(self) -> str | None:
+        """Says to PyTorch's cache what the cut follows from."""
+        return self._key
+
+
+def cutter_at(stored: frozenset[Key], program: str, options: dict[str, Any] | None) -> Cutter:
+    """Cuts a joint graph where it is told.
+
+    Args:
+        stored: storages that go from forward to backward.
+        program: digest of the joint graph that they are named in.
+        options: Inductor's settings; ``None`` under ``aot_eager``.
+    """
+
+    def halves(joint: Joint) -> Halves:
+        if joint.program != program:
+            raise PlanError(
+                "a graph was traced in another way than when its step was planned: something that it depends "
+                "on changed between two steps. Call handle.set_budget(...) to plan again"
+            )
+        return cut(joint, stored)
+
+    facts = [__version__, torch.__version__, program, sorted(stored)]
+    return Cutter(options, halves, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+
+
+# ---- compiling ------------------------------------------------------------------------------------
+
+
+def compile_graph(
+    module: Any,
+    inputs: Any,
+    options: dict[str, Any] | None,
+    cutter: Cutter | None = None,
+    inner: Callable[..., Any] | None = None,
+    at_once: bool = False,
+) -> Any:
+    """A graph as its backend compiles it.
+
+    Args:
+        module: Dynamo's graph.
+        inputs: its (fake) inputs.
+        options: Inductor's settings; ``None`` where graphs run call by call, as ``aot_eager`` runs them.
+        cutter: cuts it into forward and backward; ``None`` for PyTorch's own way.
+        inner: compiles the halves in place of the backend, told by ``is_backward`` which it is.
+        at_once: whether Inductor compiles the backward now, and not when it is first run.
+    """
+    if options is not None:
+        settings = options if cutter is None else {**options, "custom_partitioner_fn": cutter}
+        return inductor.compile_with(module, inputs, settings, inner, at_once)
+    return inductor.aot_autograd(
+        fw_compiler=inner or inductor.boxed_nop,
+        bw_compiler=functools.partial(inner, is_backward=True) if inner else inductor.boxed_nop,
+        partition_fn=cutter or partitioning.plain_partition,
+        keep_inference_input_mutations=True,
+    )(module, inputs)
+
+
+class Reading:
+    """Compiles halves as Inductor does, and prices a candidate by the text that it generates meanwhile.
+
+    Args:
+        candidate: whose halves come; ``None`` where nobody waits for a price.
+        seen: called when a half's text was read, before the kernels are compiled that it names.
+    """
+
+    def __init__(
+        self, candidate: Candidate | None = None, seen: Callable[[Generated], None] = lambda code: None
+    ) -> None:
+        self.candidate, self.seen = candidate, seen
+
+    def compile(self, half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        """What Inductor makes of a half."""
+        code = None if self.candidate is None else self.candidate.code
+        if not isinstance(code, Generated):
+            return inductor.compile_half(half, inputs, **how)
+        as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
+
+        def look(text: str) -> None:
+            code.read(text, as_given, strides, bool(how.get("is_backward")))
+            with outside_modes():
+                self.seen(code)
+
+        with inductor.reading(look):
+            return inductor.compile_half(half, inputs, **how)
+
+
+class Graph:
+    """A captured graph that is a part of a step.
+
+    Called, it asks ``choose`` which of its compiled forms runs with these sizes. The first one runs call by
+    call under the cut that takes the least memory, and is what a step is recorded with.
+
+    Args:
+        captured: the graph.
+        options: Inductor's settings; ``None`` under ``aot_eager``.
+        choose: says what a call runs.
+        recording: the recording that is under way, if any.
+    """
+
+    def __init__(
+        self,
+        captured: Captured,
+        options: dict[str, Any] | None,
+        choose: Callable[[Graph, Sizes], Run],
+        recording: Callable[[], Recording | None],
+    ) -> None:
+        self.captured, self.options = captured, options
+        self._choose, self._recording = choose, recording
+        self._open = captured.open_sizes
+        self.candidates: Candidates | None = None  # none for what has no backward
+        self._at_sizes: dict[Sizes, Candidates] = {}
+        self._compiled: dict[frozenset[Key] | None, Run] = {}
+        self.smallest: Run = self._compile_call_by_call()
+        if self.candidates is None:
+            self.smallest = captured.compile(lambda module, inputs: compile_graph(module, inputs, options))
+
+    def __call__(self, *args: Any) -> Any:
+        return self._choose(self, tuple(args[at] for at in self._open))(*args)
+
+    def candidates_at(self, sizes: Sizes) -> Candidates:
+        """The candidate cuts of the graph, with what they take at these sizes."""
+        assert self.candidates is not None
+        if not sizes:
+            return self.candidates
+        if sizes not in self._at_sizes:
+            joint = replace(self.candidates.joint, size=self.captured.sizes_at(sizes))
+            self._at_sizes = {sizes: Candidates(joint, self.options)}
+        return self._at_sizes[sizes]
+
+    def run_as(self, stored: frozenset[Key] | None) -> Run:
+        """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does."""
+        if stored not in self._compiled:
+            self._compiled[stored] = self._compile(stored)
+        return self._compiled[stored]
+
+    def compile_unseen(self, candidate: Candidate) -> None:
+        """Compile a cut, and price it by what is generated for it."""
+        reading = Reading(candidate)
+        self._compiled[candidate.stored] = self._compile(candidate.stored, reading.compile, at_once=True)
+
+    def _compile(
+        self, stored: frozenset[Key] | None, inner: Callable[..., Any] | None = None, at_once: bool = False
+    ) -> Run:
+        assert self.candidates is not None
+        program, options = self.candidates.joint.program, self.options
+        cutter = None if stored is None else cutter_at(stored, program, options)
+        return self.captured.compile(
+            lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)
+        )
+
+    # ---- call by call ----------------------------------------------------------------------------
+
+    def _compile_call_by_call(self) -> Run:
+        options = None if self.options is None else {**self.options, **inductor.UNCACHED}
+        cutter = Cutter(self.options, self._meet)
+        return self.captured.compile(
+            lambda module, inputs: compile_graph(module, inputs, options, cutter, self._told)
+        )
+
+    def _meet(self, joint: Joint) -> Halves:
+        """Keep the joint graph, and cut it where it takes the least memory."""
+        self.candidates = Candidates(joint, self.options)
+        return cut(joint, self.candidates.smallest)
+
+    def _told(self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any) -> Run:
+        """Runs a half call by call, and tells the recording."""
+        run = inductor.boxed_nop(module, inputs)
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        output = next(iter(reversed(module.graph.nodes)))
+        returned = [getattr(node, "name", "") for node in output.args[0]]
+
+        def forward(args: list[Any]) -> Any:
+            recording = self._recording()
+            if recording is None or self.candidates is None:
+                return run(args)
+            call = recording.forward(self, self._by_key(names, args))
+            found = run(args)
+            count = self.candidates.joint.forward_outputs
+            outputs = self._by_key(returned[:count], found[:count])
+            saved = self._by_key(returned[count:], found[count:])
+            recording.forward_ended(call, outputs, saved)
+            return found
+
+        def backward(args: list[Any]) -> Any:
+            recording = self._recording()
+            call = recording.backward(self, self._by_key(names, args)) if recording is not None else None
+            found = run(args)
+            if recording is not None and call is not None:
+                recording.backward_ended(call)
+            return found
+
+        told = backward if is_backward else forward
+        told._boxed_call = True  # type: ignore[attr-defined]
+        return told
+
+    def _by_key(self, names: Sequence[str], tensors: Sequence[Any]) -> dict[Key, torch.Tensor]:
+        assert self.candidates is not None
+        joint, found = self.candidates.joint, {}
+        for name, tensor in zip(names, tensors, strict=True):
+            node = joint.names.get(name)
+            if node is not None and node in joint.key_of and partitioning.storage_of(tensor) is not None:
+                found[joint.key_of[node]] = tensor
+        return found

@@ -1,0 +1,499 @@
+"""Choose the cut of every call of a step of compiled graphs, within one budget.
+
+The planner decides about one `StepGraph` of the whole step. What it would store in each call is a candidate
+cut of that call's graph. The planner's simulator knows calls; a backend fuses them and has an order of its
+own. So each candidate is priced (`lowtide.compiled.price`), and a program in whole numbers, which knows what
+each takes at every moment of the step, picks one for each call: the least seconds within the budget, and few
+different ones of a graph that is called often. Where the planner's own choice takes too much or leaves much,
+it is asked again, for as many bytes less or more as it was off.
+
+Under Inductor pricing lowers a graph, which takes longer than everything else that planning does. Most first
+choices are good: so they are compiled as they are (`Choice.first`), and priced by what is generated for them
+meanwhile (`Choice.accepted`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from lowtide import budget as budgets
+from lowtide.budget import with_slack
+from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.price import Candidate, Candidates
+from lowtide.compiled.profile import Moment, Timeline
+from lowtide.compiled.steps import Step, step_of
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.plan import make, policies
+from lowtide.plan.bound.program import Program
+from lowtide.plan.bound.relaxation import Bound
+from lowtide.plan.data import Offload, Plan, decision_of
+from lowtide.plan.data.table import ModuleRow
+from lowtide.plan.moves.placements import missing_links
+from lowtide.plan.policies import make_plan
+from lowtide.plan.policies.build import Policy
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
+from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, STANDING
+from lowtide.trace.costs.roofline import outside_modes
+
+T = TypeVar("T")
+
+ROUNDS = 6
+"""Plans for one budget, each corrected by what the one before would really take."""
+
+NEAR = 0.97
+"""Share of a binding budget from which a plan uses it well."""
+
+FIRST = 0.985
+"""Share of the budget that is asked for first under Inductor, which mostly takes up to 1 % more than single
+calls: so the first plan is good in most cases.
+"""
+
+DOUBT = 0.1
+"""Share by which a plain peak from single calls may be off: a budget so near to it prices the plain cut."""
+
+ABOVE_LEAST = (1.01, 1.03)
+"""Of the smallest peak that the planner finds, what is asked for under Inductor, too: what is allocated does
+not rise with that. The smallest budget became 0.5 % less for a T5 by the first, 6 % on blocks of width 32 by
+the second, and the same on others.
+"""
+
+MOST_CUTS = 3
+"""Candidate cuts of one graph that one step may run: each is compiled."""
+
+WORTH = 1e-3
+"""Share of a step that another candidate cut of a graph has to save to be compiled."""
+
+MOST_NODES = 2000
+"""Of branch and bound."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """How each call of a step is cut.
+
+    Attributes:
+        cuts: a candidate for each call.
+        plain: those of `torch.compile` itself.
+        plan: the same for the planner's graph of the whole step, with what the step really takes.
+        graph: that graph.
+    """
+
+    cuts: tuple[Candidate, ...]
+    plain: tuple[Candidate, ...]
+    plan: Plan
+    graph: StepGraph
+
+
+@dataclass(frozen=True)
+class First:
+    """Cuts of a step that are compiled before they are priced.
+
+    Attributes:
+        plan: the planner's, by single calls.
+        cuts: a candidate for each call.
+        limit: the budget in bytes; ``None`` for the share of what these cuts take.
+        plain_peak: of the plain step; ``None`` where these are the plain cuts.
+    """
+
+    plan: Plan
+    cuts: tuple[Candidate, ...]
+    limit: int | None
+    plain_peak: int | None
+
+    @property
+    def most_bytes(self) -> float:
+        """What a step with these cuts may take."""
+        if self.limit is None:
+            return math.inf
+        return self.limit if self.plain_peak is None else self.limit - budgets.slack_bytes(self.limit)
+
+
+def choice_alone(
+    joint: Joint,
+    budget: str | int,
+    standing_bytes: int,
+    options: dict[str, object] | None,
+    tiers: tuple[Offload, ...] = (),
+) -> Choice:
+    """How to cut a joint graph that is a whole step.
+
+    Args:
+        joint: the graph.
+        budget: as of `lowtide.limit_memory`.
+        standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
+        options: Inductor's settings; ``None`` where graphs run call by call.
+        tiers: where saved values may wait.
+    """
+    candidates = Candidates(joint, options, standing_bytes, budget)
+    policy: Any = "optimal"
+    if ways := tuple(map(decision_of, tiers)):
+        with outside_modes():  # AOTAutograd calls us among fake tensors
+            links = missing_links(ways, None, (), candidates.device)
+        policy = policies.mixed(*ways, links=links, slab=False)
+    return Choice(candidates.timeline, [candidates], candidates.step, budget, policy)
+
+
+def choice_of(timeline: Timeline, candidates: Sequence[Candidates], budget: str | int) -> Choice:
+    """How to cut every call of a recorded step.
+
+    Args:
+        timeline: the step.
+        candidates: those of each call's graph.
+        budget: as of `lowtide.limit_memory`.
+    """
+    step = step_of([one.joint for one in candidates], [one.costs for one in candidates], timeline)
+    return Choice(timeline, candidates, step, budget)
+
+
+class Choice:
+    """The cuts of one step within one budget.
+
+    Args:
+        timeline: the step.
+        candidates: those of each call's graph.
+        step: the same step for the planner.
+        budget: as of `lowtide.limit_memory`.
+        policy: of the planner.
+
+    Attributes:
+        tried: candidates for every call -> the plan that asked for them.
+    """
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        candidates: Sequence[Candidates],
+        step: Step,
+        budget: str | int,
+        policy: Any = "optimal",
+    ) -> None:
+        self.timeline, self.candidates, self.step = timeline, candidates, step
+        self.budget, self.policy = budget, policy
+        self.fused = any(one.options is not None for one in candidates)
+        self._share = isinstance(budget, str) and budget.strip().endswith("%")
+        self.tried: dict[tuple[Candidate, ...], Plan] = {}
+
+    # ---- what cuts take --------------------------------------------------------------------------
+
+    def peaks(self, cuts: Sequence[Candidate]) -> list[int]:
+        """The most live bytes at each moment when each call is cut so."""
+        calls, found = self.timeline.calls, []
+        for moment in self.timeline.moments:
+            lent = moment.lent_beside((calls[n], cuts[n].kept) for n in moment.waiting)
+            takes = (self._bytes(moment, number, cuts[number], lent) for number in moment.calls)
+            found.append(moment.bytes + sum(takes))
+        return found
+
+    def peak(self, cuts: Sequence[Candidate]) -> int:
+        """The most live bytes at any moment when each call is cut so."""
+        return max(self.peaks(cuts))
+
+    def _bytes(self, moment: Moment, number: int, cut: Candidate, lent: frozenset[Key] | None) -> int:
+        """What a call takes at a moment: while it runs, or while its backward is to come.
+
+        Args:
+            moment: at which.
+            number: the call's.
+            cut: its cut.
+            lent: what others hold to its end of what a backward is handed.
+        """
+        call = self.timeline.calls[number]
+        if number != moment.call:
+            return moment.held(call, cut.kept) + cut.copied
+        if moment.kind == "forward":
+            return cut.forward_bytes
+        return cut.backward_bytes(lent)
+
+    @functools.cached_property
+    def _plain(self) -> tuple[Candidate, ...]:
+        return tuple(one.plain for one in self.candidates)
+
+    @functools.cached_property
+    def _keeps_all(self) -> Plan:
+        return make(self.step.graph, policy="keep_all", progress=False)
+
+    # ---- choosing --------------------------------------------------------------------------------
+
+    def first(self) -> First | None:
+        """The cuts to compile unseen, by what single calls take; nothing where that says too little, or where
+        pricing is cheap.
+        """
+        often = len(set(map(id, self.candidates))) < len(self.candidates)  # those are mixed
+        if not self.fused or often or self.policy != "optimal" or budgets.asks_for(self.budget) == "min":
+            return None
+        if self._share and budgets.parse(self.budget, 100) >= 100:
+            return First(self._keeps_all, self._plain, None, None)
+        about = self.peak(self._plain) if self._share else self._keeps_all.predicted_peak_bytes
+        limit = self._resolved(about)
+        if not self._share and limit >= (1 + DOUBT) * about:
+            return First(self._keeps_all, self._plain, limit, None)
+        room = limit - budgets.slack_bytes(limit)
+        if not self._share and limit > (1 - DOUBT) * about:
+            return None
+        plan = at_or_smallest(self.step.graph, int(FIRST * room))
+        if plan.predicted_peak_bytes > room:
+            return None
+        return First(plan, self._meant(plan), limit, about)
+
+    def accepted(self, first: First) -> Chosen | None:
+        """The first cuts with what they were seen to take; nothing where that is above the budget, or leaves
+        much of it.
+        """
+        peak = self.peak(first.cuts)
+        limit = budgets.parse(self.budget, peak) if first.limit is None else first.limit
+        if peak > first.most_bytes or (first.plain_peak is not None and peak < NEAR * limit):
+            return None
+        return self._chosen(first.cuts, first.plan, limit, first.plain_peak or peak)
+
+    def chosen(self) -> Chosen:
+        """The best cuts that are found, each priced.
+
+        Raises:
+            BudgetError: none are found that fit.
+        """
+        for one in dict.fromkeys(one for one in self.candidates if self.candidates.count(one) > 1):
+            one.look()  # layers that share a graph are cut in few ways, so these are mixed
+        exact = not self.fused or self._share
+        plain_peak = self.peak(self._plain) if exact else self._keeps_all.predicted_peak_bytes
+        limit = self._resolved(plain_peak)
+        if not exact and limit > (1 - DOUBT) * plain_peak:
+            plain_peak = self.peak(self._plain)
+        if plain_peak <= limit:
+            return self._chosen(self._plain, self._keeps_all, limit, plain_peak)
+        room = limit - budgets.slack_bytes(limit)
+        correction, target, bound = Correction(room), int(FIRST * room) if self.fused else room, None
+        best = self._best(room) if self.tried else None
+        for _ in range(ROUNDS):
+            if target is None or (best is not None and self.peak(best) >= NEAR * limit):
+                break
+            plan = at_or_smallest(self.step.graph, target, self.policy)
+            took = self.peak(self._meant(plan))
+            bound = bound or Bound(plan.bound_extra_seconds, plan.bound_peak_bytes)
+            best = self._best(room) or best
+            target = correction.following(target, plan.predicted_peak_bytes, took)
+        if best is None:
+            smallest = with_slack(self._smallest()) + 1
+            best = self._best(room)
+            if best is None:
+                raise self._refused(limit, smallest, plain_peak)
+        plan = self.tried.get(best)
+        if plan is None:
+            values = {value for (n, key), value in self.step.value_of.items() if key in best[n].kept}
+            plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
+        return self._chosen(best, plan, limit, plain_peak)
+
+    def _resolved(self, plain_peak: int) -> int:
+        device, standing = self.timeline.device, self.timeline.standing_bytes
+        return budgets.resolve(self.budget, plain_peak, self._smallest, device, standing_bytes=standing)
+
+    def _refused(self, limit: int, smallest: int, plain_peak: int) -> Exception:
+        standing, zeros = self.timeline.standing_bytes, 0
+        if self.candidates[0].standing_bytes is not None:
+            least = self._best(None)
+            assert least is not None
+            zeros = self.candidates[0].zeros_bytes(least[0])
+        plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
+        sim = Simulator(self.step.graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+        simulation = sim.simulate(plan.stored)
+        found, shares = parts_of(sim, simulation), {STANDING: standing, OUTPUTS: zeros}
+        for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
+            shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))
+        shares[ACTIVATIONS] = smallest - sum(shares.values())
+        return budgets.too_small(
+            limit,
+            smallest,
+            {name: count for name, count in shares.items() if count},
+            plain_peak_bytes=plain_peak,
+            detail=f"At its peak stands {at_peak(simulation)}.",
+            made=holders_at_peak(sim, simulation),
+        )
+
+    def _meant(self, plan: Plan) -> tuple[Candidate, ...]:
+        """What a plan of the step means for each call."""
+        meant = tuple(one.of(plan, self.step, n) for n, one in enumerate(self.candidates))
+        self.tried.setdefault(meant, plan)
+        return meant
+
+    def _smallest(self) -> int:
+        """The smallest peak that is found."""
+        for one in dict.fromkeys(self.candidates) if self.candidates[0].standing_bytes is None else ():
+            one.look()
+        plan = at_or_smallest(self.step.graph, 1, self.policy)
+        self.peak(self._meant(plan))
+        for more in ABOVE_LEAST if self.fused else ():
+            target = int(more * plan.predicted_peak_bytes)
+            self.peak(self._meant(at_or_smallest(self.step.graph, target, self.policy)))
+        found = self._best(None)
+        assert found is not None
+        return self.peak(found)
+
+    def _chosen(self, cuts: tuple[Candidate, ...], plan: Plan, limit: int, plain_peak: int) -> Chosen:
+        seconds = plain_seconds = sum(one.seconds for one in cuts)
+        if all(one.code.priced for one in self._plain):
+            plain_seconds = sum(one.seconds for one in self._plain)
+        elif cuts != self._plain:
+            both = zip(self.candidates, cuts, self._plain, strict=True)
+            plain_seconds -= sum(one.likely_seconds(a) - one.likely_seconds(b) for one, a, b in both)
+        plan = told(plan, limit, self.peak(cuts), plain_peak, seconds, plain_seconds)
+        return Chosen(cuts, self._plain, plan, self.step.graph)
+
+    def _best(self, room: int | None) -> tuple[Candidate, ...] | None:
+        """A candidate for each call, of those that are priced: the least seconds within ``room`` bytes at
+        every moment, or with ``None`` the smallest peak; nothing where none fits.
+        """
+        moments, program = self.timeline.moments, Program()
+        known = {id(one): one.priced for one in self.candidates}
+        if not all(known.values()):
+            return None
+        step_seconds = sum(min(cut.seconds for cut in known[id(one)]) for one in self.candidates) or 1.0
+        unit = max(*(moment.bytes for moment in moments), 1)
+        # where there is no limit the peak comes before the seconds
+        weight, most = (1e3, math.inf) if room is None else (0.0, room / unit)
+        peak = program.column(weight, most)
+        used: dict[int, dict[int, int]] = {}  # graph -> candidate -> whether any call is cut so
+        ways: list[list[tuple[Candidate, int]]] = []  # of each call
+        for one in self.candidates:
+            cuts = known[id(one)]
+            if id(one) not in used:
+                used[id(one)] = {id(cut): program.column(WORTH) for cut in cuts}
+                program.row([(column, 1.0) for column in used[id(one)].values()], MOST_CUTS)
+            least = min(cut.seconds for cut in cuts)
+            ways.append([(cut, program.column((cut.seconds - least) / step_seconds)) for cut in cuts])
+            program.row([(column, -1.0) for _, column in ways[-1]], -1.0)
+            for cut, column in ways[-1]:
+                program.row([(column, 1.0), (used[id(one)][id(cut)], -1.0)], 0.0)
+        for moment in moments:
+            takes = [
+                (column, self._bytes(moment, number, cut, moment.lent) / unit)
+                for number in moment.calls
+                for cut, column in ways[number]
+            ]
+            program.row([(peak, -1.0), *takes], -moment.bytes / unit)
+        whole = [column for column in range(len(program.cost)) if column != peak]
+        _, _, point = program.solve(whole, nodes=MOST_NODES, gap=1e-3)
+        if point is None:
+            return None
+        found = tuple(
+            max((point[column], n, cut) for n, (cut, column) in enumerate(each))[2] for each in ways
+        )
+        return found if room is None or self.peak(found) <= room else None
+
+    def again(self, before: Chosen) -> Chosen | None:
+        """The cuts that were chosen before, where other bytes stand, with what they take there; nothing where
+        that is above the budget.
+        """
+        limit, peak = before.plan.budget_bytes, self.peak(before.cuts)
+        if limit is None or peak > limit:
+            return None
+        plan = replace(before.plan, predicted_peak_bytes=peak, plain_peak_bytes=self.peak(before.plain))
+        return replace(before, plan=plan)
+
+
+def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:
+    """The plan with what its cuts take, and those of `torch.compile`, in place of what the planner predicted.
+
+    Its distance from the bound stays the planner's. What each module adds is scaled to the extra time.
+    """
+    extra = seconds - plain_seconds
+    alone = sum(row.extra_seconds for row in plan.modules)
+    if alone:
+        modules = [replace(row, extra_seconds=row.extra_seconds * extra / alone) for row in plan.modules]
+    else:  # nothing runs again, and still the cut is another one
+        modules = [*plan.modules, *([ModuleRow("", 0, 0, 0, extra)] if extra else [])]
+    return replace(
+        plan,
+        budget_bytes=limit,
+        modules=tuple(modules),
+        predicted_peak_bytes=peak,
+        plain_peak_bytes=plain_peak,
+        bound_peak_bytes=min(plan.bound_peak_bytes, peak),
+        plain_seconds=plain_seconds,
+        predicted_extra_seconds=extra,
+        bound_extra_seconds=extra - plan.gap_seconds,
+    )
+
+
+# ---- asking again ---------------------------------------------------------------------------------
+
+
+@dataclass
+class Correction:
+    """Finds what to ask for, so that what a plan really takes comes close to ``room`` and not above.
+
+    What is off grows with what runs again, in steps: so a target that fits and one that does not are kept,
+    and what follows lies between them; before one fits, each step down is twice the last, at least.
+
+    Args:
+        room: bytes that a plan may really take.
+
+    Attributes:
+        fits: the highest target so far whose plan fits.
+        exceeds: the lowest whose plan does not.
+    """
+
+    room: int
+    fits: int | None = None
+    exceeds: int | None = None
+    _step: int = 0
+
+    def following(self, target: int, predicted: int, took: int) -> int | None:
+        """What to ask for next; ``None`` when nothing is left to try.
+
+        Args:
+            target: what was asked for, in bytes.
+            predicted: what the planner says of its plan.
+            took: what the plan really takes.
+        """
+        found = self.room - (took - predicted)
+        if took <= self.room:
+            self.fits = max(target, self.fits or 0)
+        else:
+            self.exceeds = min(target, self.exceeds or target)
+            if self._step:
+                found = min(found, target - 2 * self._step)
+            self._step = max(0, target - found)
+        if self.fits is not None and self.exceeds is not None and not self.fits < found < self.exceeds:
+            found = (self.fits + self.exceeds) // 2
+        return None if found < 0 or found in (target, self.fits) else found
+
+
+def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: Iterable[Plan]) -> T:
+    """What ``plan`` makes of a budget. Where that is a share and too small for this step, its bytes are those
+    of the largest step so far: a last, small batch has room for what larger ones may take.
+
+    Args:
+        plan: plans within a budget.
+        budget: as of `lowtide.limit_memory`.
+        before: plans for other steps within the same budget.
+
+    Raises:
+        BudgetError: no plan is found that fits.
+    """
+    try:
+        return plan(budget)
+    except BudgetError as error:
+        largest = max((one.budget_bytes or 0 for one in before), default=0)
+        share = isinstance(budget, str) and budget.strip().endswith("%")
+        if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
+            raise
+    return plan(largest)
+
+
+def at_or_smallest(graph: StepGraph, target: int | None, policy: str | Policy = "optimal") -> Plan:
+    """The plan for ``target`` bytes, or the smallest one where that is larger.
+
+    Raises:
+        BudgetError: no plan is found at all.
+    """
+    try:
+        return make(graph, None if target is None else max(1, target), policy, progress=False)
+    except BudgetError as error:
+        if error.smallest_bytes is None:
+            raise
+        return make(graph, error.smallest_bytes, policy, progress=False)

@@ -1,0 +1,476 @@
+"""What a candidate cut of a joint graph takes and costs, known before anything runs.
+
+Calls are timed by themselves, and count less where one kernel takes several; no kernel is compiled for that.
+What the two halves of a cut allocate is read off what their backend runs (`lowtide.compiled.lower`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide import budget as budgets
+from lowtide.compiled.cut import Halves, cut
+from lowtide.compiled.joint import Call, Cost, Joint, Key, described
+from lowtide.compiled.lower import Generated, Profile, Profiles, Size, Traffic
+from lowtide.compiled.moving import arriving_bytes, moved
+from lowtide.compiled.profile import GraphCall, Moment, Timeline
+from lowtide.compiled.steps import Step, step_of
+from lowtide.plan import make
+from lowtide.plan.data import Decision, Offload, Plan
+from lowtide.private import OpOverload, partitioning, tree_leaves
+from lowtide.trace.costs.measure import measure_costs
+from lowtide.trace.costs.roofline import calibrate
+from lowtide.trace.costs.specs import OpSpec, described_call
+
+_FUSED_SHARE = 0.1
+"""Of what an element-wise call takes by itself, what its arithmetic adds to a kernel that has its inputs."""
+
+
+def room_for_timing(joint: Joint, budget: str | int | None = None, standing_bytes: int = 0) -> int:
+    """Bytes that a graph's calls may be timed in, before any of its activations are there: those of a budget
+    that is given in bytes; else what every budget has room for, the largest call and all that is returned.
+
+    Args:
+        joint: the graph.
+        budget: of the step that the graph is; ``None`` where it is a part of one.
+        standing_bytes: what stands beside what the graph allocates.
+    """
+    returned = {joint.key_of.get(node) for node in joint.outputs[1] if isinstance(node, fx.Node)}
+    least = sum(joint.bytes[key] for key in returned if key is not None)
+    least = max([least, *(joint.bytes_at(call, joint.size) for call in joint.calls)])
+    in_bytes = not budgets.asks_for(budget) and not (isinstance(budget, str) and "%" in budget)
+    given = budgets.parse(budget) - standing_bytes if budget is not None and in_bytes else 0
+    return max(given, least)
+
+
+def costs_of(
+    joint: Joint, time_budget: float = 0.7, memory_limit_bytes: int | None = None
+) -> dict[str, Cost]:
+    """A `Cost` for every call of a graph, by the name of its node. Equal calls are timed once, on made-up
+    inputs.
+
+    Args:
+        joint: the graph.
+        time_budget: seconds.
+        memory_limit_bytes: the most that the timing may take, scratch of single calls aside.
+    """
+    specs: dict[Any, OpSpec] = {}
+    keys: dict[fx.Node, Any] = {}
+    for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
+        spec = spec_of(node, joint.size)
+        if spec is not None:
+            keys[node] = repr(spec)
+            specs.setdefault(keys[node], spec)
+    measured = measure_costs(specs, time_budget=time_budget, memory_limit_bytes=memory_limit_bytes)
+    found: dict[str, Cost] = {}
+    for call in joint.calls:
+        own = measured.get(keys.get(call.node))
+        fused = joint.fusible is not None and joint.fusible(call.node)
+        parts = {one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys}
+        if own is None:
+            cost = Cost(0.0, 0, parts=parts)
+        elif fused:
+            parts[call.node.name] = own.seconds * _FUSED_SHARE
+            cost = Cost(
+                _moving_seconds(joint, call, memory_limit_bytes) + sum(parts.values()), 0, parts=parts
+            )
+        else:
+            parts[call.node.name] = own.seconds
+            surplus = own.surplus_bytes if len(call.writes) == 1 else 0
+            cost = Cost(own.seconds, own.scratch_bytes, surplus, parts)
+        found[call.node.name] = cost
+    return found
+
+
+def _moving_seconds(joint: Joint, call: Call, memory_limit_bytes: int | None) -> float:
+    """Time of a generated kernel's traffic."""
+    moved = sum(joint.bytes[key] for key in (*call.reads, *call.writes))
+    value = call.node.meta.get("val")
+    device = value.device if isinstance(value, torch.Tensor) else "cpu"
+    return moved / calibrate(device, memory_limit_bytes=memory_limit_bytes).bytes_per_second
+
+
+def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
+    """A call without its tensors; ``None`` for what is no operation (a size, a region of its own)."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    args, kwargs = described(node)
+    value = node.meta.get("val")
+    known = {address for address in map(partitioning.storage_of, _leaves((args, kwargs))) if address}
+    fresh = {
+        partitioning.storage_of(one): size_of(one.untyped_storage().nbytes())
+        for one in _leaves(value)
+        if partitioning.storage_of(one) not in known and partitioning.storage_of(one) is not None
+    }
+    return described_call(node.target, args, kwargs, size_of, sum(fresh.values()))
+
+
+def _leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+# ---- of a half ------------------------------------------------------------------------------------
+
+MASK_SECONDS = 8e-9, 3e-9
+"""To write a boolean, and to read one: Inductor's C++ kernels convert masks between vectors' lanes and bytes
+one by one, and take so long for it on an AMD EPYC with AVX-512, where a float takes 0.1 to 0.3 ns.
+"""
+
+
+def half_seconds(
+    half: fx.GraphModule,
+    traffic: Traffic,
+    parts: Mapping[str, float],
+    device: str,
+    memory_limit_bytes: int | None = None,
+) -> float:
+    """Time of a half: what its calls compute, and what its generated kernels move.
+
+    Args:
+        half: forward or backward.
+        traffic: of its generated kernels.
+        parts: names of nodes -> what they take, of a fused one without its traffic.
+        device: where it runs.
+        memory_limit_bytes: the most that measuring the device may take, where nobody has.
+    """
+    calls = [node.name for node in half.graph.nodes if node.op == "call_function"]  # an input has its maker's
+    seconds = sum(parts.get(name, 0.0) for name in calls)
+    if traffic.bytes:
+        machine = calibrate(device, memory_limit_bytes=memory_limit_bytes)
+        seconds += traffic.bytes / machine.bytes_per_second
+    if torch.device(device).type == "cpu":
+        write, read = MASK_SECONDS
+        seconds += traffic.masks_written * write + traffic.masks_read * read
+    return seconds
+
+
+def parts_of(costs: Mapping[str, Cost]) -> dict[str, float]:
+    """Seconds of every node that these calls compute, by name; a fused one's traffic is not in them."""
+    return {name: seconds for cost in costs.values() for name, seconds in cost.parts.items()}
+
+
+# ---- halves that run call by call ------------------------------------------------------------------
+
+
+def profile(
+    module: fx.GraphModule,
+    lent: Collection[str],
+    scratch: Callable[[fx.Node], int] = lambda node: 0,
+    size_of: Callable[[Any], int] = partitioning.hint,
+    surplus: Mapping[str, int] = MappingProxyType({}),
+) -> Profile:
+    """Live bytes of ``module`` run call by call.
+
+    Args:
+        module: forward or backward.
+        lent: names of inputs that stand anyway, before and after: parameters, the user's tensors.
+        scratch: bytes that a call takes beyond its results while it runs.
+        size_of: a size as a number, where the graph leaves it open.
+        surplus: names of nodes -> what their storages take beyond what the graph says.
+    """
+    nodes = list(module.graph.nodes)
+    readers = {node: len(node.users) for node in nodes}  # that are still to run
+    holders: Counter[int] = Counter()
+    size: dict[int, int] = {}
+    standing: set[int] = set()
+    live = 0
+
+    def take(node: fx.Node) -> None:
+        nonlocal live
+        for storage, count in _storages(node.meta.get("val"), size_of).items():
+            if storage not in standing:
+                if not holders[storage]:
+                    size[storage] = count + surplus.get(node.name, 0)
+                    live += size[storage]
+                holders[storage] += 1
+
+    def let_go(node: fx.Node) -> None:
+        nonlocal live
+        for storage in _storages(node.meta.get("val"), size_of):
+            if storage not in standing:
+                holders[storage] -= 1
+                if not holders[storage]:
+                    live -= size[storage]
+
+    given = [node for node in nodes if node.op == "placeholder"]
+    for node in given:
+        if node.name in lent:
+            standing.update(_storages(node.meta.get("val"), size_of))
+    for node in given:
+        take(node)
+    peak = live
+    for node in nodes:
+        if node.op == "output":
+            break
+        if node.op in ("call_function", "get_attr"):
+            live += arriving_bytes(node.target, node.args)
+            take(node)
+            peak = max(peak, live + (scratch(node) if node.op == "call_function" else 0))
+        for source in node.all_input_nodes:
+            readers[source] -= 1
+            if not readers[source]:
+                let_go(source)
+        if not node.users:
+            let_go(node)
+    return Profile(peak, live)
+
+
+def _storages(value: Any, size_of: Callable[[Any], int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            address = partitioning.storage_of(leaf)
+            if address is not None:
+                found[address] = size_of(leaf.untyped_storage().nbytes())
+    return found
+
+
+class ByCall:
+    """Profiles of halves that run call by call.
+
+    Args:
+        joint: the graph.
+        costs: of its calls, by the names of their nodes.
+        halves: forward and backward.
+    """
+
+    priced = True
+
+    def __init__(self, joint: Joint, costs: Mapping[str, Cost], halves: Halves) -> None:
+        self._joint, self._costs, self._halves = joint, costs, halves
+        self._calls = {call.node.name: call for call in joint.calls}
+
+    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
+        joint, calls, (forward, backward) = self._joint, self._calls, self._halves
+
+        def at(count: int, call: Call) -> int:
+            if size_of is joint.size:
+                return count
+            here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
+            return -(-count * there // here) if here else count
+
+        def scratch(node: fx.Node) -> int:
+            cost = self._costs.get(node.name)
+            return at(cost.scratch_bytes, calls[node.name]) if cost else 0
+
+        surplus = {
+            calls[name].writes[0]: at(cost.surplus_bytes, calls[name])
+            for name, cost in self._costs.items()
+            if cost.surplus_bytes
+        }
+        handed = {node.name for node in backward.graph.nodes}
+        returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
+        unseen = returned.difference(handed, lent or ())
+        loss = sum(count for key, count in surplus.items() if key in unseen)
+        first = profile(forward, joint.inputs_in(), scratch, size_of, surplus)
+        second = profile(backward, joint.inputs_in(lent), scratch, size_of, surplus)
+        return first, replace(second, peak_bytes=second.peak_bytes + loss)
+
+
+# ---- candidate cuts -------------------------------------------------------------------------------
+
+_NO_MOVES: Mapping[Key, Decision] = MappingProxyType({})
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """A joint graph cut in two.
+
+    Attributes:
+        stored: storages that forward hands to backward; ``None`` for the cut of `torch.compile` itself.
+        halves: forward and backward.
+        kept: the storages that are handed over -> bytes, inputs of the graph among them.
+        code: what the backend runs for the halves.
+        at: what the halves do to memory, for sizes as numbers.
+        size: those at hand.
+        price: seconds of both halves, from what they do to memory.
+    """
+
+    stored: frozenset[Key] | None
+    halves: Halves
+    kept: dict[Key, int]
+    code: ByCall | Generated
+    at: Profiles
+    size: Size
+    price: Callable[[tuple[Profile, Profile]], float]
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Forecast of both halves' time."""
+        return self.price(self.at(self.size))
+
+    @property
+    def copied(self) -> int:
+        """Bytes of copies in another layout that are handed over in place of the graph's inputs."""
+        return sum(self.at(self.size)[0].copied.values())
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most live bytes while forward runs, above what stood."""
+        return self.at(self.size)[0].peak_bytes
+
+    def backward_bytes(self, lent: frozenset[Key] | None = None) -> int:
+        """The most live bytes while backward runs, what it was handed included.
+
+        Args:
+            lent: storages that others hold to its end, which are not counted; by default the graph's inputs.
+        """
+        return self.at(self.size, lent)[1].peak_bytes
+
+
+class Candidates:
+    """The candidate cuts of a joint graph. Each is lowered and read when it is first asked what it takes.
+
+    Args:
+        joint: the graph.
+        options: Inductor's settings; ``None`` where graphs run call by call.
+        standing_bytes: what stands beside what the graph allocates, where the graph is a whole step;
+            ``None`` where it is a part of one, and its inputs and outputs are counted outside.
+        budget: that of a whole step.
+
+    Attributes:
+        device: of its first tensor.
+        timeline: of a step that is the graph alone.
+        step: the same for the planner.
+    """
+
+    def __init__(
+        self,
+        joint: Joint,
+        options: dict[str, object] | None,
+        standing_bytes: int | None = None,
+        budget: str | int | None = None,
+    ) -> None:
+        self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
+        self._room = room_for_timing(joint, budget, standing_bytes or 0)
+        self.costs = costs_of(joint, memory_limit_bytes=self._room)
+        self._parts = parts_of(self.costs)
+        values = (node.meta["val"] for node in joint.primals)
+        self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
+        # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
+        tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
+        loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
+        self._zeros = frozenset(tangents) - {loss}
+        self.timeline = self._alone(standing_bytes or 0, tangents)
+        self.step = step_of([joint], [self.costs], self.timeline)
+        self._known_scratch: dict[str, int] = {}
+        self._found: dict[object, Candidate] = {}
+        self._by_kept: dict[object, Candidate] = {}
+
+    def _alone(self, standing: int, tangents: Sequence[Key]) -> Timeline:
+        """The step that is this graph, whose backward is the last to hold the gradients that it is given."""
+        lies = {key: number for number, key in enumerate(tangents)}
+        forward = Moment("forward", 0, standing)
+        backward = Moment("backward", 0, standing, alive=frozenset(lies.values()), own=lies)
+        return Timeline(self.device, standing, [GraphCall(0, self, lies=lies)], [forward, backward])
+
+    @property
+    def priced(self) -> list[Candidate]:
+        """Those of which it is known what they take."""
+        return [one for one in self._by_kept.values() if one.code.priced]
+
+    @functools.cached_property
+    def plain(self) -> Candidate:
+        """The cut of `torch.compile` itself."""
+        return self.candidate(None)
+
+    @functools.cached_property
+    def smallest(self) -> frozenset[Key]:
+        """What is stored where the graph alone takes the least memory."""
+        return frozenset(self.step.stored(make(self.step.graph, None, progress=False).stored, 0))
+
+    def look(self) -> None:
+        """Price the cut of `torch.compile`, the smallest one, and that which stores all that backward
+        reads.
+        """
+        everything = make(self.step.graph, policy="keep_all", progress=False)
+        for stored in (None, self.smallest, frozenset(self.step.stored(everything.stored, 0))):
+            one = self.candidate(stored)
+            one.at(one.size)
+
+    def of(self, plan: Plan, step: Step, number: int) -> Candidate:
+        """The cut that a plan of a step asks for in the call of this ``number``."""
+        names = {value: key for (call, key), value in step.value_of.items() if call == number}
+        moves = {names[move.value]: move.decision for move in plan.moves}
+        return self.candidate(frozenset(step.stored(plan.stored, number)).union(moves), moves, plan)
+
+    def candidate(
+        self,
+        stored: frozenset[Key] | None,
+        moves: Mapping[Key, Decision] = _NO_MOVES,
+        plan: Plan | None = None,
+    ) -> Candidate:
+        """The cut that stores these; with ``None`` that of `torch.compile` itself.
+
+        Args:
+            stored: storages.
+            moves: those that wait elsewhere.
+            plan: where values wait elsewhere: says for how many at once there is room, and what they cost.
+        """
+        way = frozenset(moves.items()), plan.window_bytes if plan and moves else 0
+        if (stored, way) not in self._found:
+            joint = self.joint
+            if stored is None:
+                halves = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
+            else:
+                halves = cut(joint, stored)
+            kept = kept_by(joint, halves[0])
+            same = frozenset(kept), way  # sets that differ in what backward never reads are one cut
+            if same not in self._by_kept:
+                tiers = {key: how for key, how in moves.items() if isinstance(how, Offload)}
+                if tiers:
+                    halves = moved(*halves, joint.forward_outputs, tiers, way[1])
+                more = plan.transfer_seconds if plan and moves else 0.0
+                code, price = self._code(halves), functools.partial(self._seconds, halves, more)
+                at: Profiles = functools.cache(code)
+                self._by_kept[same] = Candidate(stored, halves, kept, code, at, joint.size, price)
+            self._found[stored, way] = self._by_kept[same]
+        return self._found[stored, way]
+
+    def _code(self, halves: Halves) -> ByCall | Generated:
+        if self.options is None:
+            return ByCall(self.joint, self.costs, halves)
+        return Generated(self.joint, self.options, self._known_scratch, halves)
+
+    def _seconds(self, halves: Halves, more: float, profiles: tuple[Profile, Profile]) -> float:
+        """Time of two halves, by what their kernels are given, and ``more``."""
+        both = zip(halves, profiles, strict=True)
+        return more + sum(
+            half_seconds(half, seen.traffic, self._parts, self.device, self._room) for half, seen in both
+        )
+
+    def likely_seconds(self, candidate: Candidate) -> float:
+        """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
+        be compared with other cuts of the graph.
+        """
+        alone = {name: cost.seconds for name, cost in self.costs.items()}
+        masks = sum(
+            count
+            for key, count in candidate.kept.items()
+            if self.joint.root[key].meta["val"].dtype == torch.bool
+        )
+        both = zip(candidate.halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
+        return sum(half_seconds(half, traffic, alone, self.device, self._room) for half, traffic in both)
+
+    def zeros_bytes(self, candidate: Candidate) -> int:
+        """What the gradients that autograd makes up for outputs beside the loss add to a cut's peak."""
+        inputs = {self.joint.key_of[node] for node in self.joint.primals if node in self.joint.key_of}
+        without = candidate.backward_bytes(frozenset(inputs) | self._zeros) if self._zeros else 0
+        peak = candidate.backward_bytes() if self._zeros else 0
+        return max(0, peak - max(without, candidate.forward_bytes)) if self._zeros else 0
+
+
+def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
+    """The storages that a forward hands to its backward -> bytes."""
+    output = next(iter(reversed(forward.graph.nodes)))
+    saved = [joint.names.get(getattr(node, "name", "")) for node in output.args[0][joint.forward_outputs :]]
+    keys = dict.fromkeys(joint.key_of[node] for node in saved if node is not None and node in joint.key_of)
+    return {key: joint.bytes[key] for key in keys}
