@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from itertools import pairwise
@@ -173,6 +174,17 @@ def test_every_module_of_the_data_has_a_layer(report: Report) -> None:
     data = page_data(report)
     assert {label[1] for label in data["labels"]} == set(data["modules"])
     assert {row["module"] for row in data["decided"]} == set(data["layers"])
+
+
+def test_a_page_says_where_it_shows_other_peaks_than_compiled_code_takes() -> None:
+    graph = transformer(3)
+    eager = make(graph, plain(graph).peak_bytes * 3 // 4)
+    fused = replace(eager, plain_peak_bytes=eager.plain_peak_bytes - 1000)
+    for plan, told in ((eager, False), (fused, True)):
+        made = make_report(graph, plan, points=())
+        assert made.summary["by_operation"] is told
+        assert (made.plain.peak_bytes == plan.plain_peak_bytes) is not told
+    assert "operation by operation" in page(made)
 
 
 def test_the_page_of_the_largest_benchmark_has_little_to_open() -> None:

@@ -72,7 +72,8 @@ class Report:
 
     Attributes:
         title: which step, in words.
-        summary: the plan's numbers and words by the names of `lowtide.Plan`.
+        summary: the plan's numbers and words by the names of `lowtide.Plan`, and ``by_operation``: whether
+            the timelines have other peaks than these, since a compiler fuses operations.
         plain, planned: what stands in memory when, forecast.
         decided: what the plan does, a row a module, in the order of the forward.
         holders: what holds most at the planned step's peak, the largest first.
@@ -158,6 +159,8 @@ def make_report(
     planned = timeline(graph, plan, optimizer_bytes)
     numbers = {f.name: getattr(plan, f.name) for f in fields(plan)}
     summary = {k: v for k, v in numbers.items() if isinstance(v, int | float | str) or v is None}
+    peaks = plan.plain_peak_bytes, plan.predicted_peak_bytes  # of compiled code, what it allocates
+    summary["by_operation"] = (plain.peak_bytes, planned.peak_bytes) != peaks
     return Report(
         title,
         {**summary, "notes": list(plan.notes), "changes_nothing": plan.changes_nothing},

@@ -19,10 +19,20 @@
     `${budget ? `, budget ${bytesText(budget)}` : ""}.`;
   at("helps").append(...data.helps.map((line) => element("li", {}, line)));
   at("tiles").append(...tiles(data));
+  const alone = summary.by_operation ? ", operation by operation" : "";
   at("peaks").append(
-    peakBar("Plain step", plain, scale, budget),
-    peakBar("Planned step", planned, scale, budget),
+    peakBar(`Plain step${alone}`, plain, scale, budget),
+    peakBar(`Planned step${alone}`, planned, scale, budget),
   );
+  if (alone)
+    at("peaks").append(
+      element(
+        "p",
+        {class: "quiet"},
+        `Here and below each operation runs by itself. The compiler fuses them: compiled, the plain step takes ` +
+          `${bytesText(summary.plain_peak_bytes)} and the planned one ${bytesText(summary.predicted_peak_bytes)}.`,
+      ),
+    );
 
   let view = [0, whole];
   let by = "layer";
