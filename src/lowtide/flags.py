@@ -33,6 +33,13 @@ Policy = Annotated[
 Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
+PlanDtype = Annotated[
+    Dtype | None,
+    typer.Option(
+        help="fp32, or bf16 by autocast over float32 weights; by default fp32, and bf16 for a card that need "
+        "not be there."
+    ),
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 PlanDevice = Annotated[
     str,

@@ -10,7 +10,7 @@ from lowtide.errors import LowtideError
 from lowtide.estimate.devices import DEVICES
 from lowtide.train.planning import PlanOptions, make_plan
 
-SMALL = dict(model="gpt-nano", batch=4, seq=128, dtype="bf16")
+SMALL = dict(model="gpt-nano", batch=4, seq=128, dtype="bf16", budget="98%")
 
 
 def test_seconds_are_the_card_s() -> None:
@@ -24,14 +24,15 @@ def test_seconds_are_the_card_s() -> None:
 
 
 def test_auto_is_the_card_s_memory() -> None:
-    plan = make_plan(PlanOptions(device="rtx4090", budget="auto", **SMALL))  # type: ignore[arg-type]
+    plan = make_plan(PlanOptions(device="rtx4090", **SMALL | {"budget": "auto"}))  # type: ignore[arg-type]
     assert plan.budget_bytes is not None
     assert 0.9 < plan.budget_bytes / DEVICES["rtx4090"].memory_bytes < 0.96
 
 
 def test_only_what_is_priced() -> None:
     with pytest.raises(LowtideError, match="pass --dtype bf16"):
-        PlanOptions(device="h100")
+        PlanOptions(device="h100", dtype="fp32")
+    assert (PlanOptions(device="h100").precision, PlanOptions().precision) == ("bf16", "fp32")
     with pytest.raises(LowtideError, match=r"there is no such device.*or a card to price it for.*h100"):
         PlanOptions(device="h1000", dtype="bf16")
 
@@ -42,3 +43,13 @@ def test_what_pytorch_would_reserve_is_said_for_a_card() -> None:
     assert re.search(r"would reserve [\d.]+ MiB .*, [\d.]+ MiB with PYTORCH_ALLOC_CONF", note)
     on_cpu = make_plan(PlanOptions(device="cpu", **SMALL)).notes  # type: ignore[arg-type]
     assert not any("would reserve" in note for note in on_cpu)
+
+
+def test_a_card_s_workspaces_are_counted() -> None:
+    def plain_peak(device: str) -> int:
+        options = SMALL | {"budget": "100%"}
+        return make_plan(PlanOptions(device=device, **options)).plain_peak_bytes  # type: ignore[arg-type]
+
+    more = {device: plain_peak(device) - plain_peak("cpu") for device in ("h100", "a100")}
+    assert more == {device: DEVICES[device].workspaces_bytes for device in more}
+    assert more["h100"] > more["a100"] > 0

@@ -46,6 +46,7 @@ class PlanOptions:
         device: ``cpu``, ``cuda``, ``cuda:N``, or an accelerator that need not be there
             (`lowtide.estimate.devices`): the step is traced on the CPU, and operations take what they would
             there.
+        dtype: by default ``fp32``, and ``bf16`` for an accelerator that need not be there.
     """
 
     model: str = "gpt-small"
@@ -54,7 +55,7 @@ class PlanOptions:
     policy: str | None = None
     batch: int = 8
     seq: int = 256
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["fp32", "bf16"] | None = None
     device: str = "cpu"
     dropout: float | None = None
     unfused_attention: bool = False
@@ -66,7 +67,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         for name in ("batch", "seq"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
-        require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
+        require(self.precision in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
         check_policy(self.policy)
         check_file("json", self.json)
         check_compile(self.compile, self.compile_backend, self.policy, self.device)
@@ -87,11 +88,16 @@ class PlanOptions:
             check_device(self.device, f", or a card to price it for ({', '.join(DEVICES)})")
         else:
             require(
-                self.dtype == "bf16",
+                self.precision == "bf16",
                 "dtype",
                 self.dtype,
-                f"--device {self.device} is priced by its bfloat16 products: pass --dtype bf16",
+                f"--device {self.device} is priced by its bfloat16 products: pass --dtype bf16, or none",
             )
+
+    @property
+    def precision(self) -> str:
+        """The dtype, where none was given, too."""
+        return self.dtype or ("bf16" if self.device.lower() in DEVICES else "fp32")
 
 
 def make_plan(options: PlanOptions) -> Plan:
@@ -122,7 +128,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
     backend = options.compile_backend or "inductor"
 
     def within(budget: str | int) -> Plan:
-        with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
+        with torch.autocast(device.type, DTYPES[options.precision], enabled=options.precision != "fp32"):
             return forecast(model, budget, tokens, tokens.clone(), backend=backend)
 
     assert options.budget is not None  # checked with the options
@@ -156,7 +162,7 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
+        with torch.autocast(device.type, DTYPES[options.precision], enabled=options.precision != "fp32"):
             return model(tokens, targets).loss
 
     policy = options.policy or "optimal"
@@ -178,6 +184,7 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
                 device.type,
                 lambda specs: {key: price(specs[key]) for key in specs},
             )
+            graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
             made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
             made = replace(made, notes=(*made.notes, _priced(card)))
         made = replace(made, notes=(*made.notes, *_reserved(graph, made, card), _no_optimizer(model)))
@@ -194,9 +201,11 @@ def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None
 
 
 def _priced(card: Device) -> str:
+    workspaces = budgets.format_bytes(card.workspaces_bytes)
     return (
         f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
-        "published runs (docs/estimate.md), and what kernels allocate while they run is not in it"
+        f"published runs (docs/estimate.md). cuBLAS's workspaces, {workspaces}, are counted; what other "
+        "kernels allocate while they run is not"
     )
 
 
@@ -204,10 +213,13 @@ def _reserved(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
     """What PyTorch's allocator takes for the plan's steps, where the device is a CUDA card."""
     if plan.moves or not (graph.device.startswith("cuda") or card is not None):
         return []
-    either = [
-        reserved_after(graph, plan.stored, standing(graph, CachingAllocator(expandable_segments=expandable)))
-        for expandable in (False, True)
-    ]
+    either, workspaces = list[list[int]](), 0 if card is None else card.workspaces_bytes
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable_segments=expandable)
+        for _ in range(2 if workspaces else 0):  # forward's thread has one, and backward's
+            allocator.allocate(workspaces // 2)
+        step = replace(graph, resident_bytes=graph.resident_bytes - workspaces)
+        either.append(reserved_after(step, plan.stored, standing(step, allocator)))
     default, expandable = (budgets.format_bytes(max(reserved)) for reserved in either)
     return [
         f"PyTorch's allocator would reserve {default} for its steps, {expandable} with "

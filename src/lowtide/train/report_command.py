@@ -12,10 +12,10 @@ from lowtide.flags import (
     Batch,
     Budget,
     Dropout,
-    DtypeOption,
     LossChunks,
     Model,
     PlanDevice,
+    PlanDtype,
     Policy,
     Seq,
     Unfused,
@@ -39,7 +39,7 @@ def report_command(
     policy: Policy = None,
     batch: Batch = 8,
     seq: Seq = 256,
-    dtype: DtypeOption = "fp32",
+    dtype: PlanDtype = None,
     device: PlanDevice = "cpu",
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
@@ -62,7 +62,7 @@ def report_command(
     options = PlanOptions(**asked)
     with muted() if quiet else nullcontext():
         graph, plan = traced_and_planned(options)
-        report = make_report(graph, plan, title=f"{model}, {batch} x {seq} tokens, {dtype}")
+        report = make_report(graph, plan, title=f"{model}, {batch} x {seq} tokens, {options.precision}")
     for file in files:
         save_report(report, file)
         if not quiet:
