@@ -131,8 +131,8 @@ def interceptors() -> list[Interceptor]:
 
 
 def settle() -> None:
-    """Take the key out of this thread where nobody is active: autograd puts back what was let in when a
-    backward began, and until the next operation Dynamo would guard on it.
+    """Take the key out of this thread where no interceptor is active: autograd puts back what was let in when
+    a backward began, and until the next operation Dynamo would guard on it.
     """
     thread = _known_thread()
     if thread is not None and not thread.active and _RUNNING.level < 0:
@@ -177,7 +177,9 @@ class unseen:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Nobody who is active now sees what runs in the block; those who become active in it do."""
+    """The interceptors that are active now do not see what runs in the block; those that become active in it
+    do.
+    """
     thread, included = _thread(), _included(_KEY)
     before, thread.active = thread.active, []
     thread.choose()
@@ -206,13 +208,15 @@ def is_evicted(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Operations in the block are seen by nobody: neither recorded nor made fake."""
+    """No interceptor and no dispatch mode sees the operations in the block: they are neither recorded nor
+    made fake.
+    """
     with private.without_dispatch_modes(), unseen():
         yield
 
 
 class _Kernel:
-    """What stands at the key for one overload."""
+    """The kernel at the key for one overload."""
 
     __slots__ = ("func", "name")
 
@@ -250,7 +254,7 @@ def _overload(name: str) -> Any:
 
 
 class _Writes:
-    """What stands at the key of `lowtide.writes` for one overload that writes, without a compiler."""
+    """The kernel at the key of `lowtide.writes` for one overload that writes, where there is no compiler."""
 
     __slots__ = ("func", "name")
 
@@ -299,11 +303,11 @@ _BELOW = private.keys_below(_KEY)
 
 _RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "recorder.cpp"
 _PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
-"""Where Python's kernels stand beside compiled ones, which call them there: nothing else uses this key."""
+"""The key of Python's kernels where there are compiled ones, which call them there: nothing else uses it."""
 
 
 class _Registered:
-    """What stands at the key, for the life of the process.
+    """The kernels at the keys, for the life of the process.
 
     Attributes:
         libraries: hold our kernels, by namespace.

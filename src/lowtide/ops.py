@@ -109,7 +109,7 @@ class OpInfo:
             memory.
         real_only: fake tensors do not show how much it allocates.
         dropout_position: which argument is the probability of a dropout inside it.
-        loose_undropped: positions of further results that nobody writes while that probability is 0.
+        loose_undropped: positions of further results that no kernel writes while that probability is 0.
         returns_written: all that it returns are arguments that it wrote (some fake kernels return copies of
             them).
         collective: it is a function of its arguments on all the ranks of a group, and can run again where all
@@ -286,7 +286,7 @@ class Call:
 
     @property
     def loose(self) -> tuple[int, ...]:
-        """Positions of the results that are compared with nothing: what lies there, nobody has written."""
+        """Positions of the results that are compared with nothing: no kernel has written what lies there."""
         undropped = self.info.loose_undropped
         return self.info.loose if not undropped or self.draws() else self.info.loose + undropped
 

@@ -1,13 +1,13 @@
-"""Tell who reads a storage later that somebody is about to overwrite it, swap or empty.
+"""Warn the readers of a storage before it is overwritten, swapped or emptied.
 
 Between forward and backward, and in backward, any code may write to a tensor that a replay starts from: in
 place, or through ``.data``, where no version counter moves. A dispatch key of our own is let in there. Only
 operations that write have a kernel at it, so all others cost nothing.
 
 A reader has two methods. ``reads(key)`` says whether it holds the storage with that key
-(`lowtide.private.storage_key`), and reads it later. ``before_change(key, how)`` is told how the storage is
-about to change: it is ``written``, ``swapped`` for another one in its tensor, or ``emptied`` by a resize. It
-returns whether it is to be told of the next change, too.
+(`lowtide.private.storage_key`), and reads it later. ``before_change(key, how)`` is called with how the
+storage is about to change: it is ``written``, ``swapped`` for another one in its tensor, or ``emptied`` by a
+resize. It returns whether it is to be called before the next change, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEY = "TESTING_ONLY_GenericMode"
 
 
 class Watch:
-    """The storages that the replays of one forward start from; while it lives, their readers are told."""
+    """The storages that the replays of one forward start from; while it lives, their readers are warned."""
 
     __slots__ = ("__weakref__", "tables")
 
@@ -84,7 +84,7 @@ def serve(native: Any) -> None:
     """The compiled kernel, which asks for the watched storages; or ``None``, where Python's kernels do."""
     _watched().native = native
     if native is not None:
-        native.tell(before_write)
+        native.before_write(before_write)
 
 
 def any_watched() -> bool:
@@ -102,15 +102,16 @@ def before_write(written: Iterable[torch.Tensor], name: str) -> None:
     """The operation ``name`` is about to write to these tensors."""
     how = "swapped" if name.startswith("aten::set_") else "written"
     for tensor in written:
-        _tell(private.storage_key(tensor), how)
+        _warn(private.storage_key(tensor), how)
 
 
 def _resizes(storage: torch.UntypedStorage, nbytes: int) -> None:
     if nbytes < storage.nbytes():
-        _tell(private.storage_address(storage), "emptied")
+        _warn(private.storage_address(storage), "emptied")
 
 
-def _tell(key: int, how: str) -> None:
+def _warn(key: int, how: str) -> None:
+    """Warn each reader of the storage with that key."""
     watched = _watched()
     for table in [table for watch in watched.watches for table in watch.tables]:
         reference = table.get(key)

@@ -17,7 +17,7 @@ from lowtide.compiled.profile import Stood
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
-from lowtide.meter.cuda import standing_workspace_bytes, workspace_bytes
+from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
@@ -399,7 +399,7 @@ class CompiledHandle(LimitHandle):
             self._install()
         if torch.is_grad_enabled() and (self._watch is None or not self._watch.pending()):
             self._choose_flow()
-        standing_workspace_bytes(self._device)  # from before this is watched
+        resident_workspace_bytes(self._device)  # from before this is watched
         flow, watch = self._flow, self._watched(args, kwargs)
         flow.begin((args, kwargs))
         hits = recompile_limit_hits()

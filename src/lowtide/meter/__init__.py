@@ -1,9 +1,10 @@
 """The meter: what a step really does to memory, and how long it takes.
 
 In: a callable, a block of code, or a model and its optimizer. Out: the most live bytes, live bytes over time,
-seconds (`measure`, `peak`), and what stands before a step (`resident_bytes`). On the CPU a counting allocator
-says so (compiled once, exact, all threads), or the profiler's memory events where no compiler is; on CUDA the
-allocator's own statistics.
+seconds (`measure`, `peak`), and what is resident before a step (`resident_bytes`). On the CPU a counting
+allocator says so (compiled once, exact, all threads), or the profiler's memory events where no compiler is;
+on CUDA the allocator's own statistics. Begin with `measure.py`, then `register.py` (what any of these
+counts).
 """
 
 from lowtide.errors import MeterError

@@ -142,8 +142,8 @@ def workspace_bytes(device: torch.device) -> int:
     return _THREADS * private.blas_workspace_bytes(device)
 
 
-def standing_workspace_bytes(device: torch.device) -> int:
-    """The same, of a step that runs on this thread and the current stream: from here on they stand.
+def resident_workspace_bytes(device: torch.device) -> int:
+    """The same, of a step that runs on this thread and the current stream: from here on they are resident.
 
     So they are no part of what a step that is watched from here on allocates, be it the first.
     """

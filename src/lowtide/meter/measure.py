@@ -121,8 +121,8 @@ def measure(
     ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's
     predicted peak count what stood, too: to compare, add ``resident_bytes(model)`` (parameters, buffers and
     the gradients that are there; with an optimizer that the limit counts, its state) as it was before the
-    call, and the bytes of the inputs; on CUDA also the workspaces of cuBLAS, which stand from the first
-    product on (32 MiB on a Hopper, 8.1 on most others, for forward's thread and for backward's).
+    call, and the bytes of the inputs; on CUDA also the workspaces of cuBLAS, which are resident from the
+    first product on (32 MiB on a Hopper, 8.1 on most others, for forward's thread and for backward's).
 
     Args:
         step: what to run, usually a forward and backward.

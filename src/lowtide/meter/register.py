@@ -19,7 +19,7 @@ class Peak:
     `lowtide.meter.peak`. Process-wide: every thread counts.
 
     Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block
-    the values stand still.
+    the values no longer change.
 
     Args:
         device: whose memory.

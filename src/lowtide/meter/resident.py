@@ -1,4 +1,4 @@
-"""What stands in memory before a step: the storages of a model and its optimizer, each counted once."""
+"""What is resident before a step: the storages of a model and its optimizer, each counted once."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def resident_tensors(
     Raises:
         MeterError: an argument is something else.
     """
-    _check_standing("resident_tensors", model, optimizer)
+    _check_resident("resident_tensors", model, optimizer)
     found: list[torch.Tensor] = []
     if model is not None:
         found += [*model.parameters(), *model.buffers()]
@@ -77,14 +77,14 @@ def resident_tensors(
             [own() if own is not None else list(optimizer.state.values()), optimizer.param_groups]
         )
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    # it stands without gradients, too
+    # a slab for gradients is resident even while there are none
     slabs = [slab for t in found if isinstance(slab := getattr(t, "gradient_slab", None), torch.Tensor)]
     return found + slabs + [grad for t in found if (grad := gradient_of(t)) is not None]
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient. What stands in a parameter's place and was computed (``functional_call``,
-    MAML) has none, and PyTorch warns whoever asks.
+    """A parameter's gradient. A computed tensor in a parameter's place (``functional_call``, MAML) has none,
+    and PyTorch warns of asking for one.
     """
     return tensor.grad if tensor.is_leaf else None
 
@@ -119,7 +119,7 @@ def resident_bytes(
     Raises:
         MeterError: an argument is something else.
     """
-    _check_standing("resident_bytes", model, optimizer)
+    _check_resident("resident_bytes", model, optimizer)
     where = None if device is None else device_of(device)
 
     def counts(storage: torch.UntypedStorage) -> bool:
@@ -130,7 +130,7 @@ def resident_bytes(
     return sum(s.nbytes() for s in storages(resident_tensors(model, optimizer)) if counts(s))
 
 
-def _check_standing(function: str, model: Any, optimizer: Any) -> None:
+def _check_resident(function: str, model: Any, optimizer: Any) -> None:
     module = model is None or isinstance(model, torch.nn.Module)
     expect(module, f"{function}(model=)", model, "a torch.nn.Module, or None", MeterError)
     steps = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)

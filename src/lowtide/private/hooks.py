@@ -22,7 +22,7 @@ def load_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def load_post_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What an optimizer tells when it has loaded a state dict."""
+    """What an optimizer calls when it has loaded a state dict."""
     return list(optimizer._optimizer_load_state_dict_post_hooks.values())
 
 

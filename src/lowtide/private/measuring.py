@@ -70,11 +70,11 @@ def blas_workspace_bytes(device: torch.device) -> int:
     """
     if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
         return 0
-    told = getattr(torch.backends.cuda, "cublas_workspace_size", None)
-    shared = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0" if told is None else "1") == "1"
+    size_of = getattr(torch.backends.cuda, "cublas_workspace_size", None)
+    shared = os.environ.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "0" if size_of is None else "1") == "1"
     own = 0 if shared else int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", 1024)) << 10
-    if told is not None:
-        return told() + own
+    if size_of is not None:
+        return size_of() + own
     parts = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if not parts:
         hopper = torch.cuda.get_device_capability(device) == (9, 0)

@@ -66,26 +66,26 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 _UNTYPED = torch.UntypedStorage
 _RESIZE = _UNTYPED.resize_
-_TOLD: list[Callable[[torch.UntypedStorage, int], None]] = []
+_BEFORE_RESIZE: list[Callable[[torch.UntypedStorage, int], None]] = []
 
 
 def _resize(self: torch.UntypedStorage, size: int) -> Any:
-    for tell in tuple(_TOLD):
-        tell(self, size)
+    for callback in tuple(_BEFORE_RESIZE):
+        callback(self, size)
     return _RESIZE(self, size)
 
 
-def before_storage_resizes(tell: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
-    """Call ``tell`` before Python resizes a storage, with the storage and its new size in bytes; what this
-    returns ends that.
+def before_storage_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
+    """Call ``callback`` before Python resizes a storage, with the storage and its new size in bytes. The
+    function that this returns ends the calls.
 
-    ``storage.resize_`` is no operation, so nobody else sees it. Resizes of tensors (``tensor.resize_``) are
-    operations and are not told.
+    ``storage.resize_`` is no operation, so no interceptor sees it. ``tensor.resize_`` is one, and makes no
+    such call.
     """
     if _UNTYPED.resize_ is not _resize:
         _UNTYPED.resize_ = _resize  # pyright: ignore
-    _TOLD.append(tell)
-    return lambda: _TOLD.remove(tell) if tell in _TOLD else None
+    _BEFORE_RESIZE.append(callback)
+    return lambda: _BEFORE_RESIZE.remove(callback) if callback in _BEFORE_RESIZE else None
 
 
 def unshare(storage: torch.UntypedStorage) -> None:
@@ -123,7 +123,7 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares the version counter of ``tensor`` but not its bytes.
 
     Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes
-    without keeping anything alive. Nobody sees the two operations that make it.
+    without keeping anything alive. No interceptor sees the two operations that make it.
     """
     seen = is_key_included("Fake")
     if seen:

@@ -62,7 +62,7 @@ class Geometry:
         """Whether some byte of a storage of ``nbytes`` is in both geometries."""
         size = self.dtype.itemsize
         if size != other.dtype.itemsize or max(map(_end, (self, other))) * size > nbytes:
-            return True  # nobody needs to know it more exactly
+            return True  # perhaps not, but "may" is enough for whoever asks
         marks = torch.zeros(nbytes // size, dtype=torch.bool)
         marks.as_strided(self.shape, self.strides, self.offset).fill_(True)
         return bool(marks.as_strided(other.shape, other.strides, other.offset).any())

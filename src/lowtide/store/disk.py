@@ -143,7 +143,7 @@ def _past_the_cache(file: int) -> bool:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that ``path`` lies on, empty where the system does not tell."""
+    """The type of the file system that ``path`` lies on, empty where the system does not say."""
     try:
         mounts = Path("/proc/self/mounts").read_text().splitlines()
     except OSError:

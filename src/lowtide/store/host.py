@@ -50,7 +50,9 @@ def host_bytes(count: int, pin: bool = False) -> Tensor:
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that is unlocked in its finalizer: weak references are told only after it is unmapped."""
+    """A mapping that unlocks its pages in its finalizer: a callback of a weak reference would run after the
+    pages are unmapped.
+    """
 
     _runtime: Any = None
     _address = 0

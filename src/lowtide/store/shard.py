@@ -39,7 +39,7 @@ class Replicas:
         """Start putting the parts together in ``out``, flat bytes for all of them; returns what to wait for.
 
         The parts arrive where the value is needed, so that no buffer grows with it. The backend holds ``out``
-        and its place in a slab until nothing is written there, even where nobody waits.
+        and its place in a slab until nothing is written there, even where no caller waits.
 
         Raises:
             StoreError: another rank is gone.

@@ -125,7 +125,7 @@ class Stores:
         """
         if name not in self.groups:
             raise PlanError(
-                f"the plan shards over a group {name!r} that nobody gave: pass "
+                f"the plan shards over a group {name!r} that was not given: pass "
                 f"stores=lowtide.Stores(groups={{{name!r}: group}})"
             )
         if name not in self._replicas:

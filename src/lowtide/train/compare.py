@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import meter
-from lowtide.meter.cuda import standing_workspace_bytes
+from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.plan.data import Plan
 from lowtide.report.picture import Curve
 from lowtide.trace.untouched import gpus_of
@@ -126,7 +126,7 @@ def compare(
     def run(planned: bool) -> tuple[meter.Measurement, int, float]:
         """One measured step; returns what was measured, what stood before, and leaves the gradients."""
         clear()
-        standing = meter.resident_bytes(model, optimizer, device) + standing_workspace_bytes(device)
+        standing = meter.resident_bytes(model, optimizer, device) + resident_workspace_bytes(device)
 
         def step() -> Tensor:
             loss = loss_of()

@@ -21,7 +21,7 @@ import lowtide
 from lowtide import budget as budgets
 from lowtide import meter
 from lowtide.errors import BudgetError
-from lowtide.meter.cuda import standing_workspace_bytes
+from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.models import ModelSpec
 from lowtide.parallel.gradients import (
     allreduce_sequence_parallel_gradients,
@@ -163,7 +163,7 @@ class ShardedModel(WholeModel):
         optimizer.zero_grad(set_to_none=True)
         need = optimizer_need(optimizer)
         own = meter.resident_bytes(self.model, optimizer, self.ranks.device)
-        own += standing_workspace_bytes(self.ranks.device)
+        own += resident_workspace_bytes(self.ranks.device)
         passing = max(need.step_bytes, reduced_bytes(partial_gradients(self.model.parameters())))
         return own + need.state_bytes + missing_gradient_bytes(optimizer), passing
 

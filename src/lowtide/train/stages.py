@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide import budget as budgets
 from lowtide import meter
 from lowtide.errors import BudgetError
-from lowtide.meter.cuda import standing_workspace_bytes
+from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.models import ModelSpec
 from lowtide.models.stage import cut, layers_of_stage, stage_input
 from lowtide.parallel.data import average_gradients
@@ -126,7 +126,7 @@ class Stages(Part):
         need = optimizer_need(optimizer)
         standing = (
             meter.resident_bytes(self.modules[0], optimizer, device)
-            + standing_workspace_bytes(device)
+            + resident_workspace_bytes(device)
             + need.state_bytes
             + missing_gradient_bytes(optimizer)
         )

@@ -22,7 +22,7 @@ from lowtide import private
 from lowtide.errors import PlanError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
-from lowtide.meter.cuda import standing_workspace_bytes
+from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
 from lowtide.run.compiled_submodules import left_alone
@@ -82,7 +82,7 @@ class Profiler(Interceptor):
     ) -> None:
         if private.is_capturing():
             raise PlanError(CAPTURED)
-        self._workspace_bytes = standing_workspace_bytes(device)
+        self._workspace_bytes = resident_workspace_bytes(device)
         region = Region()
         self.tracer = Tracer(model, device, region.forget)
         self.tape = Tape(self.tracer, region, verify)

@@ -113,8 +113,10 @@ class Recorder(Interceptor):
         self.tables.held.clear()
 
     def _watch(self) -> None:
-        """From here on others see operations: what replays start from is copied before it is overwritten, and
-        what was evicted of storages that live on is read from them once they were.
+        """This recorder sees no more operations: from here on `lowtide.writes` watches for it.
+
+        A held value that replays start from is copied before its storage is overwritten. An evicted value
+        whose storage lives on is read from that storage once it was overwritten.
         """
         self._starts.add(self.tables.held)
         alive: dict[int, weakref.ref[LiveValue]] = {}
@@ -229,7 +231,9 @@ class Recorder(Interceptor):
         return node
 
     def _reference(self, item: Any, call: Call, node: Node) -> Any:
-        """An argument with `Ref` in place of tensors; the node is told what it reads and overwrites."""
+        """An argument with `Ref` in place of tensors. The values that the call reads and overwrites are added
+        to the node.
+        """
         if isinstance(item, (tuple, list)):
             return [self._reference(part, call, node) for part in item]
         if not isinstance(item, torch.Tensor):

@@ -122,7 +122,7 @@ class Replay:
                 self.made.pop(id(source), None)
 
     def _overwritten(self, node: Node, one: Overwrite) -> torch.Tensor:
-        """What the operation may write to: the old value itself, if nobody else waits for it."""
+        """What the operation may write to: the old value itself where it has no other reader, else a copy."""
         ref, old = one.ref, one.ref.value
         if not one.reads:
             blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)

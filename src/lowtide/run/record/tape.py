@@ -48,8 +48,9 @@ class LiveValue:
         emptied: of a held one whose storage was emptied (`storage.resize_`, as FSDP does) what its bytes were
             then (`lowtide.run.digest.fingerprint`): they have to come back the same before it is read.
         stream: of an accelerator's cached copy the stream that made it or read it last, else ``None``.
-        shown: of an evicted one, a weak reference to its storage, where that outlives the forward. Once
-            somebody writes to that, a tensor over it: autograd's saved tensors read what was written.
+        shown: of an evicted one, a weak reference to the storage that it was evicted from, where that
+            outlives the forward. Once code has written to that storage, a tensor over it instead: in a plain
+            step autograd's saved tensors would read what was written, so they are unpacked from there.
     """
 
     __slots__ = (
@@ -111,7 +112,7 @@ class LiveValue:
         self.stream = now
 
     def reads(self, key: int) -> bool:
-        """Whether somebody has yet to read it from the storage with that key."""
+        """Whether replays or saved tensors have yet to read this value from the storage with that key."""
         if self.held is None:
             return self.readers > 0 and self.shown is not None
         return self.readers > 0 and private.storage_key(self.held) == key
@@ -140,7 +141,7 @@ class LiveValue:
         return False
 
     def before_emptying(self) -> None:
-        """Its storage is about to be emptied: note what its bytes are, if somebody has yet to read them."""
+        """Its storage is about to be emptied: note what its bytes are, if the value has readers."""
         held = self.held
         if held is None or self.readers <= 0 or self.emptied is not None or not self.unchanged:
             return

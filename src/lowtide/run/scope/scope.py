@@ -107,9 +107,9 @@ class ScopeRecorder(Recorder):
     def _not_reproduced(self, name: str, reason: str) -> None:
         super()._not_reproduced(name, reason)
         self._new[self._fingerprint] = False
-        told = hash((self._fingerprint, name))
-        if told not in _known():
-            _known()[told] = False
+        warning = hash((self._fingerprint, name))  # each is given once
+        if warning not in _known():
+            _known()[warning] = False
             self._news[name] = reason
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:

@@ -109,7 +109,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                           here,    unpack, bring_back, overwritten};
   }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "findings"_a, "here"_a, "unpack"_a,
      "bring_back"_a, "overwritten"_a);
-  m.def("tell", [](py::object function) { watched.tell = function; });
+  m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });
   m.def("let_in", torch::wrap_pybind_function(&let_in));

@@ -113,7 +113,7 @@ inline Tensor here(py::handle value) {
   return classes->here(value).cast<Tensor>();  // Python orders the streams
 }
 
-// What somebody has overwritten it with, if they did.
+// What code outside has overwritten it with, if it did.
 inline Tensor overwritten_with(py::handle value) {
   PyObject* shown = classes->value.shown(value);
   return THPVariable_Check(shown) ? THPVariable_Unpack(shown) : Tensor();

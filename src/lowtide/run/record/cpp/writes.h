@@ -1,4 +1,4 @@
-// Tells Python before an operation writes to a storage that is watched: lowtide.writes.
+// Calls Python before an operation writes to a storage that is watched: lowtide.writes.
 #pragma once
 
 #include <atomic>
@@ -13,14 +13,14 @@ namespace lowtide {
 
 struct Watched {
   struct Storage {
-    c10::weak_intrusive_ptr<c10::StorageImpl> itself;  // so that no other one gets its address
+    c10::weak_intrusive_ptr<c10::StorageImpl> itself;  // so that its address goes to no other storage
     long readers;
   };
 
   std::shared_mutex mutex;
   std::unordered_map<uintptr_t, Storage> storages;
   std::atomic<bool> any{false};
-  py::object tell;  // a function in Python
+  py::object before_write;  // a function in Python
 
   bool has(uintptr_t storage) {
     std::shared_lock lock(mutex);
@@ -74,7 +74,7 @@ inline void writes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) 
       py::gil_scoped_acquire gil;
       py::list written;
       for (const Tensor& tensor : found) written.append(wrapped(tensor));
-      watched.tell(written, op.schema().name());
+      watched.before_write(written, op.schema().name());
     }
   }
   op.redispatchBoxed(keys & below, stack);
