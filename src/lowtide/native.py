@@ -147,7 +147,7 @@ def _options(source: Path, uses: str) -> tuple[tuple[str, ...], tuple[str, ...],
         return ("-std=c++17", "-O2", "-shared", "-fPIC"), (), ()
     import torch
 
-    root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
+    root, headers = Path(torch.__file__).resolve().parent, sysconfig.get_paths()["include"]
     flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
     flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
     names = ("c10",)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from lowtide.meter import MeterError, available, counting_allocator, measure, peak, resident_bytes, storages
-from lowtide.native import BuildError, cache_dir
 
 needs_allocator = pytest.mark.skipif(not available(), reason="no C++ compiler here")
 
@@ -328,24 +327,6 @@ def test_storages_look_into_sparse_tensors() -> None:
     assert sum(s.nbytes() for s in storages([torch.eye(3).to_sparse()])) == 2 * 3 * 8 + 3 * 4
 
 
-_BUILD = (
-    "import torch; from lowtide.meter import available, measure; assert available(); print(measure(lambda: "
-    "torch.empty(9)).peak_bytes)"
-)
-
-
-@needs_allocator
-def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
-    place = {**os.environ, "LOWTIDE_CACHE": str(tmp_path / "cache")}
-    runs = [
-        subprocess.Popen([sys.executable, "-c", _BUILD], env=place, stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [run.communicate(timeout=300)[0].strip() for run in runs] == ["36", "36"]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
-
-
 def test_without_a_compiler_the_profiler_measures(tmp_path: Path) -> None:
     code = (
         "import torch; from lowtide.meter import available, measure, peak; assert not available()\n"
@@ -361,40 +342,6 @@ def test_without_a_compiler_the_profiler_measures(tmp_path: Path) -> None:
         "profiler 36",
         "profiler 36",
     ]
-
-
-def test_a_cache_folder_that_others_can_write_is_not_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place = tmp_path / "open"
-    place.mkdir()
-    place.chmod(0o777)
-    mine = tmp_path / f"lowtide-{os.getuid()}"
-    monkeypatch.setenv("LOWTIDE_CACHE", str(place))
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert cache_dir() == mine
-    mine.chmod(0o777)
-    with pytest.raises(BuildError, match="LOWTIDE_CACHE"):
-        cache_dir()
-
-
-def test_the_cache_folders_earlier_variable_is_refused(tmp_path: Path) -> None:
-    code = (
-        "import torch, lowtide; model = torch.nn.Linear(2, 2)\n"
-        "lowtide.limit_memory(model, '1GiB'); model(torch.ones(1, 2))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "LOWTIDE_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert (
-        "LowtideError: LOWTIDE_CACHE_DIR is not read any more: name the folder in LOWTIDE_CACHE"
-        in done.stderr
-    )
-    assert list(tmp_path.iterdir()) == []
 
 
 @needs_allocator

@@ -1,0 +1,58 @@
+"""C++ is compiled once for each PyTorch and Python, by one process, into a folder of one's own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from lowtide import native
+from lowtide.errors import LowtideError
+from lowtide.meter import available
+from lowtide.native import BuildError, cache_dir, cache_folder
+
+ALLOCATOR = Path(native.__file__).parent / "meter" / "counting_allocator.cpp"
+needs_allocator = pytest.mark.skipif(not available(), reason="no C++ compiler here")
+
+
+@needs_allocator
+def test_two_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        one, other = pool.map(partial(native.built, uses="c10"), [ALLOCATOR] * 2, chunksize=1)
+    assert one == other and list((tmp_path / "cache").glob("*.so")) == [one]
+
+
+def test_a_cache_folder_that_others_can_write_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "open"
+    place.mkdir()
+    place.chmod(0o777)
+    mine = tmp_path / f"lowtide-{os.getuid()}"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(place))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache_dir() == mine
+    mine.chmod(0o777)
+    with pytest.raises(BuildError, match="LOWTIDE_CACHE"):
+        cache_dir()
+
+
+def test_the_cache_folders_earlier_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE_DIR", "anywhere")
+    with pytest.raises(LowtideError, match="is not read any more: name the folder in LOWTIDE_CACHE"):
+        cache_folder()
+
+
+def test_environments_that_link_to_one_pytorch_share_what_is_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "torch").symlink_to(Path(torch.__file__).parent)
+    source = Path("recorder.cpp")
+    here = native._options(source, "torch")
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    assert native._options(source, "torch") == here
