@@ -116,3 +116,33 @@ def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled(
         handle, real, lowered, _ = compiled(int(0.8 * most))
     assert looked == [False] and lowered == 2, "what was planned then, and not the plain halves"
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
+
+
+class Broken(nn.Sequential):
+    """Two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(Block(64), Block(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        torch._dynamo.graph_break()
+        return self[1](x).square().mean()
+
+
+def test_the_first_cuts_of_a_recorded_step_are_compiled_unseen() -> None:
+    model, twin, x = Broken(), Broken(), torch.randn(1024, 64)
+    twin.load_state_dict(model.state_dict())
+    twin(x).backward()
+    with mock.patch.object(inductor, "generated", side_effect=inductor.generated) as lowered:
+        step = lowtide.compile(model, "80%")
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            step(x).backward()
+    handle = lowtide.handle_of(step)
+    assert lowered.call_count == 4, "the plain halves, whose peak the share is of"
+    assert handle.plan.replayed
+    assert 0.95 * handle.budget_bytes <= handle.predicted_peak_bytes <= handle.budget_bytes
+    assert handle.measured_peak_bytes == pytest.approx(handle.predicted_peak_bytes, rel=0.01)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)

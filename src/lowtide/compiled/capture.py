@@ -235,9 +235,10 @@ class Graph:
         assert self.candidates is not None
         program, options = self.candidates.joint.program, self.options
         cutter = None if stored is None else cutter_at(stored, program, options)
-        return self.captured.compile(
-            lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)
-        )
+        with torch.enable_grad():  # at the end of a backward it is off
+            return self.captured.compile(
+                lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)
+            )
 
     # ---- call by call ----------------------------------------------------------------------------
 
