@@ -16,6 +16,7 @@ from lowtide.run.limit.arguments import check_arguments, no_replicas, refuse_rep
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
+from lowtide.run.limit.reserved import holds_reserved
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
@@ -31,6 +32,7 @@ def limit_memory(
     verify: Verify = "first",
     stores: Stores | None = None,
     progress: bool | None = None,
+    reserved: bool | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
@@ -57,6 +59,9 @@ def limit_memory(
         optimizer: its state and its step count against the budget, too.
         stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by
             themselves.
+        reserved: on CUDA, whether the budget counts what PyTorch's caching allocator reserves, which other
+            programs see, and not only what tensors request; for bytes and ``"auto"``. ``None`` does so for
+            ``"auto"``.
         verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every
             step, ``never`` trusts.
 
@@ -92,6 +97,7 @@ def limit_memory(
             "verify": verify != "first",
             "stores": stores is not None,
             "progress": progress is not None,
+            "reserved": reserved is not None,
         }
         return _compiled(model, budget, optimizer, [name for name, given in meaningless.items() if given])
     before = handle_of(model)
@@ -99,7 +105,14 @@ def limit_memory(
         before.remove()
     refuse_sharded(model)
     optimizer = None if optimizer is None else innermost(optimizer)
-    asked = {"budget": budget, "policy": policy or "optimal", "optimizer": optimizer, "progress": progress}
+    asked = {
+        "budget": budget,
+        "policy": policy or "optimal",
+        "optimizer": optimizer,
+        "progress": progress,
+        "reserved": reserved,
+    }
+    holds_reserved(reserved, model, budget)  # which checks it
     limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **asked)
     model.__dict__["forward"] = limiter
     private.replicate_by(model, no_replicas)
@@ -139,7 +152,7 @@ def compiled_engine(limiter: Limiter, compiling: private.Compiling) -> Any:
 
     maker = limiter.maker
     own = {"policy": maker.policy != "optimal", "stores": not limiter.own_stores}
-    own["verify"] = limiter.verify != "first"
+    own["verify"], own["reserved"] = limiter.verify != "first", bool(maker.reserved)
     if asked := [f"{name}=" for name, given in own.items() if given]:
         raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
     assert maker.budget is not None, "the optimal policy has one"

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lowtide
+from lowtide.errors import PlanError
 from lowtide.meter.reserved import CachingAllocator
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
@@ -114,3 +115,33 @@ def test_what_the_allocator_reserves_is_predicted(budget: str) -> None:
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)
     assert predicted == pytest.approx(torch.cuda.memory_reserved(), rel=0.02)
+
+
+@pytest.mark.parametrize("share", [1.0, 1.1, 1.2])
+def test_a_budget_of_reserved_bytes_is_held(share: float) -> None:
+    model, batch = model_and_batch()
+    optimizer = torch.optim.AdamW(model.parameters())
+    handle = lowtide.limit_memory(model, budget="100%", optimizer=optimizer)
+    model(**batch).loss.backward()
+    assert handle.plan is not None
+    budget = int(handle.plan.predicted_peak_bytes * share)
+    handle.remove()
+    model.zero_grad(set_to_none=True)
+    handle = lowtide.limit_memory(model, budget=budget, optimizer=optimizer, reserved=True)
+    for step in range(11):
+        optimizer.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+        if not step:
+            torch.cuda.reset_peak_memory_stats()  # the plan was made, the cache is empty
+        optimizer.step()
+    assert torch.cuda.max_memory_reserved() <= budget
+    assert any("allocator reserves" in note for note in handle.plan.notes)
+
+
+def test_a_share_of_requested_bytes_is_no_budget_of_reserved_ones() -> None:
+    model, _ = model_and_batch()
+    with pytest.raises(PlanError, match="takes a budget in bytes, such as '20GiB', or 'auto', not '60%'"):
+        lowtide.limit_memory(model, "60%", reserved=True)
+    handle = lowtide.limit_memory(model, "20GiB", reserved=True)
+    with pytest.raises(PlanError, match="takes a budget in bytes"):
+        handle.set_budget("min")

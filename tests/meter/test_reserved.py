@@ -166,3 +166,28 @@ def test_it_goes_on_from_a_snapshot() -> None:
     assert (allocator.reserved_bytes, allocator.allocated_bytes) == (20 * MIB, 14 * MIB)
     assert allocator.allocate(5 * MIB).address == 11 * MIB  # in the hole
     assert allocator.allocate(5 * MIB).address >= 27 * MIB and allocator.reserved_bytes == 40 * MIB
+
+
+def test_it_goes_on_from_a_snapshot_of_expandable_segments() -> None:
+    def segment(page: int, *blocks: tuple[int, str]) -> dict[str, Any]:
+        parts = [{"size": n * MIB, "requested_size": n * MIB, "state": state} for n, state in blocks]
+        total = sum(part["size"] for part in parts)
+        return {
+            "address": page * 20 * MIB,
+            "total_size": total,
+            "segment_type": "large",
+            "stream": 0,
+            "blocks": parts,
+            "is_expandable": True,
+        }
+
+    before = segment(1, (15, "active_allocated"), (5, "inactive"))
+    after = segment(3, (8, "inactive"), (12, "active_allocated"))
+    allocator = CachingAllocator(expandable_segments=True)
+    standing = allocator.resume([before, after])
+    assert sorted(standing) == [20 * MIB, 68 * MIB] and allocator.reserved_bytes == 40 * MIB
+    over_the_hole = allocator.allocate(
+        30 * MIB
+    )  # 5 MiB, a page of 20 that is mapped again, and 5 of the next
+    assert over_the_hole.address == 35 * MIB and allocator.reserved_bytes == 60 * MIB
+    assert allocator.allocate(25 * MIB).address == 80 * MIB and allocator.reserved_bytes == 100 * MIB

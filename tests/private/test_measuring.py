@@ -131,3 +131,15 @@ def test_a_real_capture_is_seen() -> None:
     with torch.cuda.graph(graph):
         torch.ones(1, device="cuda")
         assert private.is_capturing()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_state_of_the_cuda_allocator() -> None:
+    held = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
+    settings, segments = private.cuda_allocator_state(held.device)
+    assert {"expandable_segments", "max_split_size", "garbage_collection_threshold"} <= settings.keys()
+    assert len(settings["roundup_power2_divisions"]) == 16
+    assert sum(segment["total_size"] for segment in segments) == torch.cuda.memory_reserved(held.device)
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    assert {"size", "requested_size", "state"} <= blocks[0].keys()
+    assert any(block["requested_size"] == held.nbytes for block in blocks)

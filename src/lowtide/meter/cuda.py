@@ -16,6 +16,7 @@ import torch
 from lowtide import private
 
 from .register import Moments, Peak
+from .reserved import Block, CachingAllocator
 
 _LOCK = threading.Lock()
 _MAX_EVENTS = 200_000
@@ -122,6 +123,25 @@ class CudaPeak(Peak):
             live += size if event["action"] == "alloc" else -size
             moments.append(((event["time_us"] - steps[0]["time_us"]) * 1e-6, live))
         return tuple(moments)
+
+
+def caching_allocator(device: torch.device) -> tuple[CachingAllocator, dict[int, Block]]:
+    """A model of a CUDA device's native allocator as it is set and as it stands.
+
+    Returns:
+        The model, and its blocks that are handed out, by address.
+    """
+    settings, segments = private.cuda_allocator_state(device)
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    model = CachingAllocator(
+        capacity=torch.cuda.get_device_properties(device).total_memory,
+        expandable_segments=settings["expandable_segments"],
+        roundup_power2_divisions=list(settings["roundup_power2_divisions"].values()),
+        max_split_bytes=settings["max_split_size"] if settings["max_split_size"] > 0 else None,
+        garbage_collection_threshold=settings["garbage_collection_threshold"],
+        fraction=fraction if fraction < 1 else None,
+    )
+    return model, model.resume(segments)
 
 
 _THREADS = 2

@@ -163,28 +163,46 @@ class CachingAllocator:
         self._pending: list[tuple[Block, set[int]]] = []  # freed; the streams that have yet to get there
         self._next_address = LARGE_SEGMENT
 
-    def resume(self, snapshot: Iterable[dict[str, Any]]) -> None:
-        """Go on from a real allocator's state, ``torch.cuda.memory_snapshot()`` of one device."""
+    def resume(self, snapshot: Iterable[dict[str, Any]]) -> dict[int, Block]:
+        """Go on from a real allocator's state, ``torch.cuda.memory_snapshot()`` of one device.
+
+        Returns:
+            The blocks that are handed out, by address.
+        """
+        standing: dict[int, Block] = {}
         streams: dict[int, int] = {}
+        ends: dict[Pool, dict[int, Block]] = {}  # of a pool's expandable segment for a stream, its last block
         for segment in sorted(snapshot, key=lambda segment: segment["address"]):
             pool = self._shared.small if segment["segment_type"] == "small" else self._shared.large
             stream = streams.setdefault(segment["stream"], len(streams))
-            block, address = None, segment["address"]
+            address, expandable = segment["address"], bool(segment.get("is_expandable"))
+            block = ends.get(pool, {}).get(stream) if expandable else None
+            if block is not None and block.address + block.bytes < address:
+                block = self._follow(block, address - block.address - block.bytes, mapped=False)
+                pool.add(block)
             for part in segment["blocks"]:
-                block = Block(address, part["size"], stream, pool, part["requested_size"], previous=block)
-                if block.previous is not None:
-                    block.previous.next = block
-                address += block.bytes
+                if block is None:
+                    block = Block(address, part["size"], stream, pool, expandable=expandable)
+                else:
+                    block = self._follow(block, part["size"])
                 if part["state"] == "inactive":
                     pool.add(block)
                 else:
-                    block.allocated = True
+                    block.allocated, block.requested = True, part["requested_size"]
+                    standing[block.address] = block
                     self.allocated_bytes += block.bytes
                     self.active_bytes += block.bytes
                     self.requested_bytes += block.requested
+            if expandable and block is not None:
+                ends.setdefault(pool, {})[stream] = block
             self.reserved_bytes += segment["total_size"]
-            self._next_address = max(self._next_address, address)
+            self._next_address = max(self._next_address, address + segment["total_size"])
+        for pool, of_streams in ends.items():
+            for block in of_streams.values():  # the rest of its range; where that begins is not told
+                pool.add(self._follow(block, self._range_bytes(pool), mapped=False))
+                self._next_address += self._range_bytes(pool)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return standing
 
     def allocate(self, bytes: int, stream: int = 0) -> Block:
         """The block that PyTorch hands out; ``MemoryError`` where neither device nor cache has room."""
@@ -313,6 +331,17 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
+    def _follow(self, block: Block, bytes: int, mapped: bool = True) -> Block:
+        """Another block of a segment, behind its last one."""
+        block.next = Block(block.address + block.bytes, bytes, block.stream, block.pool, previous=block)
+        block.next.mapped, block.next.expandable = mapped, block.expandable
+        return block.next
+
+    def _range_bytes(self, pool: Pool) -> int:
+        """The address range of an expandable segment."""
+        bytes = ADDRESSES if self.capacity is None else self.capacity + self.capacity // 8
+        return -(-bytes // pool.page) * pool.page
+
     def _range(self, bytes: int) -> int:
         self._next_address += bytes
         return self._next_address - bytes
@@ -339,8 +368,7 @@ class CachingAllocator:
                 found, block = found + block.bytes, block.next
             if hole.stream == stream and found >= size:
                 return first
-        bytes = ADDRESSES if self.capacity is None else self.capacity + self.capacity // 8
-        bytes = -(-bytes // pool.page) * pool.page
+        bytes = self._range_bytes(pool)
         hole = Block(self._range(bytes), bytes, stream, pool, mapped=False, expandable=True)
         pool.add(hole)
         return hole

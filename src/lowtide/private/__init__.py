@@ -87,6 +87,7 @@ from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_h
 from lowtide.private.measuring import (
     blas_workspace_bytes,
     cpu_device_type,
+    cuda_allocator_state,
     cuda_history_events,
     is_capturing,
     is_cuda_history_recorded,

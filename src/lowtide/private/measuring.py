@@ -43,6 +43,19 @@ def stop_cuda_history() -> None:
     torch.cuda.memory._record_memory_history(None)
 
 
+def cuda_allocator_state(device: torch.device) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """How the native CUDA allocator is set, and what it holds of a device.
+
+    Returns:
+        Its settings: ``expandable_segments``, ``max_split_size`` in bytes, or -1,
+        ``garbage_collection_threshold`` and ``roundup_power2_divisions``, by MiB; and the segments of the
+        device, as of ``torch.cuda.memory_snapshot()``.
+    """
+    found: Any = torch.cuda.memory._snapshot()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return found["allocator_settings"], [one for one in found["segments"] if one["device"] == index]
+
+
 def on_cuda_out_of_memory(observer: Callable[[int, int], None]) -> None:
     """Call ``observer(device index, bytes asked for)`` whenever CUDA's allocator gives up, for good; what it
     raises is lost. CUDA has to be initialized.

@@ -27,6 +27,7 @@ from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.reserved import holds_reserved
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
 
@@ -296,6 +297,7 @@ class Handle(LimitHandle):
         """
         budgets.check(budget)
         limiter = self._in_force()
+        holds_reserved(limiter.maker.reserved, limiter.model, budget)  # which checks it
         with limiter.cache.lock:
             limiter.maker.set_budget(budget)
         if limiter.around.handle is not None:

@@ -127,7 +127,12 @@ class Limiter:
 
     def __getstate__(self) -> dict[str, Any]:
         names, maker = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.maker
-        asked = {"budget": maker.budget, "policy": maker.policy, "progress": maker.progress}
+        asked = {
+            "budget": maker.budget,
+            "policy": maker.policy,
+            "progress": maker.progress,
+            "reserved": maker.reserved,
+        }
         return {
             "asked": asked,
             "counted": maker.optimizer is not None,

@@ -37,6 +37,7 @@ from lowtide.run.limit.need import (
 )
 from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_over
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
+from lowtide.run.limit.reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
 from lowtide.run.messages import Once
 from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text
@@ -60,6 +61,7 @@ class PlanMaker:
         policy: a policy or its name.
         optimizer: counts against the budget, or ``None``.
         progress: as of `limit_memory`.
+        reserved: as of `limit_memory`.
 
     Attributes:
         version: how often another budget or optimizer was given.
@@ -79,7 +81,9 @@ class PlanMaker:
         policy: Policy,
         optimizer: torch.optim.Optimizer | None = None,
         progress: bool | None = None,
+        reserved: bool | None = None,
     ) -> None:
+        self.reserved = reserved
         self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
         self.budget, self.optimizer, self.version = budget, optimizer, 0
         self.reduced_bytes = 0
@@ -192,8 +196,29 @@ class PlanMaker:
             del too_large  # an error's traceback holds this frame, which is not to hold the error
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
+        if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
+            plan = self._within_reserved(graph, plan, limit, free)
         self._greatest_plain = plain_peak
         return graph, plan, limit
+
+    def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int, free: int) -> Plan:
+        """A plan within the budget with what CUDA's allocator reserves for it.
+
+        Raises:
+            BudgetError: none was found.
+        """
+        if self.agreement is not None:
+            self.warn_once("reserved", RANKS)
+            return plan
+        need = self.need_of(self.optimizer) if self.optimizer is not None else None
+        plan = within_reserved(
+            limit,
+            plan,
+            lambda less: self._solve(graph, limit, free + less),
+            lambda plan: reserved_bytes(graph, plan, self.model, need),
+        )
+        torch.cuda.empty_cache()  # what the profiled step left in pieces
+        return plan
 
     def _transformed(self, entry: Entry) -> StepGraph:
         """An entry's step with what no plan recomputes, and with the optimizer's state."""
