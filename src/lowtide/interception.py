@@ -53,7 +53,7 @@ class Interceptor:
         """From here on, until `stop`, on this thread."""
         with _LOCK:
             _register()
-            native = _registered().native
+            native = _registration().native
         thread = self._thread_state = _thread()
         thread.active = [*thread.active, self]
         thread.choose()
@@ -248,6 +248,24 @@ class _Kernel:
                 _include(_KEY, True)
 
 
+class _RecordStream(_Kernel):
+    """The kernel of ``tensor.record_stream(stream)``. PyTorch's allocator keeps only memory of its own until
+    a stream has read it: bytes that the storage shares with a lazy clone become its own before, and of a
+    borrowed storage those are meant that it was borrowed from.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        storage = args[0].untyped_storage()
+        lender = private.lender_of(storage)
+        if lender is not None:
+            args = (lender, *args[1:])
+        elif has_plain_storage(args[0]) and not isinstance(args[0], private.FakeTensor):
+            private.unshare(storage)
+        return super().__call__(keyset, *args, **kwargs)
+
+
 def _overload(name: str) -> Any:
     """The overload of a dispatcher's name: aten::add.Tensor, or aten::relu where it has none."""
     return operation_named(name.replace("::", ".") + ("" if "." in name else ".default"))
@@ -329,18 +347,18 @@ class _Registered:
 
 
 _LOCK = threading.RLock()
-"""Held while kernels are put at the key, which every thread shares, and where `_registered` is called."""
+"""Held while kernels are put at the key, which every thread shares, and where `_registration` is called."""
 
 
 @functools.cache
-def _registered() -> _Registered:
+def _registration() -> _Registered:
     return _Registered()
 
 
 def compiled_recorder() -> Any:
     """The compiled recorder, or ``None`` where it cannot be compiled."""
     with _LOCK:
-        return _registered().native
+        return _registration().native
 
 
 def _definitions() -> tuple[Any, ...]:
@@ -354,7 +372,7 @@ def _register() -> None:
     """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor
     made of others.
     """
-    registered, definitions = _registered(), _definitions()
+    registered, definitions = _registration(), _definitions()
     if registered.definitions == definitions:
         return
     registered.definitions, libraries = definitions, registered.libraries
@@ -364,7 +382,7 @@ def _register() -> None:
     if not new:
         return
     registered.known |= new
-    views, mutable = _views(), _named(lambda schema: schema.is_mutable)
+    views, mutable = _views(), _overloads_where(lambda schema: schema.is_mutable)
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
         if name in views or is_made_of_others(name):
@@ -374,7 +392,8 @@ def _register() -> None:
         if namespace not in libraries:
             libraries[namespace] = private.kernel_library(namespace)
         key = _KEY if registered.native is None else _PYTHON_KEY
-        libraries[namespace].impl(rest, key, _Kernel(name), True)
+        kernel = _RecordStream if name == "aten::record_stream" else _Kernel
+        libraries[namespace].impl(rest, key, kernel(name), True)
         if registered.native is None and name in mutable:
             libraries[namespace].impl(rest, writes.KEY, _Writes(name), False)
     if registered.native is not None:
@@ -391,10 +410,10 @@ def is_made_of_others(name: str) -> bool:
 
 def _views() -> set[str]:
     """The overloads whose results are views of their arguments."""
-    return _named(returns_views)
+    return _overloads_where(returns_views)
 
 
-def _named(wanted: Callable[[Any], bool]) -> set[str]:
+def _overloads_where(wanted: Callable[[Any], bool]) -> set[str]:
     """The overloads whose schemas are ``wanted``."""
     return {
         schema.name + (f".{schema.overload_name}" if schema.overload_name else "")

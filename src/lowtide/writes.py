@@ -46,7 +46,7 @@ class Watch:
         if table:
             watched = _watched()
             if not self.tables:
-                weakref.finalize(self, _ended, self.tables).atexit = False
+                weakref.finalize(self, _end, self.tables).atexit = False
                 watched.watches.add(self)
             self.tables.append(table)
             if watched.native is not None:
@@ -54,7 +54,7 @@ class Watch:
             private.include_key(KEY, True)
 
 
-def _ended(tables: list[dict[int, weakref.ref[Any]]]) -> None:
+def _end(tables: list[dict[int, weakref.ref[Any]]]) -> None:
     """The watch with these tables is gone."""
     watched = _watched()
     if watched.native is not None:

@@ -36,12 +36,12 @@ def test_transformed_where_torch_func_or_a_trace_runs() -> None:
     found: list[bool] = []
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        found.append(private.transformed())
+        found.append(private.is_transformed())
         return x.sum()
 
     torch.func.grad(f)(torch.ones(3))
     torch.vmap(f)(torch.ones(3, 2))
-    assert found == [True, True] and not private.transformed()
+    assert found == [True, True] and not private.is_transformed()
 
 
 def test_without_torch_function_no_subclass_is_asked() -> None:

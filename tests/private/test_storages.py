@@ -125,14 +125,16 @@ def test_a_borrowed_storage_holds_nothing() -> None:
 
     x = torch.arange(4.0)
     storage = weakref.ref(x.untyped_storage())
-    other = private.borrowed_storage(x.untyped_storage())
+    other = private.borrowed_storage(x)
     assert (
         other.data_ptr() == x.data_ptr()
         and other.nbytes() == 16
         and other._cdata != x.untyped_storage()._cdata
     )
+    again = torch.empty(0).set_(other)  # pyright: ignore
+    assert private.lender_of(again.untyped_storage()) is x and private.lender_of(x.untyped_storage()) is None
     del x
-    assert storage() is None
+    assert storage() is None and private.lender_of(other) is None
 
 
 def test_a_lazy_clone_has_an_end_of_its_own_and_the_bytes_of_both() -> None:

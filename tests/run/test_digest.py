@@ -138,7 +138,7 @@ def test_a_digest_is_a_number_below_autograd_and_above() -> None:
 
 
 def test_the_compiled_half_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    if module._compiled() is None:
+    if module._library() is None:
         pytest.skip("there is no C++ compiler")
     for size in (0, 1, 7, 8, 9, 63, 2047, 2048, 2049, 2056, 2063, 3000, 65_537):
         bytes_ = torch.randint(-128, 128, (size,), dtype=torch.int8)
@@ -148,7 +148,7 @@ def test_the_compiled_half_gives_the_same_numbers(monkeypatch: pytest.MonkeyPatc
         for extent in {size, max(0, size - 3)}:
             compiled = digest(bytes_, extent)
             with monkeypatch.context() as without:
-                without.setattr(module, "_compiled", lambda: None)
+                without.setattr(module, "_library", lambda: None)
                 assert digest(bytes_, extent) == compiled
         assert same_bytes(bytes_, bytes_.clone()) and same_bytes(bytes_, other) is (size == 0)
 

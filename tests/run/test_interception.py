@@ -18,6 +18,7 @@ from lowtide.interception import (
     _STATE,
     Interceptor,
     _included,
+    _RecordStream,
     _thread,
     interceptors,
     is_evicted,
@@ -390,6 +391,24 @@ def test_watchers_are_interceptors_and_dispatch_modes() -> None:
 
     with Passing() as passing, Counts() as counts:
         assert watchers() == [passing, counts]
+
+
+def test_a_stream_is_recorded_on_memory_that_the_allocator_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's allocator ignores ``record_stream`` of bytes that are shared (copy on write) or borrowed."""
+    recorded: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        "lowtide.interception._run", lambda func, below, args, kwargs: recorded.append(args[0])
+    )
+    kernel, keys = _RecordStream("aten::record_stream"), private.keys_below("Fake")
+    plain = torch.ones(4)
+    clone = private.lazy_clone(plain)
+    shared = private.storage_data(plain)
+    assert private.storage_data(clone) == shared
+    kernel(keys, clone, "a stream")
+    assert private.storage_data(clone) != shared and torch.equal(clone, plain)
+    alias = torch.empty(0).set_(private.borrowed_storage(plain))  # pyright: ignore
+    kernel(keys, alias, "a stream")
+    assert recorded[0] is clone and recorded[1] is plain
 
 
 def test_two_threads_of_one_backward_are_seen_both() -> None:

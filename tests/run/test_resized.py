@@ -134,7 +134,7 @@ def test_within_any_budget(model: Callable[[], nn.Module], budget: str | None, e
 
 def test_what_is_emptied_unexpectedly_is_refused_without_a_word_on_shards() -> None:
     start = torch.ones(4)
-    value = LiveValue.stored(start)
+    value = LiveValue.hold(start)
     start.untyped_storage().resize_(0)
     with pytest.raises(lowtide.ReplayError, match="resized to 0 bytes") as caught:
         value.here()

@@ -156,10 +156,10 @@ def measure(
         gc.collect()  # garbage of before would be freed in between
         for _ in range(warmup):
             step(*args)
-        times = [_timed(step, args, where)[0] for _ in range(repeats - 1)]
+        times = [_time(step, args, where)[0] for _ in range(repeats - 1)]
         _synchronize(where)
         with kind(where, timeline) as seen:
-            seconds, value = _timed(step, args, where)
+            seconds, value = _time(step, args, where)
     finally:
         if allocator is not None:
             allocator.uninstall()
@@ -176,7 +176,7 @@ def measure(
     )
 
 
-def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
+def _time(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
     _synchronize(device)
     begin = time.perf_counter()
     value = step(*args)

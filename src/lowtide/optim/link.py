@@ -17,7 +17,7 @@ from torch import Event, Tensor
 
 from lowtide.optim.errors import OptimError
 from lowtide.optim.pool import MemoryPool
-from lowtide.store.lanes import StreamLane, Streams, Transfer, finished
+from lowtide.store.lanes import StreamLane, Streams, Transfer, no_transfer
 
 
 @dataclass
@@ -70,7 +70,7 @@ class Link(ABC):
     def on_device(self, work: Callable[[], None], elements: int) -> Transfer:
         """Let the device update ``elements`` elements."""
         work()
-        return finished()
+        return no_transfer()
 
     def on_host(self, work: Callable[[], None], elements: int) -> None:
         """Update ``elements`` elements on the host, now, in the calling thread."""
@@ -97,12 +97,12 @@ class DirectLink(Link):
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         host.copy_(device)
         self.bytes_down += host.nbytes
-        return finished()
+        return no_transfer()
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         device.copy_(host)
         self.bytes_up += device.nbytes
-        return finished()
+        return no_transfer()
 
 
 class CudaLink(Link):

@@ -166,7 +166,7 @@ def answers_itself(tensor: torch.Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(_DISPATCH)
 
 
-def transformed() -> bool:
+def is_transformed() -> bool:
     """Whether this thread runs code that is being transformed: by torch.func, or by a trace for the compiler
     or an export.
     """

@@ -5,6 +5,7 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
@@ -46,12 +47,21 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return torch._C._storage_Use_Count(storage._cdata)
 
 
-def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Another storage object over the same bytes, which does not keep them: whoever uses it has to keep
-    ``storage``, too.
+def borrowed_storage(owner: torch.Tensor) -> torch.UntypedStorage:
+    """Another storage object over the bytes of a tensor, which does not keep them: whoever uses it has to
+    keep ``owner``, too.
     """
+    storage = owner.untyped_storage()
     place = storage.data_ptr(), storage.device, storage.nbytes()
-    return torch._C._construct_storage_from_data_pointer(*place)  # type: ignore[return-value]
+    made: Any = torch._C._construct_storage_from_data_pointer(*place)
+    made.lender = weakref.ref(owner)
+    return made
+
+
+def lender_of(storage: torch.UntypedStorage) -> torch.Tensor | None:
+    """The tensor whose bytes a `borrowed_storage` shows; ``None`` of any other."""
+    lender = getattr(storage, "lender", None)
+    return lender() if lender is not None else None
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,7 +48,7 @@ class Geometry:
 
     def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """A new tensor of this geometry over a storage."""
-        return self._marked(_tensor_over(storage, self.dtype, self.offset, self.shape, self.strides))
+        return self._with_marks(_tensor_over(storage, self.dtype, self.offset, self.shape, self.strides))
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
         """This geometry over the storage of ``base``, which is returned itself where it has it."""
@@ -56,7 +56,7 @@ class Geometry:
             return self.over(base.untyped_storage())
         if base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset:
             base = base.as_strided(self.shape, self.strides, self.offset)
-        return self._marked(base)
+        return self._with_marks(base)
 
     def overlaps(self, other: Geometry, nbytes: int) -> bool:
         """Whether some byte of a storage of ``nbytes`` is in both geometries."""
@@ -67,7 +67,7 @@ class Geometry:
         marks.as_strided(self.shape, self.strides, self.offset).fill_(True)
         return bool(marks.as_strided(other.shape, other.strides, other.offset).any())
 
-    def _marked(self, base: torch.Tensor) -> torch.Tensor:
+    def _with_marks(self, base: torch.Tensor) -> torch.Tensor:
         if base.is_conj() is not self.conjugate:
             base = private.conjugate_view(base)
         return base if base.is_neg() is self.negative else private.negative_view(base)
@@ -131,7 +131,7 @@ def digest(tensor: torch.Tensor, extent: int) -> int:
     else:
         width = isqrt(words.numel()) | 1  # an odd one: it and the next have no divisor in common
         parts += [_columns(words, width), _columns(words, width + 2), _rows(words, width)]
-    return int(_mixed(torch.cat(parts)).sum())
+    return int(_mix(torch.cat(parts)).sum())
 
 
 def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:
@@ -149,11 +149,11 @@ def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:
 
 def _native(tensor: torch.Tensor) -> Any:
     """The compiled half, where the tensor lies in main memory and there is one."""
-    return _compiled() if tensor.is_cpu else None
+    return _library() if tensor.is_cpu else None
 
 
 @cache
-def _compiled() -> Any:
+def _library() -> Any:
     library: Any = load(Path(__file__).with_suffix(".cpp")) if private.knows_storage_data() else None
     if library is not None:
         place, extent = ctypes.c_void_p, ctypes.c_int64
@@ -180,7 +180,7 @@ def _rows(words: torch.Tensor, width: int) -> torch.Tensor:
     return torch.cat([table.sum(1), rest.sum().view(1)])
 
 
-def _mixed(sums: torch.Tensor) -> torch.Tensor:
+def _mix(sums: torch.Tensor) -> torch.Tensor:
     mixed = torch.arange(1, sums.numel() + 1, device=sums.device).mul_(_STRIDE).add_(sums)
     for factor in (_FIRST, _SECOND):
         mixed.bitwise_xor_(mixed >> 31).mul_(factor)

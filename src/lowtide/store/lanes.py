@@ -56,7 +56,7 @@ class Transfer:
         self.wait()
 
 
-def finished() -> Transfer:
+def no_transfer() -> Transfer:
     """A transfer that is over."""
     transfer = Transfer()
     transfer.finish()

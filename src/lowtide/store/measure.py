@@ -52,8 +52,8 @@ def measure_tier(tier: Tier, device: torch.device) -> Link:
     for number in range(_ROUNDS):
         if number and time.perf_counter() - started > _ENOUGH_SECONDS:
             break
-        out.append(_moved(lambda: [tier.write(data, lease) for lease in leases], compute, device))
-        back.append(_moved(lambda: [tier.read(lease, data) for lease in leases], compute, device))
+        out.append(_time_transfers(lambda: [tier.write(data, lease) for lease in leases], compute, device))
+        back.append(_time_transfers(lambda: [tier.read(lease, data) for lease in leases], compute, device))
     (writing, out_lost), (reading, back_lost) = (
         map(statistics.median, zip(*rows, strict=True)) for rows in (out, back)
     )
@@ -62,7 +62,7 @@ def measure_tier(tier: Tier, device: torch.device) -> Link:
     return Link(moved / writing, moved / reading, _LATENCY_SECONDS, busy)
 
 
-def _moved(
+def _time_transfers(
     start: Callable[[], list[Transfer]], compute: Callable[[], Any], device: torch.device
 ) -> tuple[float, float]:
     """Seconds of some transfers, and the share of a computation beside them that they take; nothing is

@@ -61,7 +61,7 @@ def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any
         members: of the model.
         args, kwargs: of its forward.
     """
-    if private.transformed():
+    if private.is_transformed():
         return _TRANSFORMED
     if members.lazy:
         return _LAZY

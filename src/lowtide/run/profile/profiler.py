@@ -275,7 +275,7 @@ class Profiler(Interceptor):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``."""
-        if private.transformed():
+        if private.is_transformed():
             return Kept(tensor)
         if is_wrapper(tensor):
             return Wrapped(tensor, self.pack)
@@ -421,7 +421,7 @@ class _Saved:
         if isinstance(self.held, Kept):
             tracer.hands_out(self.number, None)
             return tensor
-        alone = self.held.ref.over(private.borrowed_storage(tensor.untyped_storage()))
+        alone = self.held.ref.over(private.borrowed_storage(tensor))
         owner = [tensor]  # holds the bytes for as long as the alias is there
         tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
         return alone

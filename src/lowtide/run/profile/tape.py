@@ -232,7 +232,7 @@ class Tape:
         """
         storage = self._tracer.storage_of(tensor)
         if storage is None:  # backward was handed it
-            return LiveValue.stored(tensor)
+            return LiveValue.hold(tensor)
         value = storage.live
         if value is not None:
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
@@ -242,10 +242,10 @@ class Tape:
         value = _held(storage) if not copies else storage.held() if storage.held is not None else None
         if value is None:
             if copies:
-                value = LiveValue.stored(on_a_copy(tensor, lazy=not storage.resized))
+                value = LiveValue.hold(on_a_copy(tensor, lazy=not storage.resized))
                 self._held_bytes += value.nbytes
             else:
-                value = LiveValue.stored(tensor)
+                value = LiveValue.hold(tensor)
             storage.held = weakref.ref(value)
         return value
 
@@ -260,7 +260,7 @@ class Tape:
             node = other.live.node if other.live is not None else None
             if node is not None and any(read is value for read in node.inputs):
                 self.findings.kept.setdefault(str(node.func), _READ_UNSEEN)
-        new = LiveValue.stored(tensor)
+        new = LiveValue.hold(tensor)
         value.node, value.digest = None, None
         value.held, value.version = new.held, (-1 if value.readers else new.version)
         self._region.forget(storage)

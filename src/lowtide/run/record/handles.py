@@ -176,7 +176,7 @@ def unpack(packed: Any) -> torch.Tensor:
 
 def keep(tensor: torch.Tensor) -> Any:
     """Autograd saves ``tensor``: keep it, whatever it is."""
-    if is_wrapper(tensor) and not private.transformed():
+    if is_wrapper(tensor) and not private.is_transformed():
         return Wrapped(tensor, keep)
     kept = Kept(tensor)
     return Attributed(tensor, kept) if tensor.__dict__ and has_plain_storage(tensor) else kept

@@ -185,7 +185,7 @@ class Recorder(Interceptor):
         if self.verify and not info.collective:
             reason = why_not_reproduced(node, call, flat, before, self._second_run)
             if reason:
-                self._not_reproduced(info.name, reason)
+                self._note_not_reproduced(info.name, reason)
                 return result
         self._link(node, call, fresh, flat, stays)
         return result
@@ -315,7 +315,7 @@ class Recorder(Interceptor):
             return value
         value = self._held_value(key)
         if value is None:
-            value = LiveValue.stored(tensor)
+            value = LiveValue.hold(tensor)
             self.tables.held[key] = weakref.ref(value)
         return value
 
@@ -338,14 +338,14 @@ class Recorder(Interceptor):
         Operations that read the old one cannot be replayed, since no copy of it exists.
         """
         name = str(value.node.func) if value.node is not None else "an operation"
-        self._not_reproduced(name, "its result was written by code that the dispatcher does not see")
+        self._note_not_reproduced(name, "its result was written by code that the dispatcher does not see")
         for reader, _ in self.tables.given.values():
             if isinstance(reader.node, Node) and any(read is value for read in reader.node.inputs):
-                self._not_reproduced(
+                self._note_not_reproduced(
                     str(reader.node.func),
                     "what it had read was overwritten by code that the dispatcher does not see",
                 )
-        new = LiveValue.stored(tensor)
+        new = LiveValue.hold(tensor)
         value.node, value.digest = None, None
         value.held, value.version = new.held, (-1 if value.readers else new.version)
         key = private.storage_key(tensor)
@@ -361,23 +361,23 @@ class Recorder(Interceptor):
                 value.held = on_a_copy(value.held)
                 value.version = private.version(value.held)
 
-    def _not_reproduced(self, name: str, reason: str) -> None:
+    def _note_not_reproduced(self, name: str, reason: str) -> None:
         self.findings.kept.setdefault(name, reason)
 
     # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep or evict it."""
-        if private.transformed():
+        if private.is_transformed():
             return Kept(tensor)
         if is_wrapper(tensor):
             return Wrapped(tensor, self.pack)
         if not has_plain_storage(tensor):
             return Kept(tensor)
-        packed = self._packed(tensor)
+        packed = self._pack_plain(tensor)
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
-    def _packed(self, tensor: torch.Tensor) -> Any:
+    def _pack_plain(self, tensor: torch.Tensor) -> Any:
         # parameters are the commonest, and no plan evicts them
         known = (
             None if type(tensor) is torch.nn.Parameter else self.tables.given.get(private.storage_key(tensor))

@@ -100,7 +100,7 @@ class Replay:
 
     def _run(self, node: Node) -> None:
         """Run one recorded operation again, and cache its outputs for their readers."""
-        overwritten = {id(one.ref): self._overwritten(node, one) for one in node.written}
+        overwritten = {id(one.ref): self._write_target(node, one) for one in node.written}
         if node.call is not None:
             flat = compiled_recorder().again(node.call, [self._base(node, value) for value in node.inputs])
         else:
@@ -121,7 +121,7 @@ class Replay:
             if self.uses[id(source)] <= 0:
                 self.made.pop(id(source), None)
 
-    def _overwritten(self, node: Node, one: Overwrite) -> torch.Tensor:
+    def _write_target(self, node: Node, one: Overwrite) -> torch.Tensor:
         """What the operation may write to: the old value itself where it has no other reader, else a copy."""
         ref, old = one.ref, one.ref.value
         if not one.reads:

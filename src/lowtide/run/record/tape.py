@@ -73,7 +73,7 @@ class LiveValue:
         self.shown: weakref.ref[torch.UntypedStorage] | torch.Tensor | None = None
 
     @classmethod
-    def stored(cls, tensor: torch.Tensor) -> LiveValue:
+    def hold(cls, tensor: torch.Tensor) -> LiveValue:
         """A value that stays, held by reference."""
         value = cls(None, tensor.untyped_storage().nbytes())
         value.held = private.versioned_alias(tensor)

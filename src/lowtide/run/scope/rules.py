@@ -116,7 +116,7 @@ def _takes_graph(rule: Callable[..., object]) -> bool:
 
 def _among(operations: Operations) -> Callable[[Overload, tuple[Any, ...], dict[str, Any]], bool]:
     """The rule that evicts a list of operations."""
-    named = frozenset(_known(operation) for operation in operations)
+    named = frozenset(_name_of(operation) for operation in operations)
 
     def evicts(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         name = op_info(func).name
@@ -125,7 +125,7 @@ def _among(operations: Operations) -> Callable[[Overload, tuple[Any, ...], dict[
     return evicts
 
 
-def _known(operation: object) -> str:
+def _name_of(operation: object) -> str:
     """The name of an operation, or of a packet with an overload that a scope can see."""
     if not isinstance(operation, (str, Overload, Packet)):
         raise PlanError(

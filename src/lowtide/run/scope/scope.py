@@ -34,7 +34,7 @@ MOST_FINGERPRINTS = 1 << 17
 
 
 @cache
-def _known() -> dict[int, bool]:
+def _fingerprints() -> dict[int, bool]:
     """Whether an operation reproduced, by its fingerprint. No model owns these facts about code; fingerprints
     hold addresses of parameters, so those of two models differ.
     """
@@ -72,9 +72,9 @@ class ScopeRecorder(Recorder):
             warn(f"lowtide keeps the results of {name} in a checkpointing scope: {reason}")
         if self._withdrawn:
             return
-        if len(_known()) > MOST_FINGERPRINTS:
-            _known().clear()
-        _known().update(self._new)
+        if len(_fingerprints()) > MOST_FINGERPRINTS:
+            _fingerprints().clear()
+        _fingerprints().update(self._new)
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` comes back for whoever saves it, as all that the scope wrote does."""
@@ -85,7 +85,7 @@ class ScopeRecorder(Recorder):
         if self._verify == "never" or op_info(func).is_view or private.in_backward():
             return super().operation(func, args, kwargs)
         self._fingerprint = hash((self._fingerprint, id(func), *_form_of(args)))
-        self._reproduces = _known().get(self._fingerprint)
+        self._reproduces = _fingerprints().get(self._fingerprint)
         if self._verify == "first":
             self.verify = self.check = self._reproduces is None
         result = super().operation(func, args, kwargs)
@@ -104,12 +104,12 @@ class ScopeRecorder(Recorder):
             self._new[self._fingerprint] = True
         super()._link(*node)
 
-    def _not_reproduced(self, name: str, reason: str) -> None:
-        super()._not_reproduced(name, reason)
+    def _note_not_reproduced(self, name: str, reason: str) -> None:
+        super()._note_not_reproduced(name, reason)
         self._new[self._fingerprint] = False
         warning = hash((self._fingerprint, name))  # each is given once
-        if warning not in _known():
-            _known()[warning] = False
+        if warning not in _fingerprints():
+            _fingerprints()[warning] = False
             self._news[name] = reason
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
@@ -125,7 +125,7 @@ class ScopeRecorder(Recorder):
             return unpack()
         except ReplayError:
             for fingerprint in self._new:
-                _known().pop(fingerprint, None)
+                _fingerprints().pop(fingerprint, None)
             raise
 
 

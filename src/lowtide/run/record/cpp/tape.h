@@ -59,7 +59,7 @@ inline py::object new_value(py::object node, const Tensor& shows) {
   return value;
 }
 
-inline py::object held_value(const Tensor& tensor) {  // LiveValue.stored
+inline py::object held_value(const Tensor& tensor) {  // LiveValue.hold
   auto& v = classes->value;
   py::object value = new_value(py::none(), tensor);
   v.held.set(value, wrapped(alias_of(tensor)));
