@@ -35,8 +35,7 @@ def agrees(graph: StepGraph, plan: Plan | None) -> Timeline:
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     sim = Simulator(graph)
-    simulation = sim.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
-    return simulation.with_slab(plan.slab_bytes)
+    return sim.planned(plan).beside(plan.slab_bytes)
 
 
 def by_kind(line: Timeline, tick: int) -> dict[str, int]:

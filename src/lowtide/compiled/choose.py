@@ -299,8 +299,8 @@ class Choice:
             assert least is not None
             zeros = self.candidates[0].zeros_bytes(least[0])
         plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
-        sim = Simulator(self.step.graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
-        simulation = sim.simulate(plan.stored)
+        sim = Simulator(self.step.graph)
+        simulation = sim.planned(plan)
         found, shares = parts_of(sim, simulation), {STANDING: standing, OUTPUTS: zeros}
         for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
             shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))

@@ -174,11 +174,12 @@ class _Walker:
         self.graph, self.plan = graph, plan
         self.optimizer_bytes = optimizer_bytes
         self.sim = Simulator(graph)
-        if plan is not None:  # its simulation is the step under the plan, without the slab
-            self.sim = self.sim.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
         self.seen: list[Held] = []
-        stored = self.sim.droppable if plan is None else plan.stored
-        self.result = self.sim.simulate(stored, seen=self.seen)
+        if plan is None:
+            self.result = self.sim.simulate(self.sim.droppable, seen=self.seen)
+        else:
+            self.result = self.sim.planned(plan, self.seen)
+        self.sources = self.result.sources
         self.slab_bytes = 0 if plan is None else plan.slab_bytes
         self.saved: dict[int, Saved] = {}
         """storage -> the first tensor that autograd saves in it"""
@@ -200,7 +201,7 @@ class _Walker:
                 self._change(copies, held.values)
                 continue
             index = self.graph.events[event].index if held is None else held.operation
-            operation = self.sim.operations[index]
+            operation = self.sources.operations[index]
             phase: Phase = operation.phase if held is None else "replay"
             self.ticks.append(Tick(ran, short(operation.name), operation.module, phase))
             self.within.append(event)
@@ -245,10 +246,10 @@ class _Walker:
     def _copy(self, value: int, born: int, gone: int) -> None:
         storage = self.graph.storages[self.sim.storage_of[value]]
         # what lies in the slab is counted by `_moving`
-        size = 0 if self.sim.slab and value in self.sim.moved else self.sim.value_bytes[value]
+        size = 0 if self.sources.slab and value in self.sources.moved else self.sim.value_bytes[value]
         producer = self.graph.operations[self.graph.values[value].producer or 0]
         module, form, decision = self._about(storage, producer.module)
-        kind = "moved" if value in self.sim.moved else "recomputed"
+        kind = "moved" if value in self.sources.moved else "recomputed"
         self._add(born, gone, size, kind, module, short(producer.name), form, decision)
 
     def _about(self, storage: Storage, module: str) -> tuple[str, str, str]:

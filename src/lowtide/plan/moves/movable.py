@@ -114,15 +114,8 @@ def closed_with(
         going = {value: move for value, move in going.items() if value not in partial}
 
 
-def as_simulated(
-    graph: StepGraph,
-    moves: Mapping[int, Move],
-    simulation: Simulation,
-    places: Mapping[tuple[int, bool], int],
-) -> tuple[Move, ...]:
-    """The plan's moves, in the order of the forward, with their order, lifetimes and forms; ``places`` are
-    offsets in its slab (`lowtide.plan.layout.slab.lay_out`).
-    """
+def as_simulated(graph: StepGraph, moves: Mapping[int, Move], simulation: Simulation) -> tuple[Move, ...]:
+    """The plan's moves, in the order of the forward, with their order, lifetimes and forms."""
     traffic = simulation.traffic
     if traffic is None:
         return ()
@@ -133,8 +126,6 @@ def as_simulated(
             fetched=order.get(value, -1),
             born=born,
             gone=gone,
-            place=places.get((value, False), -1),
-            arrival=places.get((value, True), -1),
             shape=graph.values[value].shape,
             dtype=graph.values[value].dtype,
         )

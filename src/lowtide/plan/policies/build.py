@@ -13,7 +13,7 @@ from lowtide.errors import BudgetError, PlanError, expect, is_count
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
-from lowtide.plan.layout.slab import lay_out
+from lowtide.plan.layout.slab import with_slab
 from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.moves.supply import Codec
 from lowtide.plan.simulate.holders import refusal
@@ -86,14 +86,7 @@ def make_plan(
         sim, stored, [move_of(sim, value, decision, links, codecs) for value, decision in wanted.items()]
     )
     window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
-    loose = simulation = sim.moving(moved.values(), window).simulate(closed, links)
-    places, slab_bytes = dict[tuple[int, bool], int](), 0
-    if moved and slab is not False:
-        held = sim.moving(moved.values(), window, slab=True).simulate(closed, links)
-        laid = lay_out(moved, held)
-        held = held.with_slab(laid[1])
-        if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
-            simulation, (places, slab_bytes) = held, laid
+    simulation = sim.simulate(closed, sim.moving(moved.values(), window), links)
     if budget is not None and simulation.peak_bytes > budget:
         raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
     limit = budget if budget is not None else simulation.peak_bytes
@@ -106,8 +99,8 @@ def make_plan(
         )
     floor = bound or Relaxation(sim).bound(limit)
     evicted = set(simulation.evicted)
-    rows = as_simulated(graph, moved, simulation, places)
-    return Plan(
+    rows = as_simulated(graph, moved, simulation)
+    plan = Plan(
         graph=graph.fingerprint(),
         policy=policy,
         budget_bytes=budget,
@@ -132,9 +125,8 @@ def make_plan(
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
         crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
-        slab_bytes=slab_bytes,
-        loose_peak_bytes=loose.peak_bytes if slab_bytes else 0,
     )
+    return plan if slab is False else with_slab(sim, plan, required=slab is True)
 
 
 def check_moves(

@@ -57,7 +57,8 @@ def offload(
 
             def fits(count: int) -> bool:
                 moving = sim.moving([move_of(sim, v, decision) for v in order[:count]], window)
-                return moving.simulate(everything.difference(order[:count])).peak_bytes <= budget
+                kept = everything.difference(order[:count])
+                return sim.simulate(kept, moving).peak_bytes <= budget
 
             found = least_count(len(order), fits)
             count = len(order) if found is None else found

@@ -142,7 +142,7 @@ def evict_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
 def save_stored(sim: Simulator, names: Sequence[str]) -> frozenset[int]:
     """The values that ``selective(save_ops=...)`` stores."""
     chosen = _matching(sim, names, "save_ops")
-    return full_stored(sim) | {w for i in chosen for w in sim.operations[i].writes if sim.storable[w]}
+    return full_stored(sim) | {w for i in chosen for w in sim.graph.operations[i].writes if sim.storable[w]}
 
 
 def attention_stored(sim: Simulator) -> frozenset[int]:

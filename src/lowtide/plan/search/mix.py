@@ -99,7 +99,7 @@ class MixedSearch:
     def candidate(self, stored: frozenset[int], moves: Iterable[Move], window: int) -> Candidate:
         """``stored`` and ``moves``, closed and simulated."""
         kept, going = closed_with(self.sim, stored, moves)
-        simulation = self.sim.moving(going.values(), window).simulate(kept, self.links)
+        simulation = self.sim.simulate(kept, self.sim.moving(going.values(), window), self.links)
         return Candidate(kept, simulation, going, window)
 
     def solve(self, budget: int) -> Candidate:

@@ -53,7 +53,7 @@ def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
     before the step is not in it, nor are the gradients that it leaves.
 
     Args:
-        sim: of the step, with the moves of its plan.
+        sim: of the step.
         simulation: the step under that plan.
     """
     groups: dict[tuple[str, str, str], list[_Piece]] = {}
@@ -104,10 +104,11 @@ def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
         yield _piece(sim, name, op, storage.id)
     held = _copies(sim, simulation)
     for value in held.values if held is not None else ():
-        if sim.slab and value in sim.moved:
+        moved = value in simulation.sources.moved
+        if simulation.sources.slab and moved:
             continue  # it lies in the slab
         op, storage = graph.operations[graph.values[value].producer or 0], sim.storage_of[value]
-        name = LOSS if storage in loss else FETCHED if value in sim.moved else RECOMPUTED
+        name = LOSS if storage in loss else FETCHED if moved else RECOMPUTED
         yield _piece(sim, name, op, storage)
     scratch = int(simulation.top_bytes[peak] - simulation.live_bytes[peak]) if peak >= 0 else 0
     op = simulation.peak_operation
@@ -118,7 +119,7 @@ def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
 def _copies(sim: Simulator, simulation: Simulation) -> Held | None:
     """What replays hold at the peak."""
     seen: list[Held] = []
-    sim.simulate(simulation.stored, seen=seen)
+    sim.simulate(simulation.stored, simulation.sources, seen=seen)
     peak = simulation.peak_event
     within = [held for held in seen if held.event == peak and held.operation >= 0]
     if simulation.peak_in_replay and within:
@@ -183,8 +184,8 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
         plan: made for it.
         optimizer_bytes: what of the graph's resident bytes is the optimizer's state.
     """
-    sim = Simulator(graph).moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
-    simulation = sim.simulate(plan.stored)
+    sim = Simulator(graph)
+    simulation = sim.planned(plan)
     parts = parts_of(sim, simulation)
     state = min(optimizer_bytes, parts.get(STANDING, 0))
     rest = parts.pop(STANDING, 0) - state  # never touched, or of a graph without parameters

@@ -3,7 +3,8 @@ when everything is evicted. A planner asks for them thousands of times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -62,30 +63,94 @@ def replay_set(
     return found
 
 
-class StepIndex:
-    """The indices of one step graph, and which of its values move."""
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """Where evicted values come back from: what made them runs again, or what fetches them.
 
-    def __init__(self, graph: StepGraph) -> None:
-        self.graph = graph
-        self.operations: Sequence[Operation] = graph.operations
-        self.moved: dict[int, Move] = {}
-        self.window_bytes = 0
-        self.slab = False
-        self.end = len(graph.events)
-        """The event index that stands for "never"."""
-        self._index_values()
-        self._index_events()
+    Attributes:
+        operations: those of the step, and behind them one that reads nothing for each value that moves.
+        own: how many of them are the step's own.
+        producer: value -> the operation that brings it back, or -1.
+        reads: operation -> what it reads that may be missing.
+        held_reads: operation -> what it reads that the program itself may let go of.
+        moved: value -> its move.
+        window_bytes: the most that waits for its copy out at one time, and the most that is fetched ahead.
+        made: of each value that moves, the operation that made it.
+        slab: whether what is fetched takes no memory of its own: a slab holds it.
+    """
+
+    operations: Sequence[Operation]
+    own: int
+    producer: Sequence[int]
+    reads: Sequence[Sequence[int]]
+    held_reads: Sequence[Sequence[int]]
+    moved: Mapping[int, Move] = field(default_factory=dict)
+    window_bytes: int = 0
+    made: Sequence[int] = ()
+    slab: bool = False
 
     def ordered(self, operations: Iterable[int]) -> list[int]:
         """Operations in the order of the forward; what fetches a value stands right behind what made it."""
         if not self.moved:
             return sorted(operations)
-        count, values = len(self.graph.operations), self.graph.values
+        return sorted(operations, key=lambda k: k if k < self.own else self.made[k - self.own] + 0.5)
 
-        def place(index: int) -> float:
-            return index if index < count else (values[self.operations[index].writes[0]].producer or 0) + 0.5
 
-        return sorted(operations, key=place)
+def _fetches(graph: StepGraph, moved: Sequence[Move], slab: bool) -> list[Operation]:
+    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
+    With a slab encoded forms arrive there."""
+    return [
+        Operation(
+            index=len(graph.operations) + k,
+            name="fetch",
+            reads=(),
+            writes=(m.value,),
+            phase="forward",
+            module=graph.operations[graph.values[m.value].producer or 0].module,
+            seconds=m.decode_seconds,
+            scratch_bytes=(0 if slab else m.arriving_bytes) + m.codec_scratch_bytes + m.gather_bytes,
+        )
+        for k, m in enumerate(moved)
+    ]
+
+
+class StepIndex:
+    """The indices of one step graph."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.end = len(graph.events)
+        """The event index that stands for "never"."""
+        self._index_values()
+        self._index_events()
+        self.sources = Sources(
+            graph.operations, len(graph.operations), self.producer, self.reads, self.held_reads
+        )
+        """where values come back from when none moves"""
+
+    def moving(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Sources:
+        """Where values come back from when some move. With ``slab`` those take no memory of their own, and
+        `Simulation.spans` says when they would.
+        """
+        moved = {m.value: m for m in moves}
+        if not moved:
+            return self.sources
+        fetches = _fetches(self.graph, list(moved.values()), slab)
+        producer = list(self.producer)
+        for fetch in fetches:
+            producer[fetch.writes[0]] = fetch.index
+        nothing = [()] * len(fetches)
+        return Sources(
+            [*self.graph.operations, *fetches],
+            len(self.graph.operations),
+            producer,
+            [*self.reads, *nothing],
+            [*self.held_reads, *nothing],
+            moved,
+            window_bytes,
+            [self.producer[value] for value in moved],
+            slab,
+        )
 
     def _index_values(self) -> None:
         graph = self.graph

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from operator import itemgetter
 from typing import NamedTuple
 
-from lowtide.plan.simulate.index import Happening, StepIndex, replay_set
+from lowtide.plan.simulate.index import Happening, Sources, StepIndex, replay_set
 
 
 class Held(NamedTuple):
@@ -33,8 +33,8 @@ class Places:
     all that happens.
     """
 
-    def __init__(self, index: StepIndex) -> None:
-        self._moved = index.moved
+    def __init__(self, sources: Sources) -> None:
+        self._moved = sources.moved
         self._born: dict[tuple[int, bool], int] = {}
         self._died: dict[tuple[int, bool], int] = {}
         self._of: dict[int, int] = {}
@@ -74,6 +74,7 @@ class Walk:
 
     Args:
         index: of the step.
+        sources: where evicted values come back from.
         flags: as of `Simulator.flags`.
         running: the operations that run again.
         ahead: moved values in the order in which they are fetched ahead of need; without it they are fetched
@@ -94,16 +95,17 @@ class Walk:
     def __init__(
         self,
         index: StepIndex,
+        sources: Sources,
         flags: bytearray,
         running: list[int],
         ahead: Iterable[int] = (),
         seen: list[Held] | None = None,
     ) -> None:
-        self.sim, self.flags, self.running, self.seen = index, flags, running, seen
-        self.places = Places(index)
-        self.sizes = list(index.value_bytes) if index.slab else index.value_bytes
+        self.sim, self.sources, self.flags, self.running, self.seen = index, sources, flags, running, seen
+        self.places = Places(sources)
+        self.sizes = list(index.value_bytes) if sources.slab else index.value_bytes
         """value -> what its copy takes: nothing where that lies in the slab"""
-        for value in index.moved if index.slab else ():
+        for value in sources.moved if sources.slab else ():
             self.sizes[value] = 0
         self._ahead = list(reversed(list(ahead)))
         self._early: dict[int, int] = {}
@@ -125,7 +127,7 @@ class Walk:
     def run(self, happenings: list[Happening]) -> None:
         """Go through what happens to the copies, in the order of events."""
         sim, left, handed, cached = self.sim, self.left, self.handed, self.cached
-        flags, reads, moving = self.flags, sim.reads, bool(sim.moved)
+        flags, reads, moving = self.flags, self.sources.reads, bool(self.sources.moved)
         for again in self.running:
             for u in reads[again]:
                 if not flags[u]:
@@ -162,35 +164,35 @@ class Walk:
 
     def _needed(self, value: int) -> list[int]:
         """The operations that bring it back; most often the one that makes it."""
-        sim, there = self.sim, self.there
-        index = sim.producer[value]
-        for u in sim.reads[index]:
+        sources, there = self.sources, self.there
+        index = sources.producer[value]
+        for u in sources.reads[index]:
             if not there[u]:
-                return sim.ordered(replay_set([value], sim.producer, sim.reads, there))
+                return sources.ordered(replay_set([value], sources.producer, sources.reads, there))
         return [index]
 
     def _early_bytes(self, value: int) -> int:
         """What fetching a value ahead allocates."""
-        moved = self.sim.moved[value]
-        if self.sim.slab:
+        moved = self.sources.moved[value]
+        if self.sources.slab:
             return 0 if moved.tier else moved.gather_bytes
         return moved.ahead_bytes
 
     def _fetch_ahead(self, event: int) -> None:
         """Start fetching what comes next while there is room in the window."""
-        sim, asked = self.sim, list[int]()
+        sources, asked = self.sources, list[int]()
         self.places.turn += 1
-        room = sim.window_bytes - sum(self._early.values())
+        room = sources.window_bytes - sum(self._early.values())
         while self._ahead:
             value = self._ahead[-1]
-            size = sim.moved[value].ahead_bytes
+            size = sources.moved[value].ahead_bytes
             if value not in self.fetched:
                 if size > room:
                     break
                 room -= size
                 self._early[value] = size
                 self.live += self._early_bytes(value)
-                if sim.slab and size:
+                if sources.slab and size:
                     self.places.begin(value, ahead=True)
                 asked.append(value)
             self._ahead.pop()
@@ -202,28 +204,29 @@ class Walk:
     ) -> None:
         """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``.
         What comes ``again`` has memory of its own."""
-        sim, flags, handed, reads = self.sim, self.flags, self.handed, self.sim.reads
+        sim, sources, flags, handed = self.sim, self.sources, self.flags, self.handed
+        reads = sources.reads
         sizes = sim.value_bytes if again else self.sizes
-        slab = sim.slab and not again
+        slab = sources.slab and not again
         live, most, most_op = self.live, -1, -1
         needed = self._needed(value)
         there = bytearray(self.there) if again else self.there
-        if sim.moved:
+        if sources.moved:
             self.work.append((event, needed, []))
         for index in needed:
-            op = sim.operations[index]
+            op = sources.operations[index]
             overwritten: set[int] = set()
             scratch = op.scratch_bytes
             self.places.turn += 1
-            if index >= len(sim.graph.operations):
+            if index >= sources.own:
                 brought = op.writes[0]
                 self.fetched.append(brought)
                 if self._early.pop(brought, 0):
                     live -= self._early_bytes(brought)
                 if slab:
                     self.places.begin(brought, ahead=False)
-                elif sim.slab:
-                    scratch += sim.moved[brought].arriving_bytes
+                elif sources.slab:
+                    scratch += sources.moved[brought].arriving_bytes
             for w in op.writes:
                 old = sim.previous[w]
                 if old >= 0 and old in op.reads and old in cached and left[old] == 1 and not handed[old]:
@@ -278,7 +281,7 @@ class Walk:
         before, needed = self.live, self._needed(value)
         left = defaultdict[int, int](int, {value: 1})
         for index in needed:
-            for u in self.sim.operations[index].reads:
+            for u in self.sources.operations[index].reads:
                 left[u] += not self.flags[u]
         for u in self.cached:
             left[u] += u in left

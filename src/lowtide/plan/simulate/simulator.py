@@ -8,7 +8,6 @@ holds the graph's indices, because a planner asks thousands of times.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NoReturn
@@ -17,10 +16,10 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Move
-from lowtide.plan.simulate.index import Bytes, StepIndex, bytes_over_time, replay_set
+from lowtide.plan.data import Links, Plan
+from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
 from lowtide.plan.simulate.replay import Held, Walk
-from lowtide.plan.simulate.transfers import Outgoing, Traffic, fetch_operations
+from lowtide.plan.simulate.transfers import Outgoing, Traffic
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +28,7 @@ class Simulation:
 
     Attributes:
         stored: the stored values that were asked for.
+        sources: where the others come back from.
         replayed: indices of the operations that run again in backward (rule 6), in forward order.
         evicted: ids of the saved values that are evicted.
         peak_bytes: the most live bytes at any moment, within operations and replays too.
@@ -47,6 +47,7 @@ class Simulation:
     """
 
     stored: frozenset[int]
+    sources: Sources = field(repr=False)
     replayed: tuple[int, ...]
     evicted: tuple[int, ...]
     peak_bytes: int
@@ -65,15 +66,13 @@ class Simulation:
         """Qualified name of the module in which the peak stands."""
         return self.peak_operation.module if self.peak_operation else ""
 
-    def with_slab(self, slab_bytes: int) -> Simulation:
-        """The same step, simulated without its fetched values, when the slab that holds them stands
-        throughout.
-        """
+    def beside(self, more: int) -> Simulation:
+        """The same step beside so many bytes that stand throughout."""
         return replace(
             self,
-            peak_bytes=self.peak_bytes + slab_bytes,
-            live_bytes=self.live_bytes + slab_bytes,
-            top_bytes=self.top_bytes + slab_bytes,
+            peak_bytes=self.peak_bytes + more,
+            live_bytes=self.live_bytes + more,
+            top_bytes=self.top_bytes + more,
         )
 
 
@@ -84,28 +83,6 @@ class Simulator(StepIndex):
         super().__init__(graph)
         top = self._live(self.storage_hold) + self.scratch
         self.plain_peak = int(top.max(initial=graph.resident_bytes))
-
-    def moving(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Simulator:
-        """This simulator when some values move: to everything that rests on such a value, an operation that
-        reads nothing brings it back.
-
-        With ``slab`` what comes back takes no memory of its own, and `Simulation.spans` says when it would.
-        """
-        moved = list(moves)
-        if not moved:
-            return self
-        twin = copy.copy(self)
-        twin.slab = slab
-        fetches = fetch_operations(self.graph, moved, slab)
-        twin.operations = [*self.graph.operations, *fetches]
-        twin.producer = list(self.producer)
-        for fetch in fetches:
-            twin.producer[fetch.writes[0]] = fetch.index
-        twin.reads = [*self.reads, *(() for _ in fetches)]
-        twin.held_reads = [*self.held_reads, *(() for _ in fetches)]
-        twin.moved = {m.value: m for m in moved}
-        twin.window_bytes = window_bytes
-        return twin
 
     def _live(self, hold: dict[int, int]) -> Bytes:
         """Live bytes after every event when each storage is held until ``hold[storage]``."""
@@ -138,41 +115,52 @@ class Simulator(StepIndex):
                 )
         return flags
 
-    def closure(self, evicted: list[int], flags: bytearray) -> list[int]:
+    def closure(self, evicted: list[int], flags: bytearray, sources: Sources | None = None) -> list[int]:
         """The operations that bring ``evicted`` back from what ``flags`` says is stored, in their order.
 
         Raises:
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
-        needed = replay_set(evicted, self.producer, self.reads, flags)
+        sources = sources or self.sources
+        needed = replay_set(evicted, sources.producer, sources.reads, flags)
         lost = not self.unreplayable.isdisjoint(needed)
-        if lost or (2 in flags and any(flags[u] == 2 for index in needed for u in self.reads[index])):
-            refuse(self, evicted, flags)
-        return self.ordered(needed)
+        if lost or (2 in flags and any(flags[u] == 2 for index in needed for u in sources.reads[index])):
+            _refuse(self, sources, evicted, flags)
+        return sources.ordered(needed)
 
     def simulate(
-        self, stored: Collection[int], links: Links | None = None, seen: list[Held] | None = None
+        self,
+        stored: Collection[int],
+        sources: Sources | None = None,
+        links: Links | None = None,
+        seen: list[Held] | None = None,
     ) -> Simulation:
         """The step under ``stored`` (rules 5 to 10 of docs/design.md; for values that move, see
-        docs/stores.md). ``seen`` is filled with what replays hold at each moment.
+        docs/stores.md).
+
+        Args:
+            stored: ids of the values that stay.
+            sources: where the others come back from, where some move (`moving`).
+            links: how fast tiers and groups are; without it transfers take no time.
+            seen: is filled with what replays hold at each moment.
 
         Raises:
             PlanError: a value in ``stored`` cannot be stored, or what is evicted cannot be brought back.
         """
-        graph = self.graph
+        graph, sources = self.graph, sources or self.sources
         flags = self.flags(stored)
         evicted = [v for v in self.droppable if not flags[v]]
-        every = self.closure(evicted, flags)
-        kept, until = self._held_for_replays(every, evicted, flags)
-        walk = self._walk(every, evicted, flags, until, seen)
+        every = self.closure(evicted, flags, sources)
+        kept, until = self._held_for_replays(every, evicted, flags, sources)
+        walk = self._walk(every, evicted, flags, until, sources, seen)
         hold: dict[int, int] = {}
         saved = ((value, last) for value, last in self.saved_hold.items() if flags[value])
         for value, last in (*saved, *kept.items()):
             sid = self.storage_of[value]
             hold[sid] = max(last, hold.get(sid, -1))
         outgoing, encoded, scratch = None, 0, self.scratch
-        if self.moved:
-            outgoing = Outgoing(self, until)
+        if sources.moved:
+            outgoing = Outgoing(self, sources, until)
             for sid, last in outgoing.hold.items():
                 hold[sid] = max(last, hold.get(sid, -1))
             encoded, scratch = bytes_over_time(outgoing.level, self.end), outgoing.scratch(self.scratch)
@@ -185,15 +173,16 @@ class Simulator(StepIndex):
         if self.end and top.max() >= peak:
             event, peak = int(np.argmax(top)), int(top.max())
         operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, walk)
-        extra = sum(self.operations[i].seconds for i in (*walk.running, *walk.repeats))
+        extra = sum(sources.operations[i].seconds for i in (*walk.running, *walk.repeats))
         extra += graph.replay_overhead_seconds * (len(walk.running) + len(walk.repeats))
         traffic = outgoing.traffic(walk, links) if outgoing is not None else None
         extra += traffic.seconds if traffic is not None else 0.0
         extra += graph.overhead_seconds if evicted else 0.0
         return Simulation(
             stored=frozenset(stored),
-            replayed=tuple(i for i in walk.running if i < len(graph.operations)),
-            evicted=tuple(v for v in evicted if v not in self.moved),
+            sources=sources,
+            replayed=tuple(i for i in walk.running if i < sources.own),
+            evicted=tuple(v for v in evicted if v not in sources.moved),
             peak_bytes=peak,
             peak_event=event,
             peak_operation=operation,
@@ -205,6 +194,11 @@ class Simulator(StepIndex):
             traffic=traffic,
             spans=walk.places.spans(),
         )
+
+    def planned(self, plan: Plan, seen: list[Held] | None = None) -> Simulation:
+        """The step under ``plan``; its slab, if it has one, is left aside."""
+        sources = self.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+        return self.simulate(plan.stored, sources, seen=seen)
 
     def close(self, stored: Iterable[int]) -> frozenset[int]:
         """The smallest feasible set of stored values that includes what ``stored`` keeps.
@@ -236,7 +230,7 @@ class Simulator(StepIndex):
         """
         flags = self.flags(stored)
         evicted = [v for v in self.droppable if not flags[v]]
-        kept, _ = self._held_for_replays(self.closure(evicted, flags), evicted, flags)
+        kept, _ = self._held_for_replays(self.closure(evicted, flags), evicted, flags, self.sources)
         saved = ((value, until) for value, until in self.saved_hold.items() if flags[value])
         hold = {self.storage_of[value] for value, until in (*saved, *kept.items()) if until > event}
         held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
@@ -247,7 +241,7 @@ class Simulator(StepIndex):
         graph = self.graph
         here = [(bytes_, op) for e, bytes_, op in walk.tops if e == event]
         if here and above > 0:
-            return self.operations[max(here)[1]], True
+            return walk.sources.operations[max(here)[1]], True
         for kind, index in reversed(graph.events[: event + 1]):
             if kind == "op":
                 return graph.operations[index], False
@@ -259,34 +253,36 @@ class Simulator(StepIndex):
         evicted: list[int],
         flags: bytearray,
         until: dict[int, int],
+        sources: Sources,
         seen: list[Held] | None,
     ) -> Walk:
         """The walk through what happens to ``evicted``. Operations of ``every`` that none of it needs that is
         unpacked never run again: they are readers until what depends on them is gone.
         """
         unpacked = [v for v in evicted if v in self.last_unpack]
-        running = every if len(unpacked) == len(evicted) else self.closure(unpacked, flags)
+        running = every if len(unpacked) == len(evicted) else self.closure(unpacked, flags, sources)
         happenings = [h for v in evicted for h in self.happenings[v]]
         happenings += [h for h in self.unasked if not flags[h[2]]]
         for index in set(every).difference(running):
             if until[index] > self.first_unpack:
-                happenings += [(until[index], "gone", u) for u in self.reads[index] if not flags[u]]
-        walk = Walk(self, flags, running, seen=seen)
+                happenings += [(until[index], "gone", u) for u in sources.reads[index] if not flags[u]]
+        walk = Walk(self, sources, flags, running, seen=seen)
         walk.run(happenings)
-        if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
+        # who comes first is known now: once more, with fetching ahead
+        if walk.fetched and sources.window_bytes:
             if seen is not None:
                 seen.clear()
-            walk = Walk(self, flags, running, walk.fetched, seen)
+            walk = Walk(self, sources, flags, running, walk.fetched, seen)
             walk.run(happenings)
         return walk
 
     def _held_for_replays(
-        self, order: list[int], evicted: list[int], flags: bytearray
+        self, order: list[int], evicted: list[int], flags: bytearray, sources: Sources
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Rule 7: stored value -> the last release of an evicted saved tensor whose replay reads it; the same
         for replayed operations.
         """
-        producer, release, reads = self.producer, self.saved_release, self.held_reads
+        producer, release, reads = sources.producer, self.saved_release, sources.held_reads
         until: dict[int, int] = {}
         for value in evicted:
             index = producer[value]
@@ -310,23 +306,23 @@ def plain(graph: StepGraph) -> Simulation:
     return simulator.simulate(simulator.droppable)
 
 
-def refuse(sim: StepIndex, evicted: Iterable[int], flags: bytearray) -> NoReturn:
+def _refuse(sim: StepIndex, sources: Sources, evicted: Iterable[int], flags: bytearray) -> NoReturn:
     """Say why what is evicted cannot be brought back.
 
     Raises:
         PlanError: always.
     """
     evicted = list(evicted)
-    needed = replay_set(evicted, sim.producer, [op.reads for op in sim.operations], flags)
-    read = [u for index in sorted(needed - {-1}, reverse=True) for u in sim.operations[index].reads]
+    needed = replay_set(evicted, sources.producer, [op.reads for op in sources.operations], flags)
+    read = [u for index in sorted(needed - {-1}, reverse=True) for u in sources.operations[index].reads]
     for value in (*evicted, *(u for u in read if not flags[u])):
-        index = sim.producer[value]
-        if index >= 0 and not sim.operations[index].replayable:
-            reason = sim.operations[index].reason or "unknown reason"
+        index = sources.producer[value]
+        if index >= 0 and not sources.operations[index].replayable:
+            reason = sources.operations[index].reason or "unknown reason"
             raise PlanError(
                 f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})"
             )
-    lost = next(u for u in (*read, *evicted) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
+    lost = next(u for u in (*read, *evicted) if flags[u] == 2 or (sources.producer[u] < 0 and not flags[u]))
     raise PlanError(
         f"a replay rests on value {lost} ({sim.describe(lost)}), which the step overwrites: store what is "
         "made from it"

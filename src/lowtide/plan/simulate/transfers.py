@@ -17,31 +17,11 @@ The rules, which the executor (`lowtide.run.move`) follows to the letter:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Move
-from lowtide.plan.simulate.index import Bytes, StepIndex
+from lowtide.plan.data import Links
+from lowtide.plan.simulate.index import Bytes, Sources, StepIndex
 from lowtide.plan.simulate.replay import Walk
-
-
-def fetch_operations(graph: StepGraph, moved: Sequence[Move], slab: bool) -> list[Operation]:
-    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
-    With a slab encoded forms arrive there."""
-    return [
-        Operation(
-            index=len(graph.operations) + k,
-            name="fetch",
-            reads=(),
-            writes=(m.value,),
-            phase="forward",
-            module=graph.operations[graph.values[m.value].producer or 0].module,
-            seconds=m.decode_seconds,
-            scratch_bytes=(0 if slab else m.arriving_bytes) + m.codec_scratch_bytes + m.gather_bytes,
-        )
-        for k, m in enumerate(moved)
-    ]
 
 
 @dataclass(frozen=True)
@@ -66,8 +46,8 @@ class Outgoing:
     device.
     """
 
-    def __init__(self, sim: StepIndex, until: dict[int, int]) -> None:
-        self.sim = sim
+    def __init__(self, sim: StepIndex, sources: Sources, until: dict[int, int]) -> None:
+        self.sim, self.moved, self.sources = sim, sources.moved, sources
         graph = sim.graph
         self.hold: dict[int, int] = {}
         """storage -> event until which a copy out holds it"""
@@ -75,7 +55,7 @@ class Outgoing:
         """(event, bytes) changes of what encoded forms take"""
         self.waits: list[tuple[int, int]] = []
         """(event, moved value whose copy is waited for then), in order"""
-        self.gone = {v: until[sim.producer[v]] for v in sim.moved if sim.producer[v] in until}
+        self.gone = {v: until[k] for v in self.moved if (k := sources.producer[v]) in until}
         waiting: deque[int] = deque()
         bytes_ = 0
         producer = {v: graph.values[v].producer or 0 for v in self.gone}
@@ -83,19 +63,19 @@ class Outgoing:
         self.born = {v: sim.op_event[producer[v]] for v in order}
         """moved value -> event at which it is written, in order"""
         for value, at in self.born.items():
-            moved = sim.moved[value]
+            moved = self.moved[value]
             if not moved.tier:
                 self.level += [(at, moved.encoded_bytes), (self.gone[value], -moved.encoded_bytes)]
                 continue
             waiting.append(value)
             bytes_ += moved.encoded_bytes
-            while bytes_ > sim.window_bytes:
+            while bytes_ > sources.window_bytes:
                 bytes_ -= self._finish(waiting.popleft(), at)
         while waiting:
             self._finish(waiting.popleft(), sim.first_unpack)
 
     def _finish(self, value: int, event: int) -> int:
-        sim, moved = self.sim, self.sim.moved[value]
+        sim, moved = self.sim, self.moved[value]
         self.waits.append((event, value))
         after = min(event + 1, sim.end)
         if moved.encoded:
@@ -114,14 +94,14 @@ class Outgoing:
         for value, event in self.born.items():
             by_event.setdefault(event, []).append(value)
         for event, values in by_event.items():
-            encoded = sum(self.sim.moved[v].encoded_bytes for v in values if self.sim.moved[v].encoded)
-            most = max(self.sim.moved[v].codec_scratch_bytes for v in values)
+            encoded = sum(self.moved[v].encoded_bytes for v in values if self.moved[v].encoded)
+            most = max(self.moved[v].codec_scratch_bytes for v in values)
             found[event] = max(0, int(plain[event]) - encoded, most)
         return found
 
     def traffic(self, replay: Walk, links: Links | None) -> Traffic:
         """Walk the step once more with a clock: operations, copies out and copies in."""
-        sim, graph = self.sim, self.sim.graph
+        graph = self.sim.graph
         clock = plain = busy = 0.0
         free: dict[tuple[str, str], float] = {}
         ready: dict[int, float] = {}
@@ -129,7 +109,7 @@ class Outgoing:
 
         def start(value: int, way: str) -> None:
             nonlocal busy
-            moved = sim.moved[value]
+            moved = self.moved[value]
             name, bytes_ = moved.tier, moved.encoded_bytes
             if way == "in":
                 name, bytes_ = moved.link_in, moved.bytes_in
@@ -159,21 +139,21 @@ class Outgoing:
                 clock += graph.operations[index].seconds
                 plain += graph.operations[index].seconds
             for value in outs.get(at, ()):
-                clock += sim.moved[value].encode_seconds
+                clock += self.moved[value].encode_seconds
                 start(value, "out")
             for value in waits.get(at, ()):
                 clock = max(clock, ready[value])
             for operations, asked in work.get(at, ()):
                 for op in operations:
                     if op >= len(graph.operations):
-                        value = sim.operations[op].writes[0]
+                        value = self.sources.operations[op].writes[0]
                         if value in early:
                             early.discard(value)
                         else:
                             start(value, "in")
                         clock = max(clock, ready[value])
-                    clock += sim.operations[op].seconds
-                    plain += sim.operations[op].seconds
+                    clock += self.sources.operations[op].seconds
+                    plain += self.sources.operations[op].seconds
                 for value in asked:
                     start(value, "in")
                     early.add(value)
