@@ -195,7 +195,7 @@ def test_memory_in_powers_of_1000_is_told_apart_from_the_card() -> None:
 
 
 def test_another_model_is_not_taken_for_a_slip() -> None:
-    with pytest.raises(EstimateError, match=r"no model 'bamba-9b': The models.*lowtide plan --model hf:"):
+    with pytest.raises(EstimateError, match=r"no model 'bamba-9b': The models.*--from-hf"):
         suggest("bamba-9b", devices=4, device=A100)
     with pytest.raises(EstimateError, match="did you mean 'llama3-8b'"):
         suggest("lama3-8b", devices=4, device=A100)

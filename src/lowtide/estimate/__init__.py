@@ -19,23 +19,7 @@ from lowtide.estimate.total import Estimate, estimate
 from lowtide.estimate.traffic import Traffic
 
 __all__ = [
-    "PRESETS",
-    "Config",
-    "Estimate",
-    "EstimateError",
-    "Flops",
-    "Line",
-    "ModelStates",
-    "Shape",
-    "Stage",
-    "Traffic",
-    "configure",
-    "estimate",
-    "from_hugging_face",
-    "iteration_flops",
-    "model_states",
-    "preset",
-    "read_config",
-    "read_hugging_face",
-    "utilization",
-]
+    "PRESETS", "Config", "Estimate", "EstimateError", "Flops", "Line", "ModelStates", "Shape", "Stage",
+    "Traffic", "configure", "estimate", "from_hugging_face", "iteration_flops", "model_states", "preset",
+    "read_config", "read_hugging_face", "utilization",
+]  # fmt: skip

@@ -236,6 +236,14 @@ DeviceName = Annotated[
 Memory = Annotated[
     str | None, option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]")
 ]
+FromHf = Annotated[
+    Path | None,
+    option(
+        "A Hugging Face config.json or its folder, of any architecture: by formula where one fits, else "
+        "traced on fake tensors as transformers builds it (needs torch); says which.",
+        "--from-hf",
+    ),
+]
 ConfigFile = Annotated[
     Path | None, option("A JSON file with the flags' names as keys; flags go before it.", "--config")
 ]
@@ -370,6 +378,7 @@ def estimate_command(
     device: DeviceName = None,
     memory: Memory = None,
     config: ConfigFile = None,
+    from_hf: FromHf = None,
     json_out: Json = False,
     csv_out: Csv = False,
     plot: Plot = None,
@@ -378,6 +387,14 @@ def estimate_command(
 ) -> None:
     """Estimate bytes, FLOPs and traffic of a training step by closed formulas. No GPU, no torch."""
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
+    if from_hf is not None:
+        if model is not None or config is not None:
+            raise EstimateError("--from-hf names the model: leave --model and --config out")
+        from lowtide.estimate.hugging_face import no_formula
+
+        model = str(from_hf)
+        if why := no_formula(from_hf):
+            return _traced(from_hf, why, given | {"recompute": recompute}, device, memory, json_out)
     found = make(
         model, given, config=config, as_published=as_published, recompute=recompute,
         iteration_time=iteration_time, peak_tflops=peak_tflops,
@@ -399,8 +416,41 @@ def estimate_command(
         from rich.console import Console
 
         render.show(found, Console(), stage, lines=not brief, name=model)
+        if from_hf is not None:
+            typer.echo(f"found by formula: {from_hf} is of a type that has one")
         if note := memory_note(memory):
             typer.echo(f"note: {note}")
+
+
+def _traced(
+    path: Path, why: str, given: dict[str, Any], device: str | None, memory: str | None, json_out: bool
+) -> None:
+    """The estimate of a model without a formula."""
+    from lowtide.estimate.devices import device as find_device
+    from lowtide.estimate.fitted import fitted
+    from lowtide.estimate.simulation.any_model import any_model
+
+    room = parse_memory(memory) if memory else find_device(device).memory_bytes if device else None
+    config, stage, parts = any_model(path, **{name: one for name, one in given.items() if one is not None})
+    held = int(stage.cached_bytes * (1 + fitted()["reserved"]["plain"]))
+    counts = ", ".join(f"{one.name}: {one.operations:,} operations" for one in parts)
+    told = f"found by tracing on fake tensors ({counts}): {why}"
+    fits = None if room is None else held <= room
+    if json_out:
+        more = {"parameters": stage.parameters, "reserved_bytes": held, "fits": fits, "found_by": told}
+        typer.echo(json.dumps(stage.to_json() | more, indent=1))
+        return
+    from rich.console import Console
+
+    from lowtide.estimate.render import line_table
+
+    typer.echo(f"{path}: {stage.parameters:,} parameters, {config.micro_batch} x {config.seq:,} tokens")
+    Console().print(line_table(stage))
+    moments = ", ".join(f"{name} {format_bytes(size)}" for name, size in stage.moments.items())
+    verdict = "" if room is None else f"; {'fits' if fits else 'does not fit'} {format_bytes(room)}"
+    typer.echo(f"moments: {moments}; peak {format_bytes(stage.total_bytes)} ({stage.peak_at})")
+    typer.echo(f"reserved: {format_bytes(held)}{verdict}")
+    typer.echo(told)
 
 
 SETTINGS = {*RUN_SETTINGS, *SHAPE_SETTINGS} - {"recompute"}

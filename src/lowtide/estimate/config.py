@@ -26,31 +26,15 @@ Exchange = Literal["ring", "all-gather", "all-to-all"]
 Update = Literal["auto", "fused", "foreach", "for-loop"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "zero": (0, 1, 2, 3),
-    "attention": get_args(Attention),
-    "dtype": get_args(Dtype),
-    "gradient_dtype": get_args(GradientDtype),
-    "reduce_dtype": get_args(GradientDtype),
-    "optimizer": get_args(Optimizer),
-    "update": get_args(Update),
-    "quantize": get_args(Quantize),
-    "lora_dtype": ("fp32", "same"),
-    "cp_exchange": get_args(Exchange),
-    "loss": get_args(Loss),
-}
+    "zero": (0, 1, 2, 3), "attention": get_args(Attention), "dtype": get_args(Dtype),
+    "gradient_dtype": get_args(GradientDtype), "reduce_dtype": get_args(GradientDtype),
+    "optimizer": get_args(Optimizer), "update": get_args(Update), "quantize": get_args(Quantize),
+    "lora_dtype": ("fp32", "same"), "cp_exchange": get_args(Exchange), "loss": get_args(Loss),
+}  # fmt: skip
 _SIZES = {
-    "seq": 1 << 30,
-    "micro_batch": 1 << 20,
-    "tp": 1 << 14,
-    "pp": 1 << 14,
-    "interleave": 1 << 10,
-    "dp": 1 << 20,
-    "cp": 1 << 14,
-    "ep": 1 << 14,
-    "loss_chunks": 1 << 20,
-    "tiles": 1 << 20,
-    "lora": 1 << 16,
-}
+    "seq": 1 << 30, "micro_batch": 1 << 20, "tp": 1 << 14, "pp": 1 << 14, "interleave": 1 << 10,
+    "dp": 1 << 20, "cp": 1 << 14, "ep": 1 << 14, "loss_chunks": 1 << 20, "tiles": 1 << 20, "lora": 1 << 16,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,20 +105,14 @@ LOWTIDE_MODELS = {
 def _lowtide(model: str, config: Config, node: int) -> str:
     start = f"{launcher(config, node)} -m lowtide train" if config.devices > 1 else "lowtide train"
     flags = {
-        "--model": LOWTIDE_MODELS.get(model, model),
-        "--device": "cuda",
-        "--dtype": "bf16",
-        "--seq": config.seq,
-        "--batch": config.micro_batch * config.dp,
-        "--grad-accum": config.micro_batches,
-        "--tp": _more_than(config.tp),
-        "--sequence-parallel": config.sequence_parallel,
-        "--pp": _more_than(config.pp),
-        "--dp": _more_than(config.dp),
-        "--shard-parameters": config.zero == 3,
+        "--model": LOWTIDE_MODELS.get(model, model), "--device": "cuda", "--dtype": "bf16",
+        "--seq": config.seq, "--batch": config.micro_batch * config.dp,
+        "--grad-accum": config.micro_batches, "--tp": _more_than(config.tp),
+        "--sequence-parallel": config.sequence_parallel, "--pp": _more_than(config.pp),
+        "--dp": _more_than(config.dp), "--shard-parameters": config.zero == 3,
         "--policy": "full" if config.recompute == "full" else "keep_all",
         "--loss-chunks": config.loss_chunks if config.loss_kind == "chunked" else None,
-    }
+    }  # fmt: skip
     return _joined(start, flags)
 
 
@@ -134,19 +128,16 @@ def _torchtitan(model: str, config: Config, node: int) -> str:
     kinds = {"none": "none", "selective-op": "selective", "full": "full"}
     name, flavor = TITAN_MODELS[model]
     flags = {
-        "--model.name": name,
-        "--model.flavor": flavor,
-        "--training.seq_len": config.seq,
+        "--model.name": name, "--model.flavor": flavor, "--training.seq_len": config.seq,
         "--training.local_batch_size": config.micro_batch,
         "--training.global_batch_size": config.global_batch,
         "--parallelism.data_parallel_shard_degree": config.dp,
         "--parallelism.tensor_parallel_degree": _more_than(config.tp),
         "--parallelism.context_parallel_degree": _more_than(config.cp),
         "--parallelism.expert_parallel_degree": _more_than(config.ep),
-        "--activation_checkpoint.mode": kinds[str(config.recompute)],
-        "--training.compile": config.compile,
+        "--activation_checkpoint.mode": kinds[str(config.recompute)], "--training.compile": config.compile,
         "--parallelism.enable_async_tensor_parallel": config.overlap_tensor,
-    }
+    }  # fmt: skip
     return _joined(f"{launcher(config, node)} torchtitan/train.py", flags)
 
 
@@ -170,52 +161,39 @@ def _trl(model: str, config: Config, node: int) -> str:
     quantized, devices = config.quantize == "nf4", config.devices
     deepspeed = config.offload_optimizer > 0
     launch = {
-        "--num_processes": devices,
-        "--num_machines": _more_than(-(-devices // node)),
-        "--use_deepspeed": deepspeed,
-        "--zero_stage": config.zero if deepspeed else None,
-        "--offload_optimizer_device": "cpu" if deepspeed else None,
-        "--use_fsdp": config.zero == 3,
+        "--num_processes": devices, "--num_machines": _more_than(-(-devices // node)),
+        "--use_deepspeed": deepspeed, "--zero_stage": config.zero if deepspeed else None,
+        "--offload_optimizer_device": "cpu" if deepspeed else None, "--use_fsdp": config.zero == 3,
         "--fsdp_version": 2 if config.zero == 3 else None,
         "--fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP" if config.zero == 3 else None,
-        "--use_parallelism_config": config.cp > 1,
-        "--parallelism_config_cp_size": _more_than(config.cp),
+        "--use_parallelism_config": config.cp > 1, "--parallelism_config_cp_size": _more_than(config.cp),
         "--parallelism_config_dp_shard_size": _more_than(config.dp) if config.cp > 1 else None,
-    }
+    }  # fmt: skip
     flags = {
-        "--model_name_or_path": HUB.get(model, model),
-        "--dataset_name": "$DATASET",
-        "--dtype": "bfloat16" if config.dtype.startswith("bf16") else "float32",
-        "--bf16": "true",
-        "--packing": "true",
-        "--max_length": config.seq,
+        "--model_name_or_path": HUB.get(model, model), "--dataset_name": "$DATASET",
+        "--dtype": "bfloat16" if config.dtype.startswith("bf16") else "float32", "--bf16": "true",
+        "--packing": "true", "--max_length": config.seq,
         "--per_device_train_batch_size": config.micro_batch,
         "--gradient_accumulation_steps": config.micro_batches,
         "--gradient_checkpointing": "true" if config.recompute == "full" else "false",
         "--use_liger_kernel": "true" if config.loss_kind == "fused-linear" else None,
         "--optim": "paged_adamw_8bit" if config.optimizer == "paged-adamw-8bit" else None,
-        "--use_peft": config.lora > 0,
-        "--lora_r": config.lora or None,
-        "--lora_target_modules": "all-linear" if config.lora else None,
-        "--load_in_4bit": quantized,
+        "--use_peft": config.lora > 0, "--lora_r": config.lora or None,
+        "--lora_target_modules": "all-linear" if config.lora else None, "--load_in_4bit": quantized,
         "--use_bnb_nested_quant": quantized,
-    }
+    }  # fmt: skip
     return _joined("trl sft", launch | flags)
 
 
 def _axolotl(model: str, config: Config, node: int) -> str:
     del node
     given: dict[str, Any] = {
-        "base_model": HUB.get(model, model),
-        "datasets": [{"path": "$DATASET", "type": "chat_template"}],
-        "bf16": True,
-        "sequence_len": config.seq,
-        "sample_packing": True,
-        "micro_batch_size": config.micro_batch,
-        "gradient_accumulation_steps": config.micro_batches,
+        "base_model": HUB.get(model, model), "datasets": [{"path": "$DATASET", "type": "chat_template"}],
+        "bf16": True, "sequence_len": config.seq, "sample_packing": True,
+        "micro_batch_size": config.micro_batch, "gradient_accumulation_steps": config.micro_batches,
         "gradient_checkpointing": config.recompute == "full",
         "optimizer": config.optimizer.replace("-", "_").replace("adam_", "adamw_"),
-    }
+    }  # fmt: skip
     if config.optimizer in ("adam", "adamw"):
         given["optimizer"] = "adamw_torch_fused"
     if config.lora:
@@ -238,29 +216,20 @@ def _megatron(model: str, config: Config, node: int) -> str:
     del model  # its sizes are flags of their own
     shape, full = config.model, config.recompute == "full"
     flags = {
-        "--num-layers": shape.layers,
-        "--hidden-size": shape.hidden,
-        "--num-attention-heads": shape.heads,
+        "--num-layers": shape.layers, "--hidden-size": shape.hidden, "--num-attention-heads": shape.heads,
         "--group-query-attention": shape.kv_heads != shape.heads,
         "--num-query-groups": shape.kv_heads if shape.kv_heads != shape.heads else None,
-        "--ffn-hidden-size": shape.ffn,
-        "--swiglu": shape.mlp == "swiglu",
-        "--seq-length": config.seq,
-        "--micro-batch-size": config.micro_batch,
-        "--global-batch-size": config.global_batch,
-        "--tensor-model-parallel-size": config.tp,
-        "--sequence-parallel": config.sequence_parallel,
+        "--ffn-hidden-size": shape.ffn, "--swiglu": shape.mlp == "swiglu", "--seq-length": config.seq,
+        "--micro-batch-size": config.micro_batch, "--global-batch-size": config.global_batch,
+        "--tensor-model-parallel-size": config.tp, "--sequence-parallel": config.sequence_parallel,
         "--tp-comm-overlap": config.overlap_tensor,
         "--pipeline-model-parallel-size": _more_than(config.pp),
         "--num-virtual-stages-per-pipeline-rank": _more_than(config.interleave),
-        "--context-parallel-size": _more_than(config.cp),
-        "--use-distributed-optimizer": config.zero == 1,
+        "--context-parallel-size": _more_than(config.cp), "--use-distributed-optimizer": config.zero == 1,
         "--recompute-granularity": "full" if full else None,
-        "--recompute-method": "uniform" if full else None,
-        "--recompute-num-layers": 1 if full else None,
-        "--bf16": True,
-        "--use-flash-attn": True,
-    }
+        "--recompute-method": "uniform" if full else None, "--recompute-num-layers": 1 if full else None,
+        "--bf16": True, "--use-flash-attn": True,
+    }  # fmt: skip
     return _joined(f"{launcher(config, node)} pretrain_gpt.py", flags)
 
 

@@ -59,19 +59,14 @@ def _decoder(data: Mapping[str, Any], source: str) -> dict[str, Any]:
     """What Llama's config and those after it have in common."""
     heads = _get(data, source, "num_attention_heads")
     return dict(
-        layers=_get(data, source, "num_hidden_layers"),
-        hidden=_get(data, source, "hidden_size"),
-        heads=heads,
-        kv_heads=_get(data, source, "num_key_value_heads", default=heads),
-        head_width=_get(data, source, "head_dim", default=0),
-        ffn=_get(data, source, "intermediate_size"),
-        vocab=_get(data, source, "vocab_size"),
-        sequence=_get(data, source, "max_position_embeddings"),
-        positions="rotary",
-        bias=bool(_get(data, source, "mlp_bias", default=False)),
+        layers=_get(data, source, "num_hidden_layers"), hidden=_get(data, source, "hidden_size"),
+        heads=heads, kv_heads=_get(data, source, "num_key_value_heads", default=heads),
+        head_width=_get(data, source, "head_dim", default=0), ffn=_get(data, source, "intermediate_size"),
+        vocab=_get(data, source, "vocab_size"), sequence=_get(data, source, "max_position_embeddings"),
+        positions="rotary", bias=bool(_get(data, source, "mlp_bias", default=False)),
         qkv_bias=bool(_get(data, source, "attention_bias", default=False)),
         tied=bool(_get(data, source, "tie_word_embeddings", default=False)),
-    )
+    )  # fmt: skip
 
 
 def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
@@ -174,6 +169,16 @@ def read_hugging_face(path: str | os.PathLike[str]) -> Preset:
     """The same from a ``config.json`` or the folder that holds one."""
     place = as_path("read_hugging_face", path)
     return from_hugging_face(read_json(place / "config.json" if place.is_dir() else place), repr(str(place)))
+
+
+def no_formula(path: Path) -> str:
+    """Why the model in a ``config.json`` or its folder has no formula; nothing where it has one."""
+    data = read_json(path / "config.json" if path.is_dir() else path)
+    try:
+        from_hugging_face(data, f"{data.get('model_type')!r}")
+    except EstimateError as error:
+        return str(error)
+    return ""
 
 
 def as_path(function: str, path: Any) -> Path:

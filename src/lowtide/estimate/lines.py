@@ -189,16 +189,12 @@ class Stage:
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {
-            "stage": self.index,
-            "layers": self.layers,
-            "parameters": self.parameters,
+            "stage": self.index, "layers": self.layers, "parameters": self.parameters,
             "micro_batches_in_flight": float(self.micro_batches_in_flight),
             "whole_micro_batches": self.whole_micro_batches,
             **{f"{kind}_bytes": getattr(self, f"{kind}_bytes") for kind in KINDS},
             "layer_activations_bytes": self.layer_activations_bytes,
-            "activation_peak_bytes": self.activation_peak_bytes,
-            "total_bytes": self.total_bytes,
-            "moments": self.moments,
-            "peak_at": self.peak_at,
+            "activation_peak_bytes": self.activation_peak_bytes, "total_bytes": self.total_bytes,
+            "moments": self.moments, "peak_at": self.peak_at,
             "lines": [line.to_json() for line in self.lines],
-        }
+        }  # fmt: skip

@@ -66,15 +66,9 @@ def _llama(
         dict(mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False) | rest
     )
     shape = Shape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        ffn=ffn,
-        vocab=vocab,
-        sequence=sequence,
-        **style,
-    )
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab,
+        sequence=sequence, **style,
+    )  # fmt: skip
     return Preset(shape, dict(MODERN))
 
 
@@ -140,41 +134,13 @@ PRESETS: dict[str, Preset] = {
         94, 4096, 64, 4, 1536, 151936, 40960, head_width=128, qk_norm=True, experts=128, experts_per_token=8
     ),
     "deepseek-v3": _llama(
-        61,
-        7168,
-        128,
-        128,
-        2048,
-        129280,
-        4096,
-        head_width=192,
-        value_width=128,
-        query_latent=1536,
-        kv_latent=512,
-        rope_width=64,
-        router="sigmoid",
-        experts=256,
-        experts_per_token=8,
-        shared_experts=1,
-        dense_layers=3,
-        dense_ffn=18432,
+        61, 7168, 128, 128, 2048, 129280, 4096, head_width=192, value_width=128, query_latent=1536,
+        kv_latent=512, rope_width=64, router="sigmoid", experts=256, experts_per_token=8, shared_experts=1,
+        dense_layers=3, dense_ffn=18432,
     ),
     "glm4.5-air": _llama(
-        46,
-        4096,
-        96,
-        8,
-        1408,
-        151552,
-        131072,
-        head_width=128,
-        qkv_bias=True,
-        router="sigmoid",
-        experts=128,
-        experts_per_token=8,
-        shared_experts=1,
-        dense_layers=1,
-        dense_ffn=10944,
+        46, 4096, 96, 8, 1408, 151552, 131072, head_width=128, qkv_bias=True, router="sigmoid",
+        experts=128, experts_per_token=8, shared_experts=1, dense_layers=1, dense_ffn=10944,
     ),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
@@ -189,7 +155,7 @@ PRESETS: dict[str, Preset] = {
     "mpt-70b": _mpt(80, 8192, 64),
     "nemotron-15b": _nemotron(32, 6144, 48, 8, 24576),
     "nemotron-340b": _nemotron(96, 18432, 96, 8, 73728),
-}
+}  # fmt: skip
 """Published models: 22b to 1t are arXiv 2205.05198, Table 3; the others their own model cards."""
 
 ALIASES = {
@@ -218,8 +184,8 @@ def preset(name: str) -> Preset:
     key = preset_name(name)
     if key not in PRESETS:
         raise EstimateError(
-            f"{unknown('model', name, PRESETS)}. Others have no formula here: trace one with lowtide "
-            "plan --model hf:TYPE (hf:bamba) or its config.json"
+            f"{unknown('model', name, PRESETS)}. Any other Hugging Face model has its "
+            "config.json (lowtide estimate --from-hf), which is traced where no formula fits"
         )
     return PRESETS[key]
 

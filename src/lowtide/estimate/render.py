@@ -106,7 +106,7 @@ def summary_table(found: Estimate) -> Table:
     return table
 
 
-def line_table(found: Estimate, stage: Stage) -> Table:
+def line_table(stage: Stage) -> Table:
     """Every line of one stage, with its formula and equation."""
     table = Table(
         title=f"Stage {stage.index}, line by line",
@@ -179,7 +179,7 @@ def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None
     """Everything, for a terminal."""
     parts: list[RenderableType] = [header(found, name), Whole(summary_table(found))]
     if lines:
-        parts.append(line_table(found, found.stages[stage]))
+        parts.append(line_table(found.stages[stage]))
     parts.append(figures(found))
     if found.config.memory_bytes is not None:
         verdict = "fits" if found.fits else "does not fit"
@@ -261,13 +261,9 @@ def plot(found: Estimate, path: Path) -> None:
         ):
             heights = [stage.bytes(kind) / 2**30 for stage in found.stages]
             axes.bar(
-                places,
-                heights,
-                bottom=bottom,
-                label=kind,
-                color=colour,
+                places, heights, bottom=bottom, label=kind, color=colour,
                 width=0.8 if len(places) > 1 else 0.3,
-            )
+            )  # fmt: skip
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
         if found.config.memory_bytes is not None:
             axes.axhline(

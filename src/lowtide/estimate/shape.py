@@ -19,14 +19,9 @@ GATED = {"swiglu": 1, "swiglu-clamped": 4}
 """MLPs with a gate, and how many tensors more of the inner size they keep in separate operations."""
 
 MOST = {
-    "layers": 100_000,
-    "hidden": 1 << 22,
-    "heads": 1 << 16,
-    "kv_heads": 1 << 16,
-    "ffn": 1 << 24,
-    "vocab": 1 << 28,
-    "sequence": 1 << 30,
-}
+    "layers": 100_000, "hidden": 1 << 22, "heads": 1 << 16, "kv_heads": 1 << 16, "ffn": 1 << 24,
+    "vocab": 1 << 28, "sequence": 1 << 30,
+}  # fmt: skip
 """Sizes above these are taken for mistakes."""
 _NONE = (
     "experts", "experts_per_token", "shared_experts", "dense_layers", "dense_ffn", "query_latent",

@@ -193,18 +193,12 @@ def step_work(config: Config, device: Device) -> Work:
     states = float(config.optimizer_bytes) + config.gradient_bytes + config.weight_bytes
     host_rate = HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)
     return Work(
-        config=config,
-        device=device,
-        layers=layers / config.devices,
-        logits=logits / config.devices,
-        attention=attention / config.devices,
-        activations=_activation_bytes(config),
+        config=config, device=device, layers=layers / config.devices, logits=logits / config.devices,
+        attention=attention / config.devices, activations=_activation_bytes(config),
         moved=_loss_bytes(config) + _cast_bytes(config) + _frozen_bytes(config),
-        optimizer=(1 - away) * parameters * 2 * states,
-        host_optimizer=away * parameters * 28 / host_rate,
-        sent=_sent(config),
-        links=_links(config, device),
-    )
+        optimizer=(1 - away) * parameters * 2 * states, host_optimizer=away * parameters * 28 / host_rate,
+        sent=_sent(config), links=_links(config, device),
+    )  # fmt: skip
 
 
 def priced(work: Work, known: Efficiency) -> StepTime:
@@ -225,20 +219,16 @@ def priced(work: Work, known: Efficiency) -> StepTime:
         name: size / (work.links[name] * known.links) for name, size in work.sent.items() if name != "host"
     }
     return StepTime(
-        products=products,
-        attention=attention,
-        pointwise=pointwise,
+        products=products, attention=attention, pointwise=pointwise,
         bubble=slowest * float(1 + bubble_share(config)) - compute,
-        tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0),
-        context=sent["context"]
-        if config.cp_exchange == "all-to-all"
-        else max(0.0, sent["context"] - attention),
+        tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0), context=sent["context"]
+        if config.cp_exchange == "all-to-all" else max(0.0, sent["context"] - attention),
         expert=sent["expert"],
         pipeline=_beside(sent["pipeline"], compute if config.interleave > 1 else 0.0, known),
         data=_beside(sent["data"], compute * _data_cover(config), known),
         optimizer=work.optimizer / device.memory_bandwidth,
         host=max(0.0, work.sent["host"] / device.host_bandwidth - compute * 2 / 3) + work.host_optimizer,
-    )
+    )  # fmt: skip
 
 
 def _data_cover(config: Config) -> float:

@@ -64,11 +64,9 @@ class Estimate:
         """
         config = self.config
         return {
-            "kind": config.loss_kind,
-            "what": config.loss_form.what,
-            "bytes_a_logit": sum(loss_bytes(config)),
-            "pieces": config.chunks,
-        }
+            "kind": config.loss_kind, "what": config.loss_form.what,
+            "bytes_a_logit": sum(loss_bytes(config)), "pieces": config.chunks,
+        }  # fmt: skip
 
     @property
     def reserved_bytes(self) -> int:
@@ -201,15 +199,11 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
     check_config("estimate", config)
     stages = tuple(stage_estimate(config, index, device) for index in range(config.pp))
     return Estimate(
-        config=config,
-        stages=stages,
-        parameters=config.model.parameters(),
-        flops=iteration_flops(config),
+        config=config, stages=stages, parameters=config.model.parameters(), flops=iteration_flops(config),
         traffic=tuple(tuple(stage_traffic(config, index)) for index in range(config.pp)),
         host_bytes=max(_host_bytes(config, index) for index in range(config.pp)),
-        notes=tuple(_notes(config)),
-        time=step_time(config, device) if device is not None else None,
-    )
+        notes=tuple(_notes(config)), time=step_time(config, device) if device is not None else None,
+    )  # fmt: skip
 
 
 def stage_estimate(config: Config, index: int, device: Device | None = None) -> Stage:

@@ -52,13 +52,9 @@ def _ring(size: Fraction | int, ranks: int) -> Fraction:
 def stage_traffic(config: Config, stage: int) -> list[Traffic]:
     """All that one device of a stage sends in a step."""
     return [
-        *_tensor(config, stage),
-        *_context(config),
-        *_experts(config),
-        *_pipeline(config, stage),
-        *_data(config, stage),
-        *_host(config, stage),
-    ]
+        *_tensor(config, stage), *_context(config), *_experts(config), *_pipeline(config, stage),
+        *_data(config, stage), *_host(config, stage),
+    ]  # fmt: skip
 
 
 def _tensor(config: Config, stage: int) -> list[Traffic]:

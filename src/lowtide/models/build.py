@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,7 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
     elif is_hub_name(name):
         hugging_face, source = _config_from_hub(name), name
     else:
-        hugging_face = _config_from_file(Path(name))
+        hugging_face = config_from_file(Path(name))
         source = str(Path(name) if Path(name).is_dir() else Path(name).parent)
     hugging_face.use_cache = False
     if getattr(hugging_face, "is_decoder", None) is False:
@@ -135,6 +135,31 @@ def build_model(
             )
         return HuggingFaceModel(spec)
     return (GPT if spec.config.family == "gpt" else Llama)(spec.config, group, sequence_parallel)
+
+
+def untouched(build: Callable[[], nn.Module], device: torch.device) -> nn.Module:
+    """What ``build`` makes, with uninitialised parameters and buffers, tied ones still tied.
+
+    Main memory that nobody wrote to costs nothing, so a model larger than the machine can be built and
+    traced.
+    """
+    with torch.device("meta"):
+        model = build()
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else empty
+                    )
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+    return model
 
 
 class HuggingFaceModel(nn.Module):
@@ -218,7 +243,7 @@ def _config_of_type(name: str) -> Any:
     return _make_config(transformers, name, kind, changes, strict=True)
 
 
-def _config_from_file(path: Path) -> Any:
+def config_from_file(path: Path) -> Any:
     """The configuration in a ``config.json``; only data is read, code that it names is not run."""
     file = path / "config.json" if path.is_dir() else path
     transformers = _transformers(str(path))

@@ -19,7 +19,8 @@ from lowtide.estimate.simulation.pricing import pricer
 from lowtide.estimate.suggest import RESERVE
 from lowtide.graph import StepGraph
 from lowtide.meter.reserved import CachingAllocator
-from lowtide.models import ModelSpec, build_model
+from lowtide.models import build_model
+from lowtide.models.build import untouched
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.plan.reserved import reserved_after, standing
@@ -123,7 +124,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
         options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
     )
     device = torch.device(options.device)
-    model = build_untouched(spec, device)
+    model = untouched(lambda: build_model(spec), device)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
     backend = options.compile_backend or "inductor"
 
@@ -158,7 +159,7 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
     )
     card = find_device(options.device) if options.device.lower() in DEVICES else None
     device = torch.device(options.device if card is None else "cpu")
-    model = build_untouched(spec, device)
+    model = untouched(lambda: build_model(spec), device)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -246,28 +247,3 @@ def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
             raise
         plan = make(graph, budget=budgets.with_slack(error.smallest_bytes), policy=policy)
         return replace(plan, notes=(*plan.notes, raised(options.budget, error)))
-
-
-def build_untouched(spec: ModelSpec, device: torch.device) -> nn.Module:
-    """The model with uninitialised parameters and buffers, tied ones still tied.
-
-    Main memory that nobody wrote to costs nothing, so a model larger than the machine can be built and
-    traced.
-    """
-    with torch.device("meta"):
-        model = build_model(spec)
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    empty = torch.empty_like(tensor, device=device)
-                    made[id(tensor)] = (
-                        nn.Parameter(empty, tensor.requires_grad)
-                        if isinstance(tensor, nn.Parameter)
-                        else empty
-                    )
-                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
-    return model

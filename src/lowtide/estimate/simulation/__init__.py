@@ -9,12 +9,5 @@ from lowtide.estimate.simulation.compose import Chunk, Moment, StageTimeline, co
 from lowtide.estimate.simulation.simulate import StageSimulation, StepSimulation, simulate
 
 __all__ = [
-    "Chunk",
-    "Moment",
-    "Row",
-    "StageSimulation",
-    "StageTimeline",
-    "StepSimulation",
-    "compose",
-    "simulate",
-]
+    "Chunk", "Moment", "Row", "StageSimulation", "StageTimeline", "StepSimulation", "compose", "simulate",
+]  # fmt: skip

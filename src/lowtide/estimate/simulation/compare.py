@@ -165,20 +165,17 @@ _NAMES = (
     (r"attention\.dropout:native_dropout:1", "mask of the attention's dropout"),
     (r"mlp\.dropout:native_dropout:1", "mask of the MLP's dropout"),
     (r"^block\.dropout:native_dropout:1", "masks of the layer's dropouts"),
-    (r"^dropout:native_dropout:1", "mask of the embedding's dropout"),
-    (r"attention\.(qkv|q|k|v):", QKV),
-    (r"attention:(mm|addmm|add|cat|stack|view|linear)", QKV),
-    (r"attention:_to_copy", TABLES),
+    (r"^dropout:native_dropout:1", "mask of the embedding's dropout"), (r"attention\.(qkv|q|k|v):", QKV),
+    (r"attention:(mm|addmm|add|cat|stack|view|linear)", QKV), (r"attention:_to_copy", TABLES),
     (r"attention\.core:(clone|expand|repeat|index|_unsafe_view|mul)", QKV),
     (r"attention:(clone|_unsafe_view|copy)", "input of the output projection"),
     (r"mlp\.(up|gate):", "input of the MLP's activation"),
     (r"mlp:(addmm|mm)", "input of the MLP's activation"),
-    (r"mlp(\.act\w*)?:gelu", "input of the MLP's last layer"),
-    (r"mlp(\.act\w*)?:silu", "silu(gate)"),
+    (r"mlp(\.act\w*)?:gelu", "input of the MLP's last layer"), (r"mlp(\.act\w*)?:silu", "silu(gate)"),
     (r"mlp:mul", "input of the MLP's last layer"),
     (r"^(head|):(_log_softmax|mm|_to_copy|exp|sub|addmm)", "logits in float32"),
     (r"^:(empty|zeros)|^dropout:native_dropout:0|^tokens:|^:add|^embed|^:embedding", "residual stream"),
-)
+)  # fmt: skip
 
 _MERGED = {
     "input of the attention norm": "residual stream",

@@ -177,20 +177,12 @@ def compose(config: Config, stage: int, chunks: Sequence[Chunk]) -> StageTimelin
             clock.append(now + np.linspace(0, length, len(live)))
             now += length
     return StageTimeline(
-        stage=stage,
-        parameter_bytes=parameters,
-        buffer_bytes=buffers,
-        input_bytes=resident - parameters - buffers,
-        gradient_bytes=gradients,
-        held_bytes=most_held,
-        peak_bytes=peak,
-        peak=_moment(chunks, where),
-        turn_peaks=tuple(peaks),
-        in_flight=most_in_flight,
-        timed=any(sum(chunk.seconds()) > 0 for chunk in chunks),
-        live_bytes=np.concatenate(fine),
+        stage=stage, parameter_bytes=parameters, buffer_bytes=buffers,
+        input_bytes=resident - parameters - buffers, gradient_bytes=gradients, held_bytes=most_held,
+        peak_bytes=peak, peak=_moment(chunks, where), turn_peaks=tuple(peaks), in_flight=most_in_flight,
+        timed=any(sum(chunk.seconds()) > 0 for chunk in chunks), live_bytes=np.concatenate(fine),
         seconds=np.concatenate(clock),
-    )
+    )  # fmt: skip
 
 
 def _moment(chunks: Sequence[Chunk], where: tuple[int, str, int, int, int]) -> Moment:
@@ -205,14 +197,9 @@ def _moment(chunks: Sequence[Chunk], where: tuple[int, str, int, int, int]) -> M
         and abs(run.peak_event - event) <= 2
     ):
         return Moment(
-            number,
-            kind,
-            micro_batch,
-            index,
-            run.peak_operation.name,
-            run.peak_operation.module,
+            number, kind, micro_batch, index, run.peak_operation.name, run.peak_operation.module,
             run.peak_in_replay,
-        )
+        )  # fmt: skip
     events = chunk.steady.graph.events
     event = min(event, len(events) - 1)
     while event >= 0 and events[event].kind != "op":

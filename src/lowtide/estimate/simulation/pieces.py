@@ -50,19 +50,12 @@ def model_config(config: Config, layers: int) -> ModelConfig:
             "1 as transformers builds it; this shape is neither"
         )
     return ModelConfig(
-        family="gpt" if gpt else "llama",
-        layers=layers,
-        width=shape.hidden,
-        heads=shape.heads,
-        hidden_width=shape.ffn,
-        key_value_heads=shape.kv_heads,
-        vocabulary=shape.vocab,
-        positions=max(shape.sequence, config.seq),
-        tied=shape.tied,
-        dropout=config.dropout,
+        family="gpt" if gpt else "llama", layers=layers, width=shape.hidden, heads=shape.heads,
+        hidden_width=shape.ffn, key_value_heads=shape.kv_heads, vocabulary=shape.vocab,
+        positions=max(shape.sequence, config.seq), tied=shape.tied, dropout=config.dropout,
         fused_attention=config.fused_attention,
         loss_chunks=config.loss_chunks if config.loss == "chunked" else 1,
-    )
+    )  # fmt: skip
 
 
 class Piece(nn.Module):

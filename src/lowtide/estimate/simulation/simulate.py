@@ -54,20 +54,15 @@ class StageSimulation:
         """As plain values."""
         timeline, peak = self.timeline, self.timeline.peak
         return {
-            "stage": timeline.stage,
-            "peak_bytes": timeline.peak_bytes,
-            "parameter_bytes": timeline.parameter_bytes,
-            "buffer_bytes": timeline.buffer_bytes,
-            "input_bytes": timeline.input_bytes,
-            "gradient_bytes": timeline.gradient_bytes,
-            "held_bytes": timeline.held_bytes,
-            "activation_peak_bytes": timeline.activation_peak_bytes,
+            "stage": timeline.stage, "peak_bytes": timeline.peak_bytes,
+            "parameter_bytes": timeline.parameter_bytes, "buffer_bytes": timeline.buffer_bytes,
+            "input_bytes": timeline.input_bytes, "gradient_bytes": timeline.gradient_bytes,
+            "held_bytes": timeline.held_bytes, "activation_peak_bytes": timeline.activation_peak_bytes,
             "micro_batches_and_chunks_in_flight": timeline.in_flight,
             "turn_peaks": list(timeline.turn_peaks),
             "peak_at": {name: getattr(peak, name) for name in peak.__slots__},
-            "closed": self.closed.to_json(),
-            "rows": [row.to_json() for row in self.rows],
-        }
+            "closed": self.closed.to_json(), "rows": [row.to_json() for row in self.rows],
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
