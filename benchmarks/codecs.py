@@ -31,7 +31,7 @@ from lowtide import policies
 from lowtide.graph import StepGraph
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
-from lowtide.plan.data import Compress, stages
+from lowtide.plan.data import Compress, form_and_tier
 from lowtide.store.codec import Form, codec_named
 
 DRAWS = 40
@@ -161,7 +161,7 @@ def gradients(name: str) -> dict[str, Any]:
     moved, encoded = sum(m.bytes for m in plan.moves), sum(m.encoded_bytes for m in plan.moves)
     by_codec: dict[str, list[int]] = {}
     for move in plan.moves:
-        first, _ = stages(move.decision)
+        first, _ = form_and_tier(move.decision)
         assert isinstance(first, Compress)
         row = by_codec.setdefault(first.codec, [0, 0])
         row[0] += move.bytes

@@ -21,7 +21,7 @@ import lowtide
 from benchmarks.cases import gpt
 from benchmarks.common import keep_pages, median_difference, paired, save, step_of, total_peak, twins
 from lowtide import policies
-from lowtide.plan.data import stages
+from lowtide.plan.data import form_and_tier
 
 ROUNDS = 5
 
@@ -66,7 +66,7 @@ def main() -> None:
         # as predicted before any step, not at the pace of those that ran
         plan = latest.plan if latest is not None else None
         moved = (
-            sum(m.encoded_bytes for m in plan.moves if stages(m.decision)[1] is not None)
+            sum(m.encoded_bytes for m in plan.moves if form_and_tier(m.decision)[1] is not None)
             if plan is not None
             else 0
         )

@@ -51,7 +51,7 @@ def imports(path: Path) -> str:
     )
 
 
-ROOMS = ["data", "simulate", "blocks", "moves", "layout", "bound", "search", "policies"]
+ROOMS = ["data", "simulate", "blocks", "supply", "moves", "layout", "bound", "search", "policies"]
 
 
 def test_arrows_between_the_rooms_run_one_way():

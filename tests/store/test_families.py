@@ -15,7 +15,7 @@ import lowtide
 from lowtide import policies
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Compress, Moving, Offload, Plan
-from lowtide.plan.moves.movable import lossless_codec, movable
+from lowtide.plan.moves import lossless_codec, movable
 from lowtide.plan.simulate import Simulator
 
 pytest.importorskip("transformers")

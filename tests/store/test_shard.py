@@ -24,7 +24,7 @@ from torch import nn
 import lowtide
 from lowtide import meter, policies
 from lowtide.errors import PlanError
-from lowtide.plan.data import Link, Shard, stages
+from lowtide.plan.data import Link, Shard, form_and_tier
 
 pytestmark = needs_gloo
 ROWS, WIDTH, LAYERS = 33, 21, 3  # 693 elements: neither two nor four divide them
@@ -99,7 +99,7 @@ def run_case(
         "same": same and torch.equal(x, untouched),
         "whole": [m.bytes for m in plan.moves],
         "part": [m.encoded_bytes for m in plan.moves],
-        "sharded": all(isinstance(stages(m.decision)[0], Shard) for m in plan.moves),
+        "sharded": all(isinstance(form_and_tier(m.decision)[0], Shard) for m in plan.moves),
         "gathers": len(sizes),
         "peak": standing + measured.peak_bytes,
         "predicted": plan.predicted_peak_bytes,

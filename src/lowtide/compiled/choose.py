@@ -33,7 +33,7 @@ from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.table import ModuleRow
-from lowtide.plan.moves.placements import missing_links
+from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import Simulator

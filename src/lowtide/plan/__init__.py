@@ -1,10 +1,17 @@
-"""Decide: what stays, what is recomputed, what moves.
+"""Choose: what stays, what is recomputed, what moves.
 
-In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(graph, budget=...)``. Each
-folder knows those before it: `data` (decisions and the plan itself), `simulate` (live bytes at every event),
-`blocks` (of the model, and segments), `moves` (what may go where), `layout` (offsets), `bound` (no plan does
-better), `search` (the least seconds within a budget), `policies` (ways to choose; each ends in `make_plan`).
-Policies import a solver, so they are loaded when one is first used.
+In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(graph, budget=...)``. Read
+`search/search.py` first, then `simulate/simulator.py`. Each of these knows those before it:
+
+`data`      what a plan is: decisions, moves, the plan and its table
+`simulate`  a set of stored values -> live bytes at every event, what runs again, seconds
+`blocks`    a model's blocks and segments -> what checkpointing them stores
+`supply`    how fast tiers, codecs and groups are, and how small what is encoded
+`moves`     which values may move, in which ways, and what that costs
+`layout`    a plan -> the same plan with a slab for what comes back
+`bound`     a budget -> the seconds that no plan undercuts
+`search`    a budget -> the stored and moved values with the least seconds
+`policies`  ways to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used
 """
 
 from __future__ import annotations

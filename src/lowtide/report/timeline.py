@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Saved, StepGraph, Storage
-from lowtide.plan.data import Plan, stages
+from lowtide.plan.data import Plan, form_and_tier
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.replay import Held
@@ -148,7 +148,7 @@ def in_words(decision: Decision) -> str:
     """
     if isinstance(decision, Keep | Recompute):
         return "kept" if isinstance(decision, Keep) else "recomputed"
-    first, tier = stages(decision)
+    first, tier = form_and_tier(decision)
     return "offloaded" if tier is not None else "compressed" if isinstance(first, Compress) else "sharded"
 
 

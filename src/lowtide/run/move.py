@@ -16,7 +16,7 @@ import torch
 
 from lowtide import private
 from lowtide.interception import unseen
-from lowtide.plan.data import Compress, Move, Plan, Shard, stages
+from lowtide.plan.data import Compress, Move, Plan, Shard, form_and_tier
 from lowtide.plan.layout import find
 from lowtide.run.digest import digest, words_of
 from lowtide.store.codec import Codec, CodecError
@@ -169,7 +169,7 @@ class StoredTensor:
         device, nbytes = tensor.device, tensor.untyped_storage().nbytes()
         self._dtype = torch.uint8 if nbytes % tensor.element_size() else tensor.dtype
         flat = words_of(tensor, self._dtype, nbytes)
-        first, then = stages(move.decision)
+        first, then = form_and_tier(move.decision)
         parts: tuple[torch.Tensor, ...] = (flat,)
         group: Replicas | None = None
         codec: Codec | None = None
@@ -302,7 +302,7 @@ def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
         return
     lives: dict[Tier, list[tuple[int, int, int]]] = {}
     for number, move in enumerate(plan.moves):
-        first, then = stages(move.decision)
+        first, then = form_and_tier(move.decision)
         if isinstance(first, Compress):
             stores.codec(first.codec)
         if isinstance(first, Shard):

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 import lowtide
 from lowtide.errors import BudgetError, PlanError
 from lowtide.native import load
-from lowtide.plan.layout import Layout, check, find, packing
-from lowtide.plan.layout.offsets import _first_fit
-from lowtide.plan.layout.packing import pack, sweep
+from lowtide.plan.layout import Layout, check, find, offsets
+from lowtide.plan.layout.offsets import _first_fit, pack, sweep
 
 Buffers = tuple[list[int], list[int], list[int]]
 
 searches = pytest.mark.skipif(
-    load(Path(packing.__file__).with_name("packing.cpp")) is None, reason="needs a C++ compiler"
+    load(Path(offsets.__file__).with_name("packing.cpp")) is None, reason="needs a C++ compiler"
 )
 
 

@@ -11,19 +11,19 @@ from lowtide.plan.data.decisions import (
     Compress,
     Decision,
     Keep,
+    Move,
     Moving,
     Offload,
     Recompute,
     Shard,
     decision_of,
-    stages,
+    form_and_tier,
 )
-from lowtide.plan.data.move import Move
 from lowtide.plan.data.plan import Plan, ProgramStep, in_one_line
 from lowtide.plan.data.table import ModuleRow, module_in_words
 
 __all__ = [
     "Chain", "Compress", "Decision", "Keep", "Link", "Links", "ModuleRow", "Move",
     "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "decision_of", "in_one_line",
-    "module_in_words", "stages",
+    "module_in_words", "form_and_tier",
 ]  # fmt: skip

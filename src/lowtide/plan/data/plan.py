@@ -16,10 +16,10 @@ from lowtide.errors import PlanError
 from lowtide.plan.data.decisions import (
     Compress,
     Decision,
+    Move,
     decision_from_json,
-    stages,
+    form_and_tier,
 )
-from lowtide.plan.data.move import Move
 from lowtide.plan.data.table import ModuleRow, module_in_words, table
 from lowtide.words import count_text, seconds_text
 
@@ -258,7 +258,7 @@ def _times(plain_seconds: float, extra_seconds: float) -> str:
 def _places(plan: Plan) -> str:
     places: dict[str, int] = {}
     for move in plan.moves:
-        first, then = stages(move.decision)
+        first, then = form_and_tier(move.decision)
         names = (
             [f"codec {first.codec}"]
             if isinstance(first, Compress)

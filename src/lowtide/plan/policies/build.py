@@ -14,11 +14,11 @@ from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
 from lowtide.plan.layout.slab import with_slab
-from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
-from lowtide.plan.moves.supply import Codec
+from lowtide.plan.moves import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.supply import Codec
 
 
 class Policy(Protocol):
@@ -123,8 +123,8 @@ def make_plan(
         moves=rows,
         device=graph.device,
         window_bytes=window if rows else 0,
-        transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
-        crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
+        transfer_seconds=simulation.transfers.seconds if simulation.transfers else 0.0,
+        crowding_seconds=simulation.transfers.crowding_seconds if simulation.transfers else 0.0,
     )
     return plan if slab is False else with_slab(sim, plan, required=slab is True)
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Links, Moving, Plan, decision_of
-from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
-from lowtide.plan.moves.supply import Codec
+from lowtide.plan.moves import default_placements, missing_links, placements_of
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search.mix import MixedSearch
 from lowtide.plan.search.search import search_of
+from lowtide.plan.supply import Codec
 
 ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
 """What a plan notes that is not the best that a search could find."""

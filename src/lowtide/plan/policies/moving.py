@@ -6,11 +6,10 @@ from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.blocks import entering_blocks, full_stored
 from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
-from lowtide.plan.moves.movable import default_window, least_count, movable, move_of
-from lowtide.plan.moves.placements import placements_of
-from lowtide.plan.moves.supply import Codec, codec_named
+from lowtide.plan.moves import default_window, least_count, movable, move_of, placements_of
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.supply import Codec, codec_named
 
 
 def offload(

@@ -19,8 +19,7 @@ from lowtide.errors import BudgetError
 from lowtide.plan.bound.program import Floats
 from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.data import Links, Move
-from lowtide.plan.moves.movable import closed_with, default_window, least_count
-from lowtide.plan.moves.placements import Placements
+from lowtide.plan.moves import Placements, closed_with, default_window, least_count
 from lowtide.plan.search.local import Candidate
 from lowtide.plan.search.search import Search
 from lowtide.plan.simulate.holders import refusal
@@ -66,7 +65,7 @@ class MixedSearch:
 
     Args:
         search: the step, with the search that recomputes.
-        placements: see `lowtide.plan.moves.placements.placements_of`.
+        placements: see `lowtide.plan.moves.placements_of`.
         links: speeds of the tiers and groups.
         window_bytes: the most that is under way at one time in each direction; ``None`` to choose.
     """

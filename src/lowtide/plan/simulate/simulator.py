@@ -19,7 +19,7 @@ from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Plan
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
 from lowtide.plan.simulate.replay import Held, Walk
-from lowtide.plan.simulate.transfers import Outgoing, Traffic
+from lowtide.plan.simulate.transfers import Outgoing, Transfers
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +41,7 @@ class Simulation:
         top_bytes: the most live bytes at any moment of every event.
         held_until: storage id -> event after which a plan lets a storage go that would naturally have died
             earlier.
-        traffic: what transfers do, where values move.
+        transfers: what transfers do, where values move.
         spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of
             the backward, where a slab holds them.
     """
@@ -58,7 +58,7 @@ class Simulation:
     live_bytes: Bytes = field(repr=False)
     top_bytes: Bytes = field(repr=False)
     held_until: dict[int, int] = field(repr=False)
-    traffic: Traffic | None = field(default=None, repr=False)
+    transfers: Transfers | None = field(default=None, repr=False)
     spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
@@ -175,8 +175,8 @@ class Simulator(StepIndex):
         operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, walk)
         extra = sum(sources.operations[i].seconds for i in (*walk.running, *walk.repeats))
         extra += graph.replay_overhead_seconds * (len(walk.running) + len(walk.repeats))
-        traffic = outgoing.traffic(walk, links) if outgoing is not None else None
-        extra += traffic.seconds if traffic is not None else 0.0
+        transfers = outgoing.transfers(walk, links) if outgoing is not None else None
+        extra += transfers.seconds if transfers is not None else 0.0
         extra += graph.overhead_seconds if evicted else 0.0
         return Simulation(
             stored=frozenset(stored),
@@ -191,7 +191,7 @@ class Simulator(StepIndex):
             live_bytes=live,
             top_bytes=top,
             held_until={sid: last for sid, last in hold.items() if last > self.natural_end[sid]},
-            traffic=traffic,
+            transfers=transfers,
             spans=walk.places.spans(),
         )
 

@@ -25,7 +25,7 @@ from lowtide.plan.simulate.replay import Walk
 
 
 @dataclass(frozen=True)
-class Traffic:
+class Transfers:
     """What transfers do to a step.
 
     Attributes:
@@ -99,7 +99,7 @@ class Outgoing:
             found[event] = max(0, int(plain[event]) - encoded, most)
         return found
 
-    def traffic(self, replay: Walk, links: Links | None) -> Traffic:
+    def transfers(self, replay: Walk, links: Links | None) -> Transfers:
         """Walk the step once more with a clock: operations, copies out and copies in."""
         graph = self.sim.graph
         clock = plain = busy = 0.0
@@ -158,4 +158,4 @@ class Outgoing:
                     start(value, "in")
                     early.add(value)
         lifetimes = {v: (born, self.gone[v] + 1) for v, born in self.born.items()}
-        return Traffic(clock - plain + busy, busy, list(dict.fromkeys(replay.fetched)), lifetimes)
+        return Transfers(clock - plain + busy, busy, list(dict.fromkeys(replay.fetched)), lifetimes)

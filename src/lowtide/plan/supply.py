@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from lowtide.errors import expect
-from lowtide.plan.data import Compress, Link, Moving, Shard, decision_of, stages
+from lowtide.plan.data import Compress, Link, Moving, Shard, decision_of, form_and_tier
 from lowtide.progress import current
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def measure_links(
     with Stores() as own:
         known = stores or own
         for decision in map(decision_of, ways):
-            first, then = stages(decision)
+            first, then = form_and_tier(decision)
             if isinstance(first, Compress):
                 for name in codecs_behind(first.codec):
                     if name not in found:

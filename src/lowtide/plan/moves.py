@@ -1,4 +1,8 @@
-"""Values that move: which may, what they take, and which codec fits which."""
+"""Values that move: which may, in which ways, and what each way costs.
+
+In: a `Simulator`, the decisions that a user offers (`Offload`, `Compress`, `Shard`, `Chain`), and speeds.
+Out: `Move`s, one for each value and decision that fits it; and sets of stored and moved values made feasible.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,21 @@ from dataclasses import replace
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Compress, Links, Move, Moving, Shard, stages
-from lowtide.plan.moves.supply import Codec, codec_named, encoded_bytes
+from lowtide.plan.blocks import entering_blocks
+from lowtide.plan.data import Chain, Compress, Link, Links, Move, Moving, Offload, Shard, form_and_tier
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.supply import Codec, codec_named, codecs_behind, encoded_bytes, link_speeds
 
 _UNDER_WAY = ("c10d.", "c10d_functional.", "_dtensor.", "fsdp.", "symm_mem.")
 """Operations that may still be writing when they return, and that only the program can wait for."""
+
+
+Placements = dict[int, list[Move]]
+"""value -> the ways in which it may move"""
+
+_WORTH = 0.95
+"""A codec is offered where it leaves at most this share of a value's bytes."""
 
 
 def why_not(sim: Simulator, value: int) -> str:
@@ -67,7 +79,7 @@ def move_of(
     sim: Simulator, value: int, decision: Moving, links: Links | None = None, codecs: Sequence[Codec] = ()
 ) -> Move:
     """What moving a value takes."""
-    first, then = stages(decision)
+    first, then = form_and_tier(decision)
     size, dtype, speeds = sim.value_bytes[value], sim.dtypes.get(value, "uint8"), links or {}
     bits = re.search(r"\d+", dtype)
     item = max(1, int(bits.group()) // 8) if bits else 1
@@ -116,10 +128,10 @@ def closed_with(
 
 def as_simulated(graph: StepGraph, moves: Mapping[int, Move], simulation: Simulation) -> tuple[Move, ...]:
     """The plan's moves, in the order of the forward, with their order, lifetimes and forms."""
-    traffic = simulation.traffic
-    if traffic is None:
+    transfers = simulation.transfers
+    if transfers is None:
         return ()
-    order = {value: k for k, value in enumerate(traffic.order)}
+    order = {value: k for k, value in enumerate(transfers.order)}
     return tuple(
         replace(
             moves[value],
@@ -129,7 +141,7 @@ def as_simulated(graph: StepGraph, moves: Mapping[int, Move], simulation: Simula
             shape=graph.values[value].shape,
             dtype=graph.values[value].dtype,
         )
-        for value, (born, gone) in traffic.lifetimes.items()
+        for value, (born, gone) in transfers.lifetimes.items()
     )
 
 
@@ -177,3 +189,71 @@ def _only_relu_backward(sim: Simulator, value: int) -> bool:
         and readers[0].name == "aten.threshold_backward.default"
         and readers[0].reads[-1] == value
     )
+
+
+def default_placements(device: str) -> tuple[Moving, ...]:
+    """The next tier down, and the codecs that lose nothing."""
+    return Offload("disk" if device.partition(":")[0] == "cpu" else "host"), Compress("auto")
+
+
+def placements_of(
+    sim: Simulator,
+    decisions: Sequence[Moving],
+    links: Links,
+    min_bytes: int,
+    codecs: Sequence[Codec] = (),
+) -> Placements:
+    """For each value that may move, the ways that fit it.
+
+    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered
+    where they save something. Only what enters a block is offered to a `Shard`: what lies within one differs
+    between the ranks of a tensor-parallel group.
+    """
+    firsts = [form_and_tier(decision)[0] for decision in decisions]
+    entering = entering_blocks(sim) if any(isinstance(f, Shard) for f in firsts) else frozenset[int]()
+    found: Placements = {}
+    for value in movable(sim, min_bytes):
+        rows: dict[Moving, Move] = {}
+        for decision in decisions:
+            first, then = form_and_tier(decision)
+            if isinstance(first, Shard) and value not in entering:
+                continue
+            if first == Compress("auto"):
+                name = lossless_codec(sim, value)
+                if not name:
+                    continue
+                decision = Chain(Compress(name), then) if then is not None else Compress(name)
+            row = move_of(sim, value, decision, links, codecs)
+            if not isinstance(first, Compress) or row.encoded_bytes <= _WORTH * row.bytes:
+                rows.setdefault(decision, row)  # "auto" may come to mean a codec that is offered, too
+        if rows:
+            found[value] = list(rows.values())
+    return found
+
+
+def missing_links(
+    decisions: Sequence[Moving],
+    links: Links | None,
+    codecs: Sequence[Codec],
+    device: str,
+) -> dict[str, Link]:
+    """The links that were given, and those that were not: measured, once in a process.
+
+    Raises:
+        PlanError: a group's is missing, which one rank cannot measure.
+    """
+    given = dict(links or {})
+    found: dict[str, Link] = {}
+    for decision in decisions:
+        first, then = form_and_tier(decision)
+        if isinstance(first, Shard) and first.group not in given:
+            raise PlanError(
+                f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured "
+                f"before, by all: links=lowtide.measure_links(Shard({first.group!r}, {first.size}), "
+                "stores=...)"
+            )
+        if isinstance(first, Compress) and not set(codecs_behind(first.codec)) <= given.keys():
+            found |= link_speeds(first, tuple(codecs), device)
+        if then is not None and then.tier not in given:
+            found |= link_speeds(then, tuple(codecs), device)
+    return {**found, **given}
