@@ -347,6 +347,7 @@ class Gated(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.slow
 def test_197838_a_lower_setting_of_the_knob_is_a_higher_peak() -> None:
     model, x = Gated(), data(4, 128, 64)
     low, high = (peak(model, compiled_by_torch(model, "aot_eager", ratio), x) for ratio in (0.0, 0.1))
@@ -360,9 +361,6 @@ def test_197838_a_lower_budget_is_a_lower_peak() -> None:
     smallest = limited(Gated(layers=2), "min", "aot_eager")
     least = peak(smallest._orig_mod, smallest, x)
     assert least <= rival
-    peaks = [least]
-    for part in (1, 3):
-        model, budget = Gated(layers=2), least + (whole - least) * part // 4
-        peaks.append(peak(model, limited(model, budget, "aot_eager"), x))
-        assert 0.97 * budget <= peaks[-1] <= budget
-    assert peaks == sorted(peaks)
+    model, budget = Gated(layers=2), (least + whole) // 2
+    between = peak(model, limited(model, budget, "aot_eager"), x)
+    assert max(least, 0.97 * budget) <= between <= budget
