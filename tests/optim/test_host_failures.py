@@ -8,10 +8,8 @@ import copy
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -166,35 +164,35 @@ def test_an_interrupted_update_is_not_mistaken_for_a_whole_one() -> None:
     assert equal(whole_model, net)
 
 
-KILLED = """
-    import sys, torch
-    sys.path.insert(0, {folder!r})
-    from runs import ADAMW, batch, model
-    from benchmarks.throttled_link import ThrottledLink
-    from lowtide.optim import HostOptimizer
+class Telling(ThrottledLink):
+    """Says so, and waits for the end, in the midst of the update of a step."""
 
-    class Telling(ThrottledLink):
-        told = 0
-        def up(self, device, host):
-            Telling.told += 1
-            if step == 5 and Telling.told == 3:
-                print("in the update", flush=True)
-                sys.stdin.read()  # until the end
-            return super().up(device, host)
-        def begin_step(self):
-            Telling.told = 0
+    def __init__(self, said: int) -> None:
+        super().__init__()
+        self.said, self.transfers, self.last = said, 0, False
 
-    net = model()
-    optimizer = HostOptimizer(torch.optim.AdamW, net.parameters(), link=Telling(), chunk_bytes=4096,
-                              host="disk",
-                              host_folder={scratch!r}, stream_gradients=True, host_fraction=0.8, **ADAMW)
-    for step in range(8):
-        if step == 4:
-            torch.save([net.state_dict(), optimizer.state_dict()], {file!r})
-        optimizer.zero_grad()
-        net(batch(step * 10)).backward()
-        optimizer.step()
-"""
+    def up(self, device: Any, host: Any) -> Any:
+        self.transfers += 1
+        if self.last and self.transfers == 3:
+            os.write(self.said, b"in the update")
+            time.sleep(600)
+        return super().up(device, host)
+
+    def begin_step(self) -> None:
+        self.transfers = 0
+
+
+def train_until_killed(said: int, scratch: Path, file: Path) -> None:
+    net, link = model(), Telling(said)
+    optimizer = HostOptimizer(
+        torch.optim.AdamW, net.parameters(), link=link, chunk_bytes=4096, host="disk",
+        host_folder=str(scratch), stream_gradients=True, host_fraction=0.8, **ADAMW,
+    )  # fmt: skip
+    train(net, optimizer, range(4))
+    torch.save([net.state_dict(), optimizer.state_dict()], file)
+    train(net, optimizer, range(4, 5))
+    link.last = True
+    train(net, optimizer, range(5, 6))
 
 
 def test_kill_in_an_update_then_resume(tmp_path: Path) -> None:
@@ -203,22 +201,18 @@ def test_kill_in_an_update_then_resume(tmp_path: Path) -> None:
     """
     scratch, file = tmp_path / "scratch", tmp_path / "saved.pt"
     scratch.mkdir()
-    code = textwrap.dedent(
-        KILLED.format(folder=str(Path(__file__).parent), scratch=str(scratch), file=str(file))
-    )
-    source = str(Path(sys.modules["lowtide"].__file__ or "").parents[1])
-    environment = {**os.environ, "PYTHONPATH": source}
-    child = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env=environment,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "in the update\n"
-    child.send_signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    reader, said = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            train_until_killed(said, scratch, file)
+        finally:
+            os._exit(1)
+    assert os.read(reader, 13) == b"in the update"
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    os.close(reader)
+    os.close(said)
     assert not list(scratch.iterdir())  # files without a name go with the process
     saved = torch.load(file, weights_only=True)
     net = model()

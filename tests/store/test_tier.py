@@ -6,8 +6,6 @@ import errno
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -231,17 +229,24 @@ def test_closing_waits_for_what_is_under_way_and_ends_the_threads(
 
 
 def test_kill_leaves_no_file(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch\nfrom lowtide.store.disk import Disk\nd = Disk(sys.argv[1])\ns = d.take(1 << 20)\n"
-        "d.write(torch.ones(1 << 20, dtype=torch.uint8), s).wait()\nprint('ready', flush=True)\n"
-        "while True: d.write(torch.ones(1 << 20, dtype=torch.uint8), s)\n"
-    )
-    child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            tier, source = Disk(str(tmp_path)), torch.ones(1 << 20, dtype=torch.uint8)
+            slot = tier.take(1 << 20)
+            tier.write(source, slot).wait()
+            os.write(writer, b"x")
+            while True:
+                tier.write(source, slot)
+        finally:
+            os._exit(1)
+    os.read(reader, 1)
     time.sleep(0.05)
-    child.send_signal(signal.SIGKILL)
-    child.wait()
-    child.stdout.close()
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    os.close(reader)
+    os.close(writer)
     assert list(tmp_path.iterdir()) == []
 
 
