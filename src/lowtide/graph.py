@@ -20,9 +20,11 @@ from typing import Any, Literal, NamedTuple
 
 GRAPH_FORMAT = 7
 
-StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
-"""Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
-or an operation of the ``forward`` or ``backward`` phase allocated it."""
+StorageKind = Literal["parameter", "buffer", "input", "gradient", "gathered", "forward", "backward"]
+"""Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``,
+``gradient``), or an operation of the ``forward`` or ``backward`` phase allocated it. ``gathered`` ones hold
+sharded weights whole: they stand before the step, and the program fills and empties them, each time with the
+same bytes. A replay that reads one may run where it is filled."""
 
 EventKind = Literal["op", "free", "empty", "fill", "pack", "unpack", "done", "release"]
 """What an event says; ``Event.index`` is an operation's index for ``op``, a storage's id for ``free``,
@@ -189,6 +191,15 @@ class StepGraph:
             f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "
             f"may evict; {self.device})"
         )
+
+    @property
+    def begin_empty(self) -> frozenset[int]:
+        """Ids of the storages that stand before the step without bytes: what happens to them first is that
+        they are filled.
+        """
+        first = {index: kind for kind, index in reversed(self.events) if kind in ("empty", "fill")}
+        stands = {storage.id for storage in self.storages if storage.producer is None}
+        return frozenset(sid for sid, kind in first.items() if kind == "fill" and sid in stands)
 
     def fingerprint(self, sizes: bool = True) -> str:
         """A digest of everything but times and scratch: two traces of one step share it, in every process,

@@ -12,7 +12,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
-from lowtide.run.limit.arguments import check_arguments, no_replicas, refuse_replicas, refuse_sharded
+from lowtide.run.limit.arguments import check_arguments, no_replicas, refuse_first_fsdp, refuse_replicas
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
@@ -103,7 +103,7 @@ def limit_memory(
     before = handle_of(model)
     if before is not None:
         before.remove()
-    refuse_sharded(model)
+    refuse_first_fsdp(model)
     optimizer = None if optimizer is None else innermost(optimizer)
     asked = {
         "budget": budget,
@@ -115,6 +115,8 @@ def limit_memory(
     holds_reserved(reserved, model, budget)  # which checks it
     limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **asked)
     model.__dict__["forward"] = limiter
+    if private.may_shard():  # before or after this
+        private.called_by(model, limiter.enter)
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
     if says_it_checkpoints(model):  # others show it in their first step

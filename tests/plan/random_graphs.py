@@ -7,7 +7,7 @@ from random import Random
 
 from synthetic import Tape
 
-from lowtide.graph import Event, StepGraph
+from lowtide.graph import Event, StepGraph, Storage, Value
 
 
 def random_graph(seed: int, operations: int = 7) -> StepGraph:
@@ -73,6 +73,32 @@ def with_unasked(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
             at = random.randint(events.index(Event("pack", saved.id)) + 1, len(events))
             events.insert(at, Event("release", saved.id))
     return replace(graph, events=tuple(events))
+
+
+def with_gathered(graph: StepGraph, seed: int, count: int = 2) -> StepGraph:
+    """The same step where some operations read sharded weights that the program fills and empties."""
+    random = Random(seed)
+    storages, values, events = list(graph.storages), list(graph.values), list(graph.events)
+    operations, resident = list(graph.operations), graph.resident_bytes
+    for _ in range(count if graph.operations else 0):
+        sid, value = len(storages), len(values)
+        storages.append(Storage(sid, random.choice([4, 16]), "gathered"))
+        values.append(Value(value, sid, 0, None))
+        for at in random.sample(range(len(operations)), (len(operations) + 2) // 3):
+            operations[at] = replace(operations[at], reads=(*operations[at].reads, value))
+        filled = random.random() < 0.5
+        resident += filled * storages[sid].bytes
+        for at in sorted(random.sample(range(len(events)), min(len(events), random.randint(1, 4)))):
+            filled = not filled
+            events.insert(at, Event("fill" if filled else "empty", sid))
+    return replace(
+        graph,
+        operations=tuple(operations),
+        storages=tuple(storages),
+        values=tuple(values),
+        events=tuple(events),
+        resident_bytes=resident,
+    )
 
 
 def with_resized(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:

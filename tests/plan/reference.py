@@ -38,6 +38,27 @@ def needed_operations(graph: StepGraph, given: list[int], stored: set[int]) -> s
     return needed
 
 
+def refuse_absent(graph: StepGraph, given: list[int], stored: set[int]) -> None:
+    """Rule 6 of gathered storages: what is unpacked rests on nothing that is empty then."""
+    gathered = {s.id for s in graph.storages if s.kind == "gathered"}
+    filled = set(gathered) - set(graph.begin_empty)
+    unpacked: set[int] = set()
+    for kind, index in graph.events:
+        if kind == "fill":
+            filled.add(index)
+        elif kind == "empty":
+            filled.discard(index)
+        elif kind == "unpack" and graph.saved[index].droppable and graph.saved[index].value in given:
+            value = graph.saved[index].value
+            if value in unpacked:
+                continue
+            unpacked.add(value)
+            for i in needed_operations(graph, [value], stored):
+                read = {graph.values[u].storage for u in graph.operations[i].reads}
+                if read & gathered - filled:
+                    raise Infeasible
+
+
 def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]:
     """Peak bytes, extra seconds and the operations that run again, of the step that stores ``kept``."""
     stored = set(kept) | {v.id for v in graph.values if v.producer is None and v.storable}
@@ -45,6 +66,7 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     given_tensors = [s for s in droppable if s.value not in stored]
     given = sorted({s.value for s in given_tensors})
     every = needed_operations(graph, given, stored)
+    refuse_absent(graph, given, stored)
     unpacked = {index for kind, index in graph.events if kind == "unpack"}
     again = needed_operations(
         graph,
@@ -85,9 +107,9 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     assert every >= again
 
     live = {s.id for s in graph.storages if s.producer is None}
-    base = graph.resident_bytes - sum(graph.storages[s].bytes for s in live)
+    emptied: set[int] = set(graph.begin_empty)
+    base = graph.resident_bytes - sum(graph.storages[s].bytes for s in live - emptied)
     freed: set[int] = set()
-    emptied: set[int] = set()
     copies: dict[int, int] = {}  # value -> bytes
     readers: dict[int, set[tuple[str, int]]] = {}
     for i in every:

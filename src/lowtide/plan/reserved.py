@@ -38,7 +38,7 @@ def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[B
     for moment in seen:
         moments[moment.event].append(moment)
     until = dict(enumerate(simulator.natural_end)) | simulation.held_until
-    emptied = set[int]()
+    emptied = set(graph.begin_empty)
     for storage in graph.storages:
         if storage.producer is not None or storage.kind == "input":
             ends[until[storage.id]].append(storage.id)

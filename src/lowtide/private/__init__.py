@@ -56,6 +56,7 @@ from lowtide.private.distributed import (
     local_tensor,
     process_group_named,
     wait_for_collective,
+    wait_for_work,
 )
 from lowtide.private.dynamo import (
     Compiling,
@@ -82,6 +83,19 @@ from lowtide.private.fake import (
     is_fake,
     is_fake_mode_active,
     without_fake_mode,
+)
+from lowtide.private.fsdp import (
+    called_by,
+    gathered,
+    is_first_fsdp,
+    is_root,
+    is_unit,
+    may_shard,
+    own_call,
+    process_groups,
+    settings,
+    units,
+    unsharded_gradients,
 )
 from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks, replicate_by
 from lowtide.private.measuring import (

@@ -26,6 +26,14 @@ def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if is_fake(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
 
 
+def wait_for_work(result: Any) -> Any:
+    """What an operation of ``c10d`` returned, once it is done: tensors, and the work that is under way."""
+    for item in result if isinstance(result, (tuple, list)) else (result,):
+        if isinstance(item, torch.ScriptObject):
+            item.wait()  # pyright: ignore
+    return result
+
+
 def process_group_named(name: str) -> Any:
     """The process group of that name.
 

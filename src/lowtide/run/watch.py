@@ -127,7 +127,8 @@ class StepWatch:
         self.makes_graph |= torch.is_grad_enabled()  # autograd's engine sets it so
         if len(self._marks) == 2:
             self._marks.append(_now(self.device))
-        private.at_backward_end(self._backward_ends)
+        # once more: others (FSDP) have queued theirs by then, and tidy up before this one
+        private.at_backward_end(lambda: private.at_backward_end(self._backward_ends))
 
     def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Call ``unpack`` for backward, and time it."""

@@ -22,6 +22,7 @@ from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import Call, enter
+from lowtide.trace.gathered import with_gathered
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.source import calling_line
 from lowtide.trace.transforms import in_place
@@ -45,11 +46,13 @@ class TracedStorage(weakref.ref[torch.UntypedStorage]):
         value: the id of its newest value.
         phase: in which phase an operation of the step made it, or empty: it stood before.
         resized: the program resizes it.
+        gathered: sharded weights are gathered into it.
         live: its value on the profiler's tape, as long as that can be recomputed.
         held: the value that the profiler holds in its place.
     """
 
-    __slots__ = ("held", "key", "live", "number", "phase", "resized", "value")
+    __slots__ = ("gathered", "held", "key", "live", "number", "phase", "resized", "value")
+    gathered: bool
     key: int
     number: int
     value: int
@@ -100,6 +103,7 @@ class Tracer:
         gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
         opaque: how many calls are under way whose operations nobody sees.
         meetings: operations in which autograd's engine added gradients of two nodes.
+        left_bytes: of buffers that the newest operation, a collective, holds until it is waited for.
     """
 
     def __init__(
@@ -125,6 +129,8 @@ class Tracer:
         self.gradients: Gradients | None = None
         self.opaque = 0
         self.meetings: set[int] = set()
+        self.left_bytes = 0
+        self._gathered: set[int] = set()
         self._on_end = on_end
         self._resized: set[int] = set()
         self._modules: list[str] = []
@@ -230,9 +236,15 @@ class Tracer:
         found = self._known.get(key)
         if found is not None:
             return found
-        hidden = producer is None and self.opaque > 0 and key not in self._names
+        hidden, storage = (
+            producer is None and self.opaque > 0 and key not in self._names,
+            tensor.untyped_storage(),
+        )
         if hidden:  # an operation that nobody saw has written it
             producer = len(self.operations)
+        elif producer is None and 0 < storage.nbytes() <= self.left_bytes and key not in self._names:
+            self.left_bytes -= storage.nbytes()  # it shows up where the collective is waited for
+            producer = len(self.operations) - 1
         if producer is not None:
             phase: Any = "backward" if private.in_backward() else "forward"
             kind, name = phase, ""
@@ -241,13 +253,13 @@ class Tracer:
             kind, name = self._names.get(key, ("input", ""))
             if self.gradients is not None:
                 self.gradients.note(tensor)
-        number, storage = len(self.storages), tensor.untyped_storage()
+        number = len(self.storages)
         if not (here := tensor.device.type == self.device.type):
             self._elsewhere.add(number)
         self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
         found = self._known[key] = TracedStorage(storage, self._ended)
         found.key, found.number, found.phase, found.resized = key, number, phase, False
-        found.live = found.held = None
+        found.live, found.held, found.gathered = None, None, False
         found.value = len(self.values)
         self.values.append(_Value(number, 0, producer, tensor.shape, tensor.dtype))
         if hidden:
@@ -278,6 +290,9 @@ class Tracer:
         No replay touches such a storage, and what is saved in it is kept as the program holds it.
         """
         found = self._known.get(private.storage_address(storage))
+        if found is not None and found.gathered:
+            self.event("fill" if nbytes else "empty", found.number)
+            return None
         if self.closed or found is None or not found.phase:
             return None
         number, found.resized = found.number, True
@@ -288,6 +303,19 @@ class Tracer:
         if bool(nbytes) is not bool(storage.nbytes()):
             self.event("fill" if nbytes else "empty", number)
         return number
+
+    def gathers(self, tensor: torch.Tensor, name: str) -> TracedStorage:
+        """A sharded weight is gathered into the tensor's storage, which is filled and emptied again; it
+        counts as one that stood before the step.
+        """
+        found = self.registered(tensor)
+        if not found.gathered:
+            found.gathered, found.phase, number = True, "", found.number
+            self._gathered.add(number)
+            nbytes = self.storages[number].bytes or tensor.numel() * tensor.element_size()
+            here = number not in self._elsewhere
+            self.storages[number] = replace(self.storages[number], bytes=nbytes * here, name=name)
+        return found
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -483,7 +511,8 @@ class Tracer:
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
         )
-        return in_place(graph, self.meetings) if self.meetings else graph
+        graph = in_place(graph, self.meetings) if self.meetings else graph
+        return with_gathered(graph, self._gathered) if self._gathered else graph
 
 
 def _name_of(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import random_graph, with_resized, with_unasked
+from random_graphs import random_graph, with_gathered, with_resized, with_unasked
 from reference import Infeasible, walk
 from synthetic import Tape, residual_network, transformer
 
@@ -245,11 +245,13 @@ def test_models_agree_with_the_reference(make):
     st.integers(0, 10**9),
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0, 0, 1, 3]),
 )
 def test_random_graphs_agree_with_the_reference(
-    seed: int, operations: int, choice: int, unasked: float, resized: float
+    seed: int, operations: int, choice: int, unasked: float, resized: float, gathered: int
 ):
     graph = with_resized(with_unasked(random_graph(seed, operations), choice, unasked), choice, resized)
+    graph = with_gathered(graph, choice, gathered)
     random = Random(choice)
     wanted = [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < 0.4]
     try:

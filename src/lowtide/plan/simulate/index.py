@@ -3,15 +3,18 @@ when everything is evicted. A planner asks for them thousands of times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Move, module_in_words
+from lowtide.plan.simulate.crossing import crossing
 
 Bytes = NDArray[np.int64]
 
@@ -192,7 +195,7 @@ class StepIndex:
         """saved tensor -> the forward operation after which it is packed"""
         self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
         self.resizes: dict[int, list[tuple[int, bool]]] = {}
-        """storage -> the events at which the program empties or fills it"""
+        """storage -> the events at which the program empties or fills it, in order"""
         pack, release, forward = [0] * len(graph.saved), [end] * len(graph.saved), -1
         for at, (kind, index) in enumerate(graph.events):
             if kind == "op":
@@ -213,6 +216,8 @@ class StepIndex:
                 k = next((k for k, (_, until) in enumerate(spans) if until == end), None)
                 if k is not None:
                     spans[k] = (spans[k][0], at)
+        self.begin_empty = graph.begin_empty
+        """storages that stand before the step without bytes"""
         last = max((pack[s.id] for s in graph.saved if s.droppable), default=-1)
         self.first_unpack = min(
             (u[0][0] for t, u in enumerate(self.unpacks) if u and pack[t] <= last), default=end
@@ -278,7 +283,7 @@ class StepIndex:
         changes = [(self.op_event[s.producer or 0], s.bytes) for s in made]
         changes += [(self.natural_end[s.id], -s.bytes) for s in gone]
         for sid, resizes in self.resizes.items():
-            there, size, until = True, graph.storages[sid].bytes, self.natural_end[sid]
+            there, size, until = sid not in self.begin_empty, graph.storages[sid].bytes, self.natural_end[sid]
             for at, filled in resizes:
                 if at < until and filled is not there:
                     changes.append((at, size if filled else -size))
@@ -344,8 +349,60 @@ class StepIndex:
 
     @cached_property
     def must(self) -> bytearray:
-        """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
-        return bytearray(v.producer is None or not self.feasible[v.producer] for v in self.graph.values)
+        """Per value: whether it stays wherever it is needed, for nothing may bring it back, or what brings it
+        back would read a gathered storage while that is empty.
+        """
+        found = bytearray(v.producer is None or not self.feasible[v.producer] for v in self.graph.values)
+        if self.has_gathered:
+            sizes, storable = self.value_bytes, self.storable
+            # and what nobody asks for, but for what cannot be begun from
+            asked = [
+                *self.asked(self.droppable),
+                *((v, -1) for v in self.droppable if v not in self.last_unpack),
+            ]
+            crossing(asked, self.present, found, self.producer, self.reads, storable, sizes)
+        return found
+
+    @cached_property
+    def has_gathered(self) -> bool:
+        """Whether replays may read what is not always there."""
+        return any(storage.kind == "gathered" for storage in self.graph.storages)
+
+    @cached_property
+    def windows(self) -> list[int]:
+        """Event -> the latest one up to it that filled or emptied a gathered storage, or the first of all."""
+        kinds, found, latest = [s.kind for s in self.graph.storages], list[int](), 0
+        for at, (kind, index) in enumerate(self.graph.events):
+            latest = at if kind in ("empty", "fill") and kinds[index] == "gathered" else latest
+            found.append(latest)
+        return found
+
+    def present(self, operation: int, event: int) -> bool:
+        """Whether every gathered storage that an operation reads is filled at an event, so that it may run
+        again there; a negative one stands for never.
+        """
+        return event < 0 or all(self._is_filled(sid, event) for sid in self.gathered_reads[operation])
+
+    @cached_property
+    def gathered_reads(self) -> list[tuple[int, ...]]:
+        """operation -> the gathered storages that it reads"""
+        kinds, storage_of = [s.kind for s in self.graph.storages], self.storage_of
+        return [
+            tuple({storage_of[u] for u in op.reads if kinds[storage_of[u]] == "gathered"})
+            for op in self.graph.operations
+        ]
+
+    def _is_filled(self, sid: int, event: int) -> bool:
+        resizes = self.resizes.get(sid, [])
+        place = bisect_right(resizes, event, key=itemgetter(0))
+        return resizes[place - 1][1] if place else sid not in self.begin_empty
+
+    def asked(self, evicted: Iterable[int]) -> Iterator[tuple[int, int]]:
+        """(value, event) for each time that replays bring one of these back."""
+        for v in evicted:
+            unpacked = [at for at, what, _ in self.happenings[v] if what == "unpack"]
+            yield from ((v, at) for at in sorted(unpacked)[:1])
+            yield from ((v, at) for at, what, _ in self.happenings[v] if what == "again")
 
     @cached_property
     def must_storable(self) -> bytes:

@@ -16,7 +16,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Plan
+from lowtide.plan.data import Links, Plan, module_in_words
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
 from lowtide.plan.simulate.replay import Held, Walk
 from lowtide.plan.simulate.transfers import Outgoing, Transfers
@@ -128,6 +128,25 @@ class Simulator(StepIndex):
             _refuse(self, sources, evicted, flags)
         return sources.ordered(needed)
 
+    def _refuse_absent(self, evicted: list[int], flags: bytearray, sources: Sources) -> None:
+        """Check that no replay reads a gathered storage where that is empty.
+
+        Raises:
+            PlanError: one does.
+        """
+        together: dict[int, list[int]] = {}
+        for value, event in self.asked(evicted):
+            together.setdefault(self.windows[event], []).append(value)
+        for window, values in together.items():
+            for index in replay_set(values, sources.producer, sources.reads, flags):
+                if index < len(self.graph.operations) and not self.present(index, window):
+                    op = self.graph.operations[index]
+                    raise PlanError(
+                        f"{op.name} (operation {index}, {module_in_words(op.module)}) cannot run again where "
+                        "backward asks for what rests on it: its sharded weights are not gathered there. "
+                        "Store what lies between"
+                    )
+
     def simulate(
         self,
         stored: Collection[int],
@@ -151,6 +170,8 @@ class Simulator(StepIndex):
         flags = self.flags(stored)
         evicted = [v for v in self.droppable if not flags[v]]
         every = self.closure(evicted, flags, sources)
+        if self.has_gathered:
+            self._refuse_absent(evicted, flags, sources)
         kept, until = self._held_for_replays(every, evicted, flags, sources)
         walk = self._walk(every, evicted, flags, until, sources, seen)
         hold: dict[int, int] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 import torch
@@ -66,25 +65,22 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
 
 def sharded_units(model: torch.nn.Module) -> list[str]:
     """Names of the modules that FSDP shards, the model itself (an empty name) among them."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return []
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+    named = model.named_modules()
+    return [name for name, module in named if private.is_unit(module) or private.is_first_fsdp(module)]
 
 
-def refuse_sharded(model: torch.nn.Module) -> None:
-    """Refuse a model with sharded units inside: a replay from outside would find their weights freed.
+def refuse_first_fsdp(model: torch.nn.Module) -> None:
+    """Refuse a model that the first FSDP shards: it swaps the storages of the weights, so a replay would find
+    others.
 
     Raises:
-        PlanError: the model holds units that FSDP shards on their own.
+        PlanError: the model is one, or holds one.
     """
-    units = [name for name in sharded_units(model) if name]
-    if units:
+    if any(map(private.is_first_fsdp, model.modules())):
         raise PlanError(
-            "this model holds modules that FSDP shards on their own "
-            f"({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the limit on these one by one, "
-            "for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
+            "FullyShardedDataParallel, the first FSDP, swaps the weights' storages in every step, so nothing "
+            "can be recomputed from them: shard with torch.distributed.fsdp.fully_shard (FSDP2), which "
+            "lowtide.limit_memory takes"
         )
 
 

@@ -12,7 +12,7 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit import machine
-from lowtide.run.limit.arguments import refuse_replicas, refuse_sharded
+from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_replicas
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.machine import Action
@@ -57,7 +57,7 @@ class Cache:
             serving = [entry for entry in self.known.values() if entry.serves(key)]
             if (own := self.known.get(key)) is not None or serving:
                 return own or min(serving, key=lambda entry: entry.key.elements())
-            refuse_sharded(self.maker.model)
+            refuse_first_fsdp(self.maker.model)
             refuse_replicas(self.maker.model)
             sibling = self._sibling(key)
             entry = self.known[key] = Entry(key)

@@ -335,6 +335,7 @@ class Handle(LimitHandle):
         limiter.removed = True
         limiter.cache.stop()
         private.replicate_by(self.model, None)
+        private.called_by(self.model, None)
         if self.model.__dict__.get("forward") is limiter:
             if limiter.original is None:
                 del self.model.__dict__["forward"]

@@ -26,6 +26,7 @@ class StepKey(NamedTuple):
     trainable: int
     parameters: int
     gradients: int
+    sharding: int = 0
 
     def fits_in(self, other: StepKey) -> bool:
         """Whether this is the key of the same step as ``other``, only smaller in some dimensions."""
@@ -73,6 +74,7 @@ class Members:
     Attributes:
         modules, parameters, buffers: all of them, modules once.
         lazy: whether some parameters or buffers are not initialized yet.
+        sharded: whether FSDP shards some of them.
         compiled: the modules whose calls `torch.compile` may have made.
         training: a byte for each module.
     """
@@ -102,6 +104,7 @@ class Members:
         self.buffers = [one for one in buffers if one is not None]
         of_each_type = {type(one): one for one in (*self.parameters, *self.buffers)}
         self.lazy = any(map(torch.nn.parameter.is_lazy, of_each_type.values()))
+        self.sharded = any(map(private.is_unit, modules))
         self.compiled = [module for module in modules if private.is_compiled(module)]
         self.training = bytes([bool(module.training) for module in modules])
 
@@ -138,4 +141,5 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         # a model may be cast, or its embeddings resized, between two steps
         parameters=hash(types),
         gradients=hash(gradients) if any(gradients) else 0,
+        sharding=hash(private.settings(members.modules[0])) if members.sharded else 0,
     )

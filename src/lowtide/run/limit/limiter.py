@@ -35,6 +35,7 @@ from lowtide.run.limit.step import PlannedStep, ProfiledStep
 from lowtide.run.limit.unlimited import (
     IN_BACKWARD,
     SHARED,
+    UNCALLED,
     UNREACHED,
     Engagement,
     governed,
@@ -177,7 +178,19 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
+    @property
+    def step(self) -> Callable[..., Any]:
+        """The model's own forward; of FSDP's root the whole call, whose hooks gather the weights."""
+        return partial(private.own_call, self.model) if private.is_root(self.model) else self.forward
+
     # ---- a call ----------------------------------------------------------------------------------
+
+    @private.skipped_by_dynamo
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's own call, hooks and all: those of FSDP's root belong to the step."""
+        if self.local.inside or self.removed or self.paused or not private.is_root(self.model):
+            return private.own_call(self.model, *args, **kwargs)
+        return self._call(args, kwargs)
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -185,6 +198,13 @@ class Limiter:
             args = args[1:]
         if self.local.inside or self.removed or self.paused:
             return self.forward(*args, **kwargs)
+        if private.is_root(self.model):
+            self.warn_once(UNCALLED)
+            return self.forward(*args, **kwargs)
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call of the model from outside of it."""
         with private.out_of_dynamo() as compiling:
             if compiling is not None and self._may_compile():
                 try:
@@ -257,7 +277,7 @@ class Limiter:
         """
         again = private.in_backward() and not keeps_nothing() and not governed() and not self.visible
         with self._inside(), unseen_by_checkpoint() if again else nullcontext():
-            return self.forward(*args, **kwargs)
+            return self.step(*args, **kwargs)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -295,7 +315,7 @@ class Limiter:
         step = self.local.step
         assert isinstance(step, ProfiledStep)
         with unseen_by_checkpoint(), self._inside():
-            result = self.forward(*args, **kwargs)
+            result = self.step(*args, **kwargs)
         step.profiler.beside(result, partial(self.warn_once, ABANDONED))
         return result
 
@@ -324,7 +344,7 @@ class Limiter:
         self.local.step = ProfiledStep(profiler, entry)
         try:
             with self._inside():
-                result = profiler.run(self.forward, args, kwargs)
+                result = profiler.run(self.step, args, kwargs)
         except BaseException:
             self.local.step = None
             raise
@@ -360,7 +380,7 @@ class Limiter:
                 profiler, graph = profile_aside(
                     [self.model],
                     members.device,
-                    self.forward,
+                    self.step,
                     args,
                     kwargs,
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
@@ -409,7 +429,7 @@ class Limiter:
         if planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)
         self.local.step = step
-        forward = partial(self.forward, *args, **kwargs)
+        forward = partial(self.step, *args, **kwargs)
         with self._inside():
             result = step.run(forward, members, self.stores, self.verify, begin)
         self._warn_unreached(step)

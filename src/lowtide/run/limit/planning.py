@@ -34,6 +34,7 @@ from lowtide.run.limit.need import (
     depends_on,
     missing_gradient_bytes,
     optimizer_need,
+    own_share,
 )
 from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_over
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
@@ -335,7 +336,7 @@ class PlanMaker:
             return {}
         need, own = self.need_of(self.optimizer), resident_bytes(self.model)
         own += missing_gradient_bytes(self.optimizer)
-        parameters = sum(parameter.nbytes for parameter in self.model.parameters())
+        parameters = sum(own_share(parameter).nbytes for parameter in self.model.parameters())
         return {
             budgets.PARAMETERS: parameters,
             budgets.GRADIENTS: own - parameters,

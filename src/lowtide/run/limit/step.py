@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from lowtide import budget as budgets
+from lowtide import private
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.key import Members, StepKey
@@ -161,6 +162,7 @@ class PlannedStep(StepWatch):
             check=verify == "always",
             around_unpack=self.unpacks if timed or self._several else None,
             mover=mover,
+            gathered={private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])},
             program=compiled_program,
         )
         if recorder.core is not None:

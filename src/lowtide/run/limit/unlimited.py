@@ -27,6 +27,11 @@ UNREACHED = (
     "backward itself, or the loss is made of what it left elsewhere): what its steps take is not held "
     "against the budget. Return what the loss is made of"
 )
+UNCALLED = (
+    "the forward of this limited model was called past its hooks, with which FSDP gathers its weights: such "
+    "steps run as they are, without a limit. Call the model itself, and limit_memory after "
+    "torch.distributed.init_process_group"
+)
 IN_BACKWARD = (
     "the forward of this limited model runs within a backward (torch.utils.checkpoint around it, an "
     "invertible block, an adjoint method): such a forward runs as it is, without a limit. Take the "

@@ -25,21 +25,25 @@ RUNS = 5
 _TIDY_SECONDS = 0.1
 """At most so long a profile waits for the threads of one collective to let go of its buffers."""
 
+_POLLS, _SAME_POLLS = 100, 4
+"""It asks so often, and after so many equal answers no more."""
+
 
 class Cost:
     """What was measured of calls that cost the same.
 
     Attributes:
         is_collective: they return what a collective made.
+        in_place: that is a tensor that the collective was given.
         warm, cold: read the seconds of runs; cold ones are the first of operations that run twice.
         scratch_bytes: the most of any run.
         reproduced: how many second runs gave the same bytes as the first.
     """
 
-    __slots__ = ("cold", "is_collective", "reproduced", "scratch_bytes", "warm")
+    __slots__ = ("cold", "in_place", "is_collective", "reproduced", "scratch_bytes", "warm")
 
-    def __init__(self, is_collective: bool = False) -> None:
-        self.is_collective, self.scratch_bytes, self.reproduced = is_collective, 0, 0
+    def __init__(self, is_collective: bool = False, in_place: bool = False) -> None:
+        self.is_collective, self.in_place, self.scratch_bytes, self.reproduced = is_collective, in_place, 0, 0
         self.warm: list[Callable[[], float]] = []
         self.cold: list[Callable[[], float]] = []
 
@@ -60,10 +64,14 @@ class Costs:
 
     Args:
         device: whose memory and time are measured.
+
+    Attributes:
+        left_bytes: what the latest collective in place holds until it is waited for once more.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.left_bytes = 0
         self.clock = Clock(device)
         # bytes come and go in the memory of the step's device: its own meter reads them
         self._meters = measurable(device)
@@ -78,7 +86,8 @@ class Costs:
         found = self._known.get(key)
         if found is None:
             is_collective = _is_functional_collective(call.func) and not call.info.written
-            found = self._known[key] = Cost(is_collective)
+            in_place = _is_in_place(call.func)
+            found = self._known[key] = Cost(is_collective or in_place, in_place)
         return found
 
     def measured(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
@@ -92,7 +101,9 @@ class Costs:
             with peak(self.device) as seen:
                 result, seconds = self.clock.time(call)
                 left = max(0, seen.live_bytes)
-                if self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
+                if self.device.type == "cpu" and cost.in_place:
+                    left = self.left_bytes = _settled(seen)
+                elif self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
                     left = sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
             cost.scratch_bytes = max(cost.scratch_bytes, seen.peak_bytes - left)
@@ -100,13 +111,15 @@ class Costs:
         return result
 
     def run(self, cost: Cost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool) -> Any:
-        """What an operation returns, measured; a functional collective is waited for, and moves copies.
+        """What an operation returns, measured; a collective is waited for, and a functional one moves copies.
 
         The threads that carry out a collective hold its buffers until they have tidied up, so only copies let
         the step's own tensors end where the program lets go of them.
         """
         if _is_functional_collective(func) and not op_info(func).waits:
             return self._moved_in_copies(cost, func, args, kwargs, warm)
+        if cost.in_place:
+            return self.measured(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
         if len(cost.warm if warm else cost.cold) >= RUNS:
             return proceed(func, args, kwargs)
         return self.measured(cost, lambda: proceed(func, args, kwargs), warm)
@@ -140,6 +153,11 @@ def _is_functional_collective(func: Any) -> bool:
     return getattr(func, "namespace", "") == "_c10d_functional"
 
 
+def _is_in_place(func: Any) -> bool:
+    """Whether this is a collective that writes into what it is given, and returns the work under way."""
+    return getattr(func, "namespace", "") == "c10d"
+
+
 def _waited_for(result: Any) -> Any:
     return private.tree_map_only(torch.Tensor, private.wait_for_collective, result)
 
@@ -151,6 +169,18 @@ def _await_threads(seen: Peak, left: int) -> None:
     deadline = time.perf_counter() + _TIDY_SECONDS
     while seen.live_bytes > left and time.perf_counter() < deadline:
         time.sleep(0)
+
+
+def _settled(seen: Peak) -> int:
+    """Bytes that are left once the threads that carried out a collective have let go of their buffers."""
+    left, same = max(0, seen.live_bytes), 0
+    for _ in range(_POLLS):
+        time.sleep(_TIDY_SECONDS / _POLLS)
+        before, left = left, max(0, seen.live_bytes)
+        same = same + 1 if left == before else 0
+        if same == _SAME_POLLS:
+            break
+    return left
 
 
 def _form(item: Any) -> Any:

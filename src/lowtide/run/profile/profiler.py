@@ -118,7 +118,12 @@ class Profiler(Interceptor):
                 model = tracer.model
                 if model is not None:
                     begins = lambda *_: tape.boundary()  # noqa: E731
-                    for block in _blocks(model):
+                    units = private.units(model)
+                    if units:
+                        self._gathered()
+                    for unit in units:  # behind its own hook, which has just filled it
+                        stack.callback(unit.register_forward_pre_hook(self._gathered).remove)
+                    for block in dict.fromkeys((*units, *_blocks(model))):
                         stack.callback(block.register_forward_pre_hook(begins).remove)
                         stack.callback(block.register_forward_hook(begins).remove)
                     stack.enter_context(left_alone(model.modules(), self.opaque_call))
@@ -146,6 +151,12 @@ class Profiler(Interceptor):
                 ) from error
             raise
         return result
+
+    def _gathered(self, *_: object) -> None:
+        """Note where the model's weights are gathered by now."""
+        model = self.tracer.model
+        for name, tensor in private.gathered(model) if model is not None else ():
+            self.tape.gathered(self.tracer.gathers(tensor, name))
 
     @property
     def governs(self) -> bool:
@@ -198,6 +209,7 @@ class Profiler(Interceptor):
                 else:
                     node = None
         index = tracer.wrote(call, reads, made, cost, reason, returned or bool(made), evicted)
+        tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
         if node is not None:
             self.tape.link(node, call, fresh)
         if backward:

@@ -89,6 +89,8 @@ class Tape:
         info = call.info
         if (info.reason and not info.collective) or info.uninitialized or call.writes_others:
             return None
+        if any(map(self._gathers, call.written)):
+            return None
         if call.others and not all(map(self.stood_before, call.others)):
             return None
         if self._blank and any(
@@ -137,7 +139,7 @@ class Tape:
         """
         for tensor in call.overwritten:
             storage = self._tracer.storage_of(tensor)
-            if storage is None or storage.phase:
+            if storage is None or storage.phase or storage.gathered:
                 continue
             value = _held(storage)
             if value is not None and value.held is not None and value.readers > 0:
@@ -150,7 +152,7 @@ class Tape:
             if self._blank and (not call.info.fills or covers_storage(tensor)):
                 self._blank.pop(private.storage_key(tensor), None)
             storage = self._tracer.storage_of(tensor)
-            if storage is not None:
+            if storage is not None and not storage.gathered:
                 self._region.forget(storage)
                 storage.held = None
 
@@ -216,6 +218,16 @@ class Tape:
         """The step made a sparse tensor of these parts."""
         for part in parts:
             enter(self._sparse, part.untyped_storage(), None)
+
+    def gathered(self, storage: TracedStorage) -> None:
+        """A sharded weight was gathered into a storage: no replay brings it back."""
+        self._region.forget(storage)
+        self._blank.pop(storage.key, None)
+
+    def _gathers(self, tensor: torch.Tensor) -> bool:
+        """Whether who writes to the tensor gathers a sharded weight, the same bytes each time."""
+        storage = self._tracer.storage_of(tensor)
+        return storage is not None and storage.gathered
 
     def _made(self, tensor: torch.Tensor) -> bool:
         storage = self._tracer.storage_of(tensor)
@@ -290,7 +302,8 @@ class Tape:
         From here on others see operations: what replays start from is copy_of before it is overwritten, and
         what was evicted of storages that live on is read from them once they were.
         """
-        self._starts.add({s.key: s.held for s in self._tracer.living() if s.held is not None})
+        living = [s for s in self._tracer.living() if s.held is not None and not s.gathered]
+        self._starts.add({s.key: s.held for s in living if s.held is not None})
         alive: dict[int, weakref.ref[LiveValue]] = {}
         for storage in self._region.storages:
             value = storage.live

@@ -8,7 +8,7 @@ a scope's rule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -45,6 +45,7 @@ class Recorder(Interceptor):
         check: compare every replayed tensor with the digest of the original, as ``verify`` does, too.
         around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
+        gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             Verifying and checking are done in Python.
 
@@ -60,6 +61,7 @@ class Recorder(Interceptor):
         check: bool = False,
         around_unpack: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
+        gathered: Collection[int] = (),
         program: Any = None,
     ) -> None:
         private.keep_dynamo_out()
@@ -70,6 +72,7 @@ class Recorder(Interceptor):
         self.check = check or verify
         self.around_unpack = around_unpack
         self.mover = mover
+        self.gathered = gathered
         self.findings = Findings()
         self.tables = Tables()
         self._starts = writes.Watch()
@@ -118,7 +121,8 @@ class Recorder(Interceptor):
         A held value that replays start from is copied before its storage is overwritten. An evicted value
         whose storage lives on is read from that storage once it was overwritten.
         """
-        self._starts.add(self.tables.held)
+        held = self.tables.held
+        self._starts.add({k: v for k, v in held.items() if k not in self.gathered} if self.gathered else held)
         alive: dict[int, weakref.ref[LiveValue]] = {}
         for key, (value, storage) in self.tables.given.items():
             if value.evicted and value.readers:
@@ -159,7 +163,8 @@ class Recorder(Interceptor):
             return self._call(func, args, kwargs)
         self._wanted = self.director.evicts(func, args, kwargs)
         call = self._call_of(func, args, kwargs)
-        node, overwritten = self._prepare(call), call.overwritten
+        node = self._prepare(call)
+        overwritten = [tensor for tensor in call.overwritten if not self.refills(tensor)]
         before = [(t, copy_of(t)) for t in overwritten] if self.verify and node is not None else []
         self._copy_on_write(overwritten)
         if node is not None and call.draws():
@@ -190,6 +195,10 @@ class Recorder(Interceptor):
         self._link(node, call, fresh, flat, stays)
         return result
 
+    def refills(self, tensor: torch.Tensor) -> bool:
+        """Whether who writes to the tensor gathers a sharded weight, and writes what was there before."""
+        return bool(self.gathered) and private.storage_key(tensor) in self.gathered
+
     def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """What the call does to its tensors."""
         return Call(func, args, kwargs)
@@ -214,6 +223,8 @@ class Recorder(Interceptor):
         """The node of a call about to be made, or ``None`` where it cannot be replayed."""
         info = call.info
         if not self._wanted or (info.reason and not info.collective) or info.uninitialized:
+            return None
+        if any(map(self.refills, call.written)):
             return None
         if call.writes_others or not all(map(self.may_keep, call.others)):
             return None
@@ -327,6 +338,8 @@ class Recorder(Interceptor):
 
     def _storage_resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """A storage is about to be resized within the forward."""
+        if private.storage_address(storage) in self.gathered:
+            return
         reference = self.tables.held.get(private.storage_address(storage))
         value = reference() if reference is not None else None
         if value is not None and nbytes < storage.nbytes():

@@ -1,0 +1,138 @@
+"""FSDP2 (`torch.distributed.fsdp.fully_shard`): its units, the storages that it gathers weights into, and
+which of its settings change a step.
+
+Seen in PyTorch 2.11 to 2.13. Nothing is imported that the program has not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_CALL = "_call_impl"
+
+
+def is_unit(module: torch.nn.Module) -> bool:
+    """Whether `fully_shard` was called for a module: its hooks gather and free the weights."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    return hasattr(fsdp, "FSDPModule") and isinstance(module, fsdp.FSDPModule)
+
+
+def is_root(module: torch.nn.Module) -> bool:
+    """Whether a module is a unit that no other one around it was seen to be the root of: its hooks begin and
+    end a step.
+    """
+    return is_unit(module) and module._get_fsdp_state()._is_root is not False  # pyright: ignore
+
+
+def is_first_fsdp(module: torch.nn.Module) -> bool:
+    """Whether a module is of the first FSDP (``FullyShardedDataParallel``)."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FullyShardedDataParallel", None)
+    return kind is not None and isinstance(module, kind)
+
+
+def may_shard() -> bool:
+    """Whether a model may be sharded in this process: it has a process group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized()
+
+
+def called_by(module: torch.nn.Module, call: Any) -> None:
+    """Call ``call`` in the place of a module's own call, with hooks and all; ``None`` is PyTorch's own."""
+    module.__dict__.pop(_CALL, None)
+    if call is not None:
+        module.__dict__[_CALL] = call
+
+
+def own_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """A module's call with all of its hooks, whatever `called_by` has put there."""
+    return getattr(type(module), _CALL)(module, *args, **kwargs)
+
+
+def units(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that `fully_shard` was called for, the model itself among them."""
+    return [module for module in model.modules() if is_unit(module)]
+
+
+def _states(model: torch.nn.Module) -> list[Any]:
+    """FSDP's states, each once: several modules may share one."""
+    found = [module._get_fsdp_state() for module in units(model)]  # pyright: ignore
+    return list(dict.fromkeys(found))
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of one state; PyTorch 2.11 has at most one."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _groups(model: torch.nn.Module) -> Iterator[Any]:
+    """FSDP's groups of parameters."""
+    for state in _states(model):
+        yield from _groups_of(state)
+
+
+def gathered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that the weights of a model are gathered into, so far as they were made, with the name of a
+    parameter of each. Their storages stay, and have bytes only while a unit is whole.
+    """
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            name = getattr(parameter, "_param_fqn", None) or ""
+            inner = getattr(parameter, "_unsharded_inner_tensors", ())
+            for tensor in (*parameter.all_gather_outputs, *inner):
+                yield name, tensor
+
+
+def unsharded_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor | None]:
+    """Of each parameter the gradient that waits whole for a later step to reduce it, where there is one
+    (``set_requires_gradient_sync(False)``): no parameter of the model has it in its ``grad``.
+    """
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            waiting = getattr(parameter, "unsharded_accumulated_grad", None)
+            whole = getattr(parameter, "_unsharded_param", None)
+            yield waiting if waiting is not None or whole is None else whole.grad
+
+
+def settings(model: torch.nn.Module) -> tuple[Any, ...]:
+    """What changes a step and may be set between two: which gradients are reduced, whether weights are freed,
+    what is gathered ahead, and which gradients wait whole.
+    """
+    found: list[Any] = []
+    for state in _states(model):
+        found.append(state._state_ctx.is_last_backward)
+        for ahead in (state._states_to_forward_prefetch, state._states_to_backward_prefetch):
+            found.append(tuple(map(id, ahead)))
+        # the first step notes so that the root's weights stay
+        stays = model in state._modules and getattr(state, "_auto_reshard_after_forward", False)
+        for group in _groups_of(state):
+            found += [
+                group.reduce_grads,
+                group.all_reduce_grads,
+                group.reshard_after_backward,
+                bool(stays) or group.post_forward_mesh_info is None,
+                group._sharded_state.name,
+                group.unshard_async_op,
+                getattr(group, "unshard_in_backward", True),
+                group._partial_reduce_output is not None,
+            ]
+    found += [gradient is not None for gradient in unsharded_gradients(model)]
+    return tuple(found)
+
+
+def process_groups(model: torch.nn.Module) -> list[Any]:
+    """The process groups that the model's weights are gathered over, and those that add up its gradients."""
+    found: dict[int, Any] = {}
+    for group in _groups(model):
+        for name in ("shard_process_group", "replicate_process_group"):
+            process_group = getattr(group.mesh_info, name, None)
+            if process_group is not None:
+                found[id(process_group)] = process_group
+    return list(found.values())
