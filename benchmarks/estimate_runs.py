@@ -186,9 +186,12 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     if "lora" in given and not source.startswith("fms"):  # else peft's
         found["lora_dtype"] = "same"
     if source.startswith("litgpt"):
-        found["lora_dropout"] = 0.05  # its default
+        found |= {"lora_dropout": 0.05, "fused_qkv": True}  # its default, its attention
     separate = not found["compile"] or source.startswith("fms")  # their kernels leave the MLP alone
     found["unfused_mlp"] = separate and configure(**MODELS[row["model"]]).model.mlp == "swiglu"
+    if source.startswith(("prime-rl", "NeMo Automodel")):  # their norms and MLPs are transformers'
+        experts = configure(**MODELS[row["model"]]).model.experts > 0
+        found |= dict(unfused_norms=True, unfused_mlp=True, score_before_experts=experts)
     return {name: value for name, value in found.items() if value is not False}
 
 

@@ -52,10 +52,14 @@ def _check_model(config: Config) -> None:
             f"--ep={config.ep} with --experts={model.experts} and --dp x --cp={config.shards}: it has to "
             f"divide both; choose of {divisors(math.gcd(model.experts, config.shards))}"
         )
+    if config.score_before_experts and not model.experts:
+        raise EstimateError("--score-before-experts: the model has no experts; leave it out")
     if config.imbalance > 1 and config.ep == 1:
         raise EstimateError(
             f"--imbalance={config.imbalance:g} with --ep=1: every rank has all experts; give --ep 2 or more"
         )
+    if config.unfused_norms and model.norm != "rmsnorm":
+        raise EstimateError(f"--unfused-norms with --norm={model.norm}: it is for rmsnorm; leave it out")
     if config.unfused_mlp and model.mlp not in GATED:
         raise EstimateError(
             f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave it out"

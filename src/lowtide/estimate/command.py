@@ -66,6 +66,9 @@ Ep = Annotated[
 Imbalance = Annotated[
     float | None, option("Tokens of the busiest expert-parallel rank over an average one's. [default: 1]")
 ]
+ScoreBefore = Annotated[
+    Switch, option("Experts' inputs are weighed, not their outputs (torchtitan).", "--score-before-experts")
+]
 Seq = Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")]
 MicroBatch = Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")]
 GlobalBatch = Annotated[int | None, option("Sequences in a step (B). [default: micro-batch x dp x pp]")]
@@ -179,6 +182,10 @@ LossChunks = Annotated[int | None, option("Pieces of a chunked loss. [default: 8
 Tiles = Annotated[
     int | None,
     option("Pieces of the tokens that the MLP, and a chunked loss, work on one by one (ALST). [default: 1]"),
+]
+FusedQkv = Annotated[Switch, option("Values keep all of one product of q, k and v (LitGPT).", "--fused-qkv")]
+UnfusedNorms = Annotated[
+    Switch, option("RMS norms in separate float32 operations, as transformers has them.", "--unfused-norms")
 ]
 UnfusedMlp = Annotated[
     Switch, option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
@@ -341,6 +348,7 @@ def estimate_command(
     cp_exchange: CpExchange = None,
     ep: Ep = None,
     imbalance: Imbalance = None,
+    score_before_experts: ScoreBefore = None,
     zero: Zero = None,
     recompute: Recompute = None,
     attention: Attention = None,
@@ -362,6 +370,8 @@ def estimate_command(
     loss: Loss = None,
     loss_chunks: LossChunks = None,
     tiles: Tiles = None,
+    fused_qkv: FusedQkv = None,
+    unfused_norms: UnfusedNorms = None,
     unfused_mlp: UnfusedMlp = None,
     keep_output_tensors: KeepOutputs = None,
     keep_gathered: KeepGathered = None,

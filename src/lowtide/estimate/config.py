@@ -54,6 +54,7 @@ class Config:
         cp_exchange: how context-parallel ranks share keys and values: around a ``ring``; each rank gathers
             all (``all-gather``); or each takes some heads of the sequence (``all-to-all``: Ulysses, ALST).
         imbalance: tokens of the busiest expert-parallel rank over those of an average one.
+        score_before_experts: experts' inputs are weighed, in float32, and not their outputs (torchtitan).
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
         interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
@@ -123,6 +124,9 @@ class Config:
         float8: the layers' matrix products run in float8. Changes times, not bytes.
         overlap_tensor: tensor-parallel collectives run beside the products (TransformerEngine's
             ``tp_comm_overlap``, torchtitan's asynchronous tensor parallelism). Changes times, not bytes.
+        fused_qkv: values are a view of one product of q, k and v, which stays whole for them (LitGPT).
+        unfused_norms: RMS norms in separate operations in float32 (transformers), which keep their input in
+            float32 and what they divide it to.
         unfused_mlp: SwiGLU in separate operations, which keep silu(gate) too.
         keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
             before).
@@ -149,6 +153,7 @@ class Config:
     cp_exchange: Exchange = "ring"
     ep: int = 1
     imbalance: float = 1.0
+    score_before_experts: bool = False
     zero: int = 0
     recompute: Recompute = "none"
     reentrant: bool = False
@@ -172,6 +177,8 @@ class Config:
     loss: Loss = "auto"
     loss_chunks: int = 8
     tiles: int = 1
+    fused_qkv: bool = False
+    unfused_norms: bool = False
     unfused_mlp: bool = False
     keep_output_tensors: bool = False
     keep_gathered: bool = False
@@ -233,8 +240,13 @@ class Config:
         """The kinds of layers: of each its share of every stage's layers, and a configuration of a model that
         has no others.
         """
-        found = self.model.kinds
-        return tuple((share, self if len(found) == 1 else replace(self, model=kind)) for share, kind in found)
+        if not self.model.dense_layers:
+            return ((Fraction(1), self),)
+        none: dict[str, Any] = dict(ep=1, imbalance=1.0, score_before_experts=False)
+        kinds = self.model.kinds
+        return tuple(
+            (share, replace(self, model=one, **({} if one.experts else none))) for share, one in kinds
+        )
 
     def mean_layer(self, what: Callable[[Config], Any]) -> Fraction:
         """Something of a layer, on average over the kinds of layers."""

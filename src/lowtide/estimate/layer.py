@@ -24,6 +24,7 @@ SWIGLU = f"{SECTION}; SwiGLU: 2002.05202"
 SQUARED = f"{SECTION}; squared ReLU: 2109.08668"
 TENSOR = f"{SECTION}; torch.distributed.tensor.parallel"
 EXPERTS = f"{SECTION}; experts: 2101.03961 Sec. 2.1; grouped products"
+NORMS = "liveness of transformers' RMS norm: its input in float32, its quotient"
 LATENT = f"{SECTION}; latent attention: 2405.04434 Sec. 2.1"
 TORCHTITAN = f"{SECTION}; torchtitan's selective_ac_option op"
 
@@ -68,6 +69,8 @@ def layer_terms(config: Config) -> list[Term]:
     grouped = model.kv_heads != model.heads
     repeated = grouped and not config.fused_attention and config.recompute != "selective"
     kept_keys, kept_values = (queries, attended) if repeated else (keys, Fraction(values))
+    if config.fused_qkv and model.positions == "rotary":  # what turned queries and keys are is beside it
+        kept_values += queries + keys
     key_formula = f"{e}sb(kd){over_t}" if grouped and not repeated else f"{e}sbh{over_t}"
     key_source = GROUPED if grouped else SECTION
     key_note = "each repeated for its group of queries, as separate operations need them" if repeated else ""
@@ -101,6 +104,11 @@ def layer_terms(config: Config) -> list[Term]:
         more = Fraction(2 * (config.tp - 1), config.tp) * e * tokens * model.hidden
         note = "what the shards above are gathered into"
         terms.append(Term("gathered inputs", more, f"{2 * e}sbh(t-1)/t", TENSOR, "attention", note))
+    if config.unfused_norms:
+        inputs = 12 * hidden - x * hidden * (2 if config.recompute == "none" else 1)
+        heads = (6 - e) * (queries + keys) * model.qk_norm
+        name, note = "norms in float32", "of each its input so, and the quotient that its weight scales"
+        terms.append(Term(name, inputs + heads, f"{12 - x}sbh{over}", NORMS, "mlp", note))
     if config.dtype == "autocast":
         copies = Fraction(2 * model.layer_weight_elements(config.tp, config.ep))
         name, note = "bfloat16 copies of the weights", "each product keeps the copy it read"
@@ -151,11 +159,14 @@ def _expert_terms(config: Config) -> list[Term]:
     scores, hidden, weights, choice, token = ROUTING[model.router]
     count = Fraction(config.tokens * (scores * model.experts + hidden * model.hidden + token))
     count += weights * model.experts * model.hidden + (choice + e) * rows + 4 * (model.experts // config.ep)
+    weighed = "before they are weighed"
     note, wide = f"{float(rows / config.tokens):.4g} rows a token", e * rows * model.hidden
     return [
         Term("scores and choices of the router", count, f"4sbE + {choice + e}sbk", EXPERTS, "mlp"),
         Term("inputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", note),
-        Term("outputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", "before they are weighed"),
+        Term("inputs of the experts in float32", 4 * rows * model.hidden, "4sbkh", EXPERTS, "mlp", weighed)
+        if config.score_before_experts
+        else Term("outputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", weighed),
     ]
 
 

@@ -80,6 +80,8 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
         "activation of the MLP": stream + e * inner + e * first - down,
         "first linear layer of the MLP": stream + e * (first + rows) + gathered + e * full - down - act,
     }
+    if config.score_before_experts:  # what is weighed, its gradient, and two products of that: float32
+        mlps["weighing of the experts' inputs"] = stream + (12 - e) * rows - down - act
     if config.tiles > 1:  # forward again and backward of one, beside the gradient of the MLP's input
         tile = 2 * first + inner * (1 + (GATED.get(model.mlp, 0) if config.unfused_mlp else 0))
         mlps = {"tile of the MLP": stream + branch + e * full + e * tile / config.tiles}
