@@ -24,8 +24,8 @@ ARGS    ?=
 OUT     ?= runs/gpu
 # What `make versions` installs in turn, each in a folder of its own, and the tests that it runs there.
 TORCHES ?= 2.11.0 2.12.0 2.13.0
-CORE    := tests/private tests/run/test_interception.py tests/run/test_scope.py tests/run/test_looked_at.py \
-           tests/run/test_divided.py tests/trace/test_eager.py tests/parallel/test_pipelining.py \
+CORE    := tests/private tests/test_interception.py tests/run/scope/test_scope.py tests/run/profile \
+           tests/trace/test_eager.py tests/parallel/test_pipelining.py \
            tests/compiled/test_compile.py
 PIP_ARGS ?=
 # Where an environment is a symbolic link, making it anew would empty the folder that the link leads to.

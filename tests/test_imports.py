@@ -1,9 +1,13 @@
-"""What importing `lowtide.parallel` brings with it."""
+"""What importing brings with it: planning is arithmetic on data, and needs no PyTorch."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
+
+import lowtide
+import lowtide.plan
 
 HEAVY = (
     "torch.distributed.checkpoint",
@@ -26,3 +30,63 @@ def test_what_takes_long_and_may_abort_processes_at_their_end_is_imported_late()
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
+
+
+CODE = """
+import pkgutil, sys
+from importlib import import_module
+import lowtide.plan
+for module in pkgutil.walk_packages(lowtide.plan.__path__, "lowtide.plan."):
+    import_module(module.name)
+heavy = ("lowtide.store", "lowtide.run", "lowtide.trace.")
+print(sorted(name for name in sys.modules if name == "torch" or name.startswith(heavy)))
+"""
+
+
+def test_no_file_of_the_planner_loads_torch_or_what_executes():
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
+
+
+def test_what_a_plan_is_needs_no_solver():
+    code = "import sys, lowtide.plan.data; print('scipy' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
+def test_one_file_reaches_for_codecs_and_speeds():
+    root = Path(lowtide.plan.__file__).parent
+    reaching = {
+        path.name
+        for path in root.rglob("*.py")
+        if any(f"lowtide.{room}" in imports(path) for room in ("store", "run"))
+    }
+    assert reaching == {"supply.py"}
+
+
+def imports(path: Path) -> str:
+    return "\n".join(
+        line for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from "))
+    )
+
+
+ROOMS = ["data", "simulate", "blocks", "supply", "moves", "layout", "bound", "search", "policies"]
+
+
+def test_arrows_between_the_rooms_run_one_way():
+    root = Path(lowtide.plan.__file__).parent
+    for path in root.rglob("*.py"):
+        room = path.relative_to(root).parts[0].removesuffix(".py")
+        if room in ROOMS:
+            above = ROOMS[ROOMS.index(room) + 1 :]
+            assert not [name for name in above if f"lowtide.plan.{name}" in imports(path)], path
+
+
+def test_lowtide_shows_each_of_its_names_once_and_no_others():
+    shown = [name for name in dir(lowtide) if not name.startswith("_")]
+    assert len(shown) == len(set(shown)) and set(lowtide.__all__) <= set(shown)
+    assert not {"Any", "annotations", "import_module", "TYPE_CHECKING"} & set(shown)

@@ -1,4 +1,6 @@
-"""Who holds memory at a peak: every byte once, and in the words of the user's program."""
+"""Who holds memory at a peak: every byte once, and in the words of the user's program; a refusal says what is
+missing.
+"""
 
 from __future__ import annotations
 
@@ -101,3 +103,16 @@ def test_what_comes_back_is_a_holder_where_it_has_memory_of_its_own(slab: bool) 
     assert not (slab and any(holder.name == FETCHED for holder in found))
     assert sum(holder.bytes for holder in found) <= plan.predicted_peak_bytes - plan.slab_bytes
     assert planned_holders(graph, plan)
+
+
+def test_a_refusal_says_what_is_missing() -> None:
+    refused = 0
+    for seed in range(40):
+        graph = random_graph(seed, operations=12)
+        sim = Simulator(graph)
+        try:
+            sim.simulate(frozenset())
+        except PlanError as error:
+            refused += 1
+            assert "must be stored" in str(error) or "which the step overwrites" in str(error)
+    assert refused

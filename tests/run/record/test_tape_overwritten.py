@@ -197,7 +197,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         "t.test_gradients_are_the_plain_steps('buffer', t.through_data, True, conftest.evict_everything,"
         " conftest.same_bits)"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     subprocess.run(
         [sys.executable, "-c", code], cwd=root, check=True, env={**os.environ, "CXX": "no-such-compiler"}
     )

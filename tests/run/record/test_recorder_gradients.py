@@ -214,7 +214,7 @@ for budget in {budgets!r}:
 
 
 def test_wrapper_subclasses_that_cannot_be_flattened() -> None:
-    script = MASKED.format(here=str(Path(__file__).parent), budgets=BUDGETS)
+    script = MASKED.format(here=str(Path(__file__).parents[1]), budgets=BUDGETS)
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -218,7 +218,7 @@ def test_a_refusal_names_what_holds_the_memory_and_its_line() -> None:
     with pytest.raises(BudgetError) as refused:
         model(torch.randn(256, 8)).backward()
     lines = [line for line in refused.value.holders if "256x4096 float32" in line]
-    assert lines and "test_refusals.py:" in lines[0] and "a batch half as large frees about" in lines[0]
+    assert lines and "test_arguments.py:" in lines[0] and "a batch half as large frees about" in lines[0]
 
 
 def on_two_devices(model: nn.Module) -> nn.DataParallel:

@@ -1,0 +1,277 @@
+"""One step of a limited model: two forwards before one backward, several outputs, and steps that take more
+than their budget, which is said each time.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_model import N, batch, needs_meter, small
+from torch import nn
+from torch.nn.functional import softplus
+
+import lowtide
+from lowtide.meter import peak, resident_bytes
+
+
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        norm(nn.Linear(32, 64)),
+        nn.LeakyReLU(0.2),
+        norm(nn.Linear(64, 64)),
+        nn.LeakyReLU(0.2),
+        nn.Linear(64, 1),
+    )
+
+
+def losses(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.Adam(model.parameters())
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        real, made = torch.randn(1024, 32), torch.randn(1024, 32)
+        loss = softplus(-model(real)).mean() + softplus(model(made)).mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *model.state_dict().values()]
+
+
+@pytest.mark.parametrize("budget", ["95%", "80%", "min"])
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_state_that_each_forward_overwrites(norm: Callable[[nn.Module], nn.Module], budget: str) -> None:
+    plain, model = losses(normed(norm)), normed(norm)
+    handle = lowtide.limit_memory(model, budget)
+    with pytest.warns(lowtide.LowtideWarning, match="what an earlier one saved is still needed") as told:
+        limited = losses(model)
+    assert (
+        sum("still needed" in str(warning.message) and warning.filename == __file__ for warning in told) == 1
+    )
+    assert handle.plan is not None and handle.plan.replayed
+    assert all(torch.equal(one, other) for one, other in zip(plain, limited, strict=True))
+
+
+def test_forwards_one_after_the_other_are_said_nothing_of() -> None:
+    model = normed(lambda layer: layer)
+    lowtide.limit_memory(model, "90%", loss_fn=torch.sum)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*still to come")
+        for _ in range(4):
+            output = model(torch.randn(1024, 32))
+            output.sum().backward()
+            model(torch.randn(1024, 32))  # nobody waits for its backward
+            del output
+
+
+def test_a_step_beside_one_that_was_abandoned_is_said_to_be_without_a_limit() -> None:
+    model = normed(lambda layer: layer)
+    handle = lowtide.limit_memory(model, "90%")
+    held = model(torch.randn(1024, 32)).sum()  # an error between forward and backward, and the loss is kept
+    loss = model(torch.randn(1024, 32)).sum()
+    with pytest.warns(lowtide.LowtideWarning, match="ran without the limit.*still held"):
+        loss.backward()
+    assert handle.plan is None
+    for _ in range(2):
+        model(torch.randn(1024, 32)).sum().backward()
+    assert handle.plan is not None and handle.plan.replayed and held.grad_fn is not None
+
+
+def test_so_it_is_where_the_name_is_bound_again() -> None:
+    model = normed(lambda layer: layer)
+    lowtide.limit_memory(model, "90%")
+    loss = model(torch.randn(1024, 32)).sum()
+    loss = model(torch.randn(1024, 32)).sum()  # only now is the first let go of
+    with pytest.warns(lowtide.LowtideWarning, match="ran without the limit"):
+        loss.backward()
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = normed(lambda layer: layer), normed(lambda layer: layer)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x)
+
+
+def test_an_output_that_no_loss_uses_is_not_awaited() -> None:
+    """What it saved goes with it, after backward and before the next forward."""
+    model = TwoHeads()
+    handle = lowtide.limit_memory(model, "100%")
+
+    def step() -> None:
+        first, _unused = model(torch.randn(1024, 32))
+        first.sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*still needed")
+        for _ in range(3):
+            step()
+    assert handle.plan is not None
+
+
+class Towers(nn.Module):
+    """Two towers and a scale, as CLIP returns them: the loss over all pairs is its caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+            for _ in "ab"
+        )
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x), self.scale.exp()
+
+
+@needs_meter
+def test_a_scale_beside_features_is_not_taken_for_the_loss() -> None:
+    """The trace went back from the scale alone, and every step took twice what was promised."""
+    torch.manual_seed(0)
+    model = Towers()
+    handle = lowtide.limit_memory(model, "90%")
+    for _ in range(3):
+        model.zero_grad()
+        gc.collect()
+        x, standing = batch(200), resident_bytes(model)
+        with peak("cpu") as seen:
+            first, second, scale = model(x)
+            (first @ second.T * scale).logsumexp(1).mean().backward()
+            del first, second, scale
+        plan = handle.plan
+        assert plan is not None
+        assert plan.budget_bytes is not None
+        assert seen.peak_bytes + standing + x.nbytes <= plan.budget_bytes
+
+
+class Terms(nn.Module):
+    """Two losses over one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = (
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "abc"
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        return self.first(h).square().mean(), self.second(h).abs().mean()
+
+
+@needs_meter
+@pytest.mark.parametrize("way", ["two backwards", "one that is retained"])
+def test_two_backwards_of_one_forward_keep_to_the_budget(way: str) -> None:
+    torch.manual_seed(0)
+
+    def steps(budget: int) -> None:
+        model = Terms()
+        lowtide.limit_memory(model, budget)
+        for _ in range(4):
+            model.zero_grad()
+            first, second = model(batch(400, 32))
+            if way == "two backwards":
+                first.backward(retain_graph=True)
+                second.backward()
+            else:
+                (first + second).backward(retain_graph=True)
+            del first, second
+
+    with pytest.raises(lowtide.BudgetError) as caught:
+        steps(101)
+    assert caught.value.smallest_bytes is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        steps(caught.value.smallest_bytes)
+    assert not any("a planned step took" in str(one.message) for one in told), (
+        "both backwards belong to the step that was looked at"
+    )
+
+
+class Recycled(nn.Module):
+    """A forward of several passes of which only the last has gradients, as a structure predictor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([small().layer(N, 0.0) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, passes: int) -> torch.Tensor:
+        for left in reversed(range(passes)):
+            with torch.set_grad_enabled(left == 0):
+                out = x
+                for block in self.blocks:
+                    out = out + block(out)
+            x = x + out.detach() if left else out
+        return x.square().mean()
+
+
+def messages(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(one.message) for one in caught if issubclass(one.category, lowtide.LowtideWarning)]
+
+
+def total(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return torch.stack([one.square().sum() for one in gradients]).sum()
+
+
+@needs_meter
+def test_each_step_above_the_budget_is_said_under_the_filters_that_python_begins_with() -> None:
+    model, x, drawn = Recycled(), batch(), random.Random(0)
+    handle = lowtide.limit_memory(model, "60%", progress=False)
+    above, short = 0, 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for step in range(24):
+            before = len(caught)
+            model.zero_grad()
+            model(x, drawn.randint(1, 4)).backward()
+            assert handle.plan is not None and handle.plan.budget_bytes is not None
+            assert handle.measured_peak_bytes is not None
+            over = handle.measured_peak_bytes > handle.plan.budget_bytes
+            said = [text for text in messages(caught[before:]) if "took" in text and "budget of" in text]
+            assert bool(said) == over, step
+            above += over
+            short += any("so far)" in text for text in said)
+    assert above > 8 and short
+
+
+@needs_meter
+def test_a_backward_that_makes_a_graph_is_said_to_and_teaches_nothing() -> None:
+    """As a Hessian's diagonal is estimated for Sophia, in every third step."""
+    model, x = small(dropout=0.0), batch()
+    parameters = list(model.parameters())
+    handle = lowtide.limit_memory(model, "60%", progress=False)
+
+    def step(hessian: bool) -> list[str]:
+        model.zero_grad()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            if hessian:
+                first = torch.autograd.grad(model(x), parameters, create_graph=True)
+                torch.autograd.grad(total(first), parameters)
+            else:
+                model(x).backward()
+        return messages(caught)
+
+    said = [step(at % 3 == 2) for at in range(9)]
+    assert [bool(texts) for texts in said[2:]] == [True, False, False, True, False, False, True]
+    for texts in said[2::3]:
+        assert "create_graph=True" in texts[0] and "on a part of the batch" in texts[0]
+        assert not any("retain_graph" in text or "losses" in text for text in texts)
+    assert handle.plannings == 1
+
+
+@needs_meter
+def test_the_refusal_of_a_step_that_makes_a_graph_says_so() -> None:
+    model, x = small(dropout=0.0), batch()
+    parameters = list(model.parameters())
+    lowtide.limit_memory(model, "40%", progress=False)
+    first = torch.autograd.grad(model(x), parameters, create_graph=True)
+    with pytest.raises(lowtide.BudgetError, match="create_graph=True"):
+        torch.autograd.grad(total(first), parameters)
