@@ -26,7 +26,7 @@ OUT     ?= runs/gpu
 TORCHES ?= 2.11.0 2.12.0 2.13.0
 CORE    := tests/private tests/test_interception.py tests/run/scope/test_scope.py tests/run/profile \
            tests/trace/test_eager.py tests/parallel/test_pipelining.py \
-           tests/compiled/test_compile.py
+           tests/compiled/test_api.py
 PIP_ARGS ?=
 # Where an environment is a symbolic link, making it anew would empty the folder that the link leads to.
 define OWN

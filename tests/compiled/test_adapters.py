@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_compile import Model, real_peak
+from compiled_models import Model, real_peak
 
 import lowtide
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile import Model, gradients, real_peak
+from compiled_models import Model, gradients, real_peak
 from torch import fx
 
 import lowtide

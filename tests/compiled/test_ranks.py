@@ -59,8 +59,7 @@ def sharded_step() -> None:
     Gloo's threads let go of what they gathered a moment after the step has gone on: some steps hold one
     block's weights longer than others. The one from which is planned waits for them.
     """
-    from test_compile import Model
-    from test_whole_steps import Open, squared
+    from compiled_models import Model, Open, squared
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -101,7 +100,7 @@ def test_fsdp2_around_compiled_blocks_keeps_the_budget() -> None:
 
 def averaged_step() -> None:
     """DDP around a compiled model, and compiled itself, with more than one bucket of gradients."""
-    from test_compile import Model, gradients
+    from compiled_models import Model, gradients
     from torch.nn.parallel import DistributedDataParallel
 
     rank = dist.get_rank()

@@ -11,8 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_compile import Model
-from test_whole_steps import Behind, Broken, Embedded, Handed, Open, squared
+from compiled_models import Behind, Broken, Embedded, Handed, Model, Open, squared
 from torch import nn
 
 import lowtide

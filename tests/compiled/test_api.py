@@ -8,46 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_models import Model, gradients, real_peak
 from torch import nn
 
 import lowtide
 from lowtide.compiled.alone import Partitioner
-from lowtide.meter import peak, resident_bytes
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, dropout: float) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int = 3, width: int = 32, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
-def gradients(model: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def real_peak(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> int:
-    """What a step takes, by the allocator's own count, with what stands before it."""
-    model.zero_grad(set_to_none=True)
-    standing = resident_bytes(model) + x.nbytes
-    with peak("cpu") as seen:
-        compiled(x).backward()
-    return seen.peak_bytes + standing
 
 
 @pytest.mark.parametrize("budget", ["100%", "70%", "50%", "min"])

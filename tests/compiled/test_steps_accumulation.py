@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile import Model, gradients
-from test_whole_steps import Broken, squared
+from compiled_models import Broken, Model, gradients, squared
 from torch import nn
 
 import lowtide

@@ -8,73 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_compile import Model, gradients
+from compiled_models import Behind, Broken, Embedded, Handed, Model, Open, gradients, squared
 from torch import nn
 from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide.meter import peak, resident_bytes
-
-
-class Broken(Model):
-    """A graph break in the middle; the loss is in the second graph."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        half = len(self.blocks) // 2
-        for block in self.blocks[:half]:
-            x = block(x)
-        torch._dynamo.graph_break()
-        for block in self.blocks[half:]:
-            x = block(x)
-        return x.square().mean()
-
-
-class Open(Model):
-    """No loss inside."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-class Embedded(Open):
-    """Something runs eagerly before and after the blocks."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(super().forward(self.tokens(x)))
-
-
-class Behind(Model):
-    """A graph that returns the loss, behind layers that run eagerly."""
-
-    def __init__(self, **how: Any) -> None:
-        super().__init__(**how)
-        self.eager = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(torch._dynamo.disable(self.eager)(x))
-
-
-class Handed(nn.Module):
-    """The second graph alone holds what it is given, and lets go of it long before its peak."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 512), nn.Linear(512, 128)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        torch._dynamo.graph_break()
-        return (self.down(self.up(x + 1).relu()) * x).mean()
-
-
-def squared(y: torch.Tensor) -> torch.Tensor:
-    return y if y.dim() == 0 else y.square().mean()
 
 
 def peak_of(model: nn.Module, x: torch.Tensor, step: Callable[[], None]) -> int:
