@@ -80,6 +80,7 @@ _TRAINING: dict[str, Callable[[Row], str]] = {
     "requested": _mib("requested_bytes"),
     "allocated": _mib("allocated_bytes"),
     "reserved": _mib("reserved_bytes"),
+    "reserved, predicted": _mib("predicted_reserved_bytes"),
     "beside the model": _mib("beside_bytes"),
     "ms a step": lambda row: f"{1e3 * row['seconds']:.1f}",
     "more than plain": lambda row: percent(row["extra"]) if "extra" in row else "",

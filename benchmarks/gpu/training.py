@@ -27,6 +27,8 @@ from benchmarks.common import (
 from benchmarks.curve_engines import OwnBackend, checkpoint_blocks, shared_copy
 from benchmarks.gpu.parts import Row, Where
 from lowtide import meter
+from lowtide.meter.cuda import caching_allocator
+from lowtide.plan.reserved import reserved_after
 
 Gradients = list[torch.Tensor]
 
@@ -184,7 +186,8 @@ class Contest:
         """
         row: Row = {"counted_bytes": total_peak(one.model, self.batch, one.step)}
         if self.where.device == "cuda":
-            row |= allocator_peaks(one.step)
+            one.model.zero_grad(set_to_none=True)
+            row |= allocator_peaks(one.step, None if self.compiled else one.handle)
             one.model.zero_grad(set_to_none=True)
             inputs = sum(tensor.nbytes for tensor in self.batch.values())
             standing = meter.resident_bytes(one.model) + inputs
@@ -204,20 +207,26 @@ class Contest:
         return row
 
 
-def allocator_peaks(step: Callable[[], None]) -> Row:
+def allocator_peaks(step: Callable[[], None], handle: Any = None) -> Row:
     """Requested, allocated and reserved bytes of the whole process at their most, over three steps that begin
-    with nothing cached. A limited step resets the statistics, so each is read by itself.
+    with nothing cached. A limited step resets the statistics, so each is read by itself. With the handle of a
+    limit, what is predicted to be reserved, too.
     """
     names = {f"{what}_bytes": f"{what}_bytes.all.peak" for what in ("requested", "allocated", "reserved")}
     found = dict.fromkeys(names, 0)
     gc.collect()
     torch.cuda.empty_cache()
+    predicted: Row = {}
+    if handle is not None:
+        allocator, _ = caching_allocator(torch.device("cuda"))
+        reserved_after(handle.graph, handle.plan.stored, allocator, steps=3)
+        predicted = {"predicted_reserved_bytes": allocator.peak_reserved_bytes}
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
         step()
         stats = torch.cuda.memory_stats()
         found = {name: max(found[name], stats[peak]) for name, peak in names.items()}
-    return found
+    return found | predicted
 
 
 def promised(handle: Any, compiled: bool) -> Row:

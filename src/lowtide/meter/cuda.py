@@ -131,6 +131,7 @@ def caching_allocator(device: torch.device) -> tuple[CachingAllocator, dict[int,
     Returns:
         The model, and its blocks that are handed out, by address.
     """
+    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     settings, segments = private.cuda_allocator_state(device)
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     model = CachingAllocator(
