@@ -235,6 +235,21 @@ def fsdp_whole(rank: int) -> None:
         assert {"empty", "fill"} <= {event.kind for event in handle.graph.events}
 
 
+def fsdp_refused(rank: int) -> None:
+    """What one rank refuses fails on all; else all hold one plan."""
+    model = sharded(make())
+    lowtide.limit_memory(model, "1KiB" if rank else "90%")
+    with pytest.raises(lowtide.BudgetError, match=r"1\.0 KiB"):
+        model(tokens(rank, 0)).backward()
+    model = sharded(make())
+    handle = lowtide.limit_memory(model, "80%")
+    model(tokens(rank, 0)).backward()
+    assert handle.plan is not None
+    stored: list[Any] = [None, None]
+    dist.all_gather_object(stored, handle.plan.stored)
+    assert stored[0] == stored[1]
+
+
 class Gathers:
     """Counts FSDP's gathers within the block."""
 
@@ -279,6 +294,8 @@ def test_data_parallel(body: Any, tmp_path: Path) -> None:
     on_two_processes(body, tmp_path)
 
 
-@pytest.mark.parametrize("body", [fsdp_blocks, fsdp_whole, fsdp_scopes], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "body", [fsdp_blocks, fsdp_whole, fsdp_refused, fsdp_scopes], ids=lambda f: f.__name__
+)
 def test_sharded(body: Any, tmp_path: Path) -> None:
     on_two_processes(body, tmp_path)

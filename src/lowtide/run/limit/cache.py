@@ -6,18 +6,21 @@ made. What follows is the state machine's to say (`machine.py`); here plans are 
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import replace
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
+from lowtide.plan.data import Plan
 from lowtide.run.limit import machine
 from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_replicas
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.machine import Action
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.ranks import LEARNING_STEPS
+from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement
 from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.verify import Verify
@@ -199,11 +202,42 @@ class Cache:
             refusal = error
         if neighbours is not None:  # if one refused alone, the others would wait in a collective
             refusal = neighbours.refusal(refusal)
+        elif (peers := self.maker.peers()) is not None:
+            refusal = self._meet(peers, entry, graph, refusal)
         if refusal is not None:
             try:
                 raise refusal
             finally:
                 del refusal  # its traceback holds this frame, and all that the step's frames hold
+
+    def _meet(
+        self, peers: Agreement, entry: Entry, graph: StepGraph, refusal: BudgetError | None
+    ) -> BudgetError | None:
+        """Exchange with the ranks that shard the model what each refuses and plans. Where all of them run the
+        same program they take the plan of the one with the fewest bytes left.
+
+        Returns:
+            The first refusal of any.
+        """
+        planned = None if refusal is not None else entry.planned
+        program = replace(graph, resident_bytes=0, events=()).fingerprint()
+        left, text = math.inf, ""
+        if planned is not None:
+            text = planned.plan.to_json()
+            if planned.plan.budget_bytes is not None:
+                left = planned.plan.budget_bytes - planned.graph.resident_bytes
+        resident = 0 if planned is None else planned.graph.resident_bytes
+        refusals, programs, *plans = zip(*peers.share((refusal, program, left, resident, text)), strict=True)
+        found = next((one for one in refusals if one is not None), None)
+        if found is None and planned is not None and len(set(programs)) == 1:
+            _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
+            plan = Plan.from_json(text)
+            peak = plan.predicted_peak_bytes + resident - theirs
+            budget = planned.plan.budget_bytes
+            plan = replace(plan, predicted_peak_bytes=peak, budget_bytes=budget)
+            planned.stop()
+            machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
+        return found
 
     # ---- warnings --------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from lowtide.run.limit.need import (
     optimizer_need,
     own_share,
 )
-from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_over
+from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_of_shards, agreement_over
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
 from lowtide.run.limit.reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
 from lowtide.run.messages import Once
@@ -93,6 +93,7 @@ class PlanMaker:
         self.agreement: Agreement | None = None
         self.warn_once = Once()
         self._looked_for_ranks = False  # a copied model is not complete yet here
+        self._met_peers = False
         self._need: tuple[Any, OptimizerNeed] | None = None
         self._moved_bytes = 0  # of the optimizer's state, to the host
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
@@ -151,6 +152,15 @@ class PlanMaker:
             return with_collectives(replace(graph, events=shared.from_first(graph.events))), None
         self.agreement = None  # on every rank alike
         return graph, shared
+
+    def peers(self) -> Agreement | None:
+        """The ranks that FSDP shards the model over, the first time that this is asked; from then on
+        ``None``: all of them profile a first step, and not all of them a later one.
+        """
+        if self._met_peers or self.agreement is not None:
+            return None
+        self._met_peers = True
+        return agreement_of_shards(self.model)
 
     def _choose(self, entry: Entry) -> tuple[StepGraph, Plan, int | None]:
         """A plan for an entry's step.

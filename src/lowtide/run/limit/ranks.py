@@ -6,17 +6,21 @@ activations, and what the last step showed. The first rank solves for the fewest
 the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of the same
 values. Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
 keeps the results of collectives. Data-parallel ranks and pipeline stages share no layers, and never wait for
-one another here.
+one another here. Ranks that FSDP shards a model over exchange once, when the first profiled step has ended:
+what each refuses, and the plan that each has made. What one of them refuses fails on all, and they hold one
+plan from there on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import unseen
@@ -118,6 +122,18 @@ def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
     if torch.distributed.get_world_size(group) == 1:
         return None
     return Agreement(group, torch.distributed.get_global_rank(group, 0), torch.distributed.get_rank(group))
+
+
+def agreement_of_shards(model: torch.nn.Module) -> Agreement | None:
+    """The ranks that FSDP shards ``model`` over, and those that hold the same shards; ``None`` where there
+    are none, or they are in several groups and not all of the world.
+    """
+    groups = private.process_groups(model)
+    sizes = [torch.distributed.get_world_size(group) for group in groups]
+    whole = torch.distributed.group.WORLD
+    if sizes and whole is not None and math.prod(sizes) == torch.distributed.get_world_size():
+        return agreement_over({"world": whole})
+    return agreement_over({"shards": groups[0]}) if len(groups) == 1 else None
 
 
 def _is_group(group: Any) -> bool:
