@@ -2,7 +2,8 @@
 
 python -m benchmarks estimate_runs
 
-Nothing is fitted to these runs. Their settings are the projects' own words
+Two numbers of ``efficiency.json`` are fitted to these runs (`FITTED`), and printed is how far off each source
+is where the others alone say them. The runs' settings are the projects' own words
 (``tests/estimate/published/runs_2026.csv``); `words` says them in the words of `configure`. Written is the
 result file and the table in docs/estimate.md; printed is each run, and how many are within the marks.
 """
@@ -10,15 +11,17 @@ result file and the table in docs/estimate.md; printed is each run, and how many
 from __future__ import annotations
 
 import csv
+import math
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from lowtide.estimate import Config, EstimateError, configure, estimate
 from lowtide.estimate.devices import Device, device
-from lowtide.estimate.speed import step_time
+from lowtide.estimate.speed import efficiencies, step_time
 from lowtide.estimate.suggest import RESERVE
 
 TABLE = Path(__file__).parent.parent / "tests" / "estimate" / "published" / "runs_2026.csv"
@@ -382,6 +385,54 @@ def write_docs(lines: list[list[str]]) -> None:
     DOCS.write_text(f"{before}{start}\n{block}\n{end}{rest.split(end, 1)[1]}", encoding="utf-8")
 
 
+def _long(run: Run) -> bool:
+    return run.config.seq >= 32768 and run.config.attention == "flash-3" and not run.config.model.experts
+
+
+def _small(run: Run) -> bool:
+    return run.config.model.parameters() < TOY
+
+
+FITTED: dict[str, tuple[Callable[[Run], bool], tuple[float, ...]]] = {
+    "ceiling": (_long, tuple(0.7 + 0.01 * step for step in range(51))),
+    "launch": (_small, tuple(0.002 + 0.0002 * step for step in range(51))),
+}
+"""What of `lowtide.estimate.speed.Efficiency` is fitted here: to which runs, and the values tried."""
+
+
+def _off(run: Run, name: str, value: float) -> float:
+    """Logarithm of the predicted seconds of a step over the measured, at a value of an efficiency."""
+    config, kind = run.config, run.device
+    assert kind is not None and run.tokens_per_second is not None
+    known = replace(efficiencies()[kind.measured], **{name: value})
+    told = config.global_batch * config.seq / config.devices / run.tokens_per_second
+    return math.log(step_time(config, kind, known).total / told)
+
+
+def left_out(runs: Iterable[Run]) -> list[tuple[str, str, float, float, float]]:
+    """Of each fitted number: the value that all sources of its runs give, every source weighing alike
+    by its mean squared error, and that they give without one of them, where there are several; with the
+    median and the largest error of all runs at it, or of those left out.
+    """
+    found = []
+    for name, (belongs, values) in FITTED.items():
+        by_source: dict[str, list[Run]] = {}
+        for run in runs:
+            if belongs(run) and run.device and run.tokens_per_second:
+                by_source.setdefault(_source(run.name), []).append(run)
+        for source in ("", *(by_source if len(by_source) > 1 else ())):
+            others = [here for one, here in by_source.items() if one != source]
+            tried = {
+                one: sum(fmean(_off(run, name, one) ** 2 for run in here) for here in others)
+                for one in values
+            }
+            value = min(tried, key=lambda one: tried[one])
+            told = by_source.get(source) or [run for here in by_source.values() for run in here]
+            off = [abs(_off(run, name, value)) for run in told]
+            found.append((name, source, round(value, 4), round(median(off), 3), round(max(off), 3)))
+    return found
+
+
 def main() -> None:
     """Score, print and write."""
     from benchmarks.common import save
@@ -395,13 +446,16 @@ def main() -> None:
         "all": summary(rows, len(grades)),
         "A and B": summary(whole, sum(grade in "AB" for grade in grades)),
     }
-    save("estimate_runs", rows, summary=found, without_words=[list(other) for other in others])
+    fits = left_out(runs)
+    save("estimate_runs", rows, summary=found, left_out=fits, without_words=[list(other) for other in others])
     write_docs(by_source(rows, others))
     for row in rows:
         told = [f"{row[name]:+.1%}" if name in row else "" for name in ("memory_off", "speed_off")]
         print(row["run"], row.get("memory_gib", ""), row.get("predicted_gib", ""), *told, sep="  ")
     for other in others:
         print("no words:", *other)
+    for name, source, value, off, most in fits:
+        print(f"{name} without {source or 'none'}: {value}, its runs off by {off:.0%}, at most {most:.0%}")
     for name, counts in found.items():
         print(name, counts)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from lowtide.estimate import EstimateError, configure, estimate
@@ -89,3 +91,15 @@ def test_data_parallel_collectives_hide_behind_their_compute() -> None:
         seconds = sent / (1e9 * KNOWN.links)
         assert seconds > cover
         assert took.data == pytest.approx(seconds - (1 - KNOWN.interference) * cover)
+
+
+def test_a_small_model_waits_for_its_host() -> None:
+    """A layer's forward and backward take no less than their start, recomputed ones a third more."""
+    h100, launch = device("h100"), efficiencies()["h100"].launch
+    usual: dict[str, Any] = dict(layers=12, hidden=512, heads=8, vocab=50304, seq=1024, attention="fused")
+    for recompute, share in (("none", 1), ("full", 4 / 3)):
+        small = step_time(configure(**usual, recompute=recompute, global_batch=4), h100)
+        assert small.products + small.attention + small.pointwise + small.launches == pytest.approx(
+            4 * 12 * launch * share
+        )
+    assert step_time(configure("llama3-8b"), h100).launches == 0

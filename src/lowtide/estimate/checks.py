@@ -93,6 +93,10 @@ def _check_parallel(config: Config) -> None:
             f"--no-sync with --zero=3 --pp={config.pp}: a pipeline's gradients are reduced once as it is; "
             "leave it out"
         )
+    if config.ddp_buckets and (config.zero or config.shards == 1):
+        raise EstimateError(
+            f"--ddp-buckets with --zero={config.zero} --dp={config.dp}: for --zero 0 --dp 2 or more"
+        )
     if config.cp_exchange != "ring" and config.cp == 1:
         raise EstimateError(f"--cp-exchange={config.cp_exchange} with --cp=1: give --cp 2 or more")
     heads = config.model.heads // config.tp

@@ -205,6 +205,9 @@ NoSync = Annotated[
     Switch,
     option("Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"),
 ]
+DdpBuckets = Annotated[
+    Switch, option("DistributedDataParallel's buckets beside the gradients (its default).", "--ddp-buckets")
+]
 Compile = Annotated[
     Switch, option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
 ]
@@ -377,6 +380,7 @@ def estimate_command(
     keep_gathered: KeepGathered = None,
     gather_logits: GatherLogits = None,
     no_sync: NoSync = None,
+    ddp_buckets: DdpBuckets = None,
     compile: Compile = None,
     float8: Float8 = None,
     overlap_tensor: OverlapTensor = None,

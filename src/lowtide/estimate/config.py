@@ -119,6 +119,8 @@ class Config:
             Hugging Face and others), rather than take its part of the loss.
         no_sync: gradients that ZeRO 2 and 3 would split are summed whole over a step's micro-batches, in
             ``reduce_dtype``, and reduced once (FSDP's ``no_sync``, which accelerate and the ``Trainer`` use).
+        ddp_buckets: `DistributedDataParallel` without ``gradient_as_bucket_view`` (its default) sums
+            gradients in buckets, which are as large as all of them and stay.
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
             TransformerEngine). Changes times, and the bytes of ``selective-op``.
         float8: the layers' matrix products run in float8. Changes times, not bytes.
@@ -184,6 +186,7 @@ class Config:
     keep_gathered: bool = False
     gather_logits: bool = False
     no_sync: bool = False
+    ddp_buckets: bool = False
     compile: bool = False
     float8: bool = False
     overlap_tensor: bool = False

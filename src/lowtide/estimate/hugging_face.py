@@ -121,20 +121,14 @@ def _nemotron(data: Mapping[str, Any], source: str) -> Preset:
 
 
 READERS: dict[str, Callable[[Mapping[str, Any], str], Preset]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "mistral": _llama,
-    "nemotron": _nemotron,
+    "gpt2": _gpt2, "llama": _llama, "mistral": _llama, "nemotron": _nemotron,
     "qwen2": lambda data, source: _llama(data, source, qkv_bias=True),
-    "qwen3": lambda data, source: _llama(data, source, qk_norm=True),
-    "mixtral": _experts,
-    "qwen3_moe": lambda data, source: _experts(data, source, qk_norm=True),
-    "deepseek_v3": _deepseek,
+    "qwen3": lambda data, source: _llama(data, source, qk_norm=True), "mixtral": _experts,
+    "qwen3_moe": lambda data, source: _experts(data, source, qk_norm=True), "deepseek_v3": _deepseek,
     "glm4_moe": lambda data, source: _deepseek(data, source, qk_norm=bool(data.get("use_qk_norm"))),
     "gpt_oss": lambda data, source: _experts(
-        data, source, mlp="swiglu-clamped", bias=True, qkv_bias=True, sinks=True, router="chosen"
-    ),
-}
+        data, source, mlp="swiglu-clamped", bias=True, qkv_bias=True, sinks=True, router="chosen"),
+}  # fmt: skip
 """What reads each ``model_type``."""
 
 

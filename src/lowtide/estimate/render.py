@@ -126,12 +126,9 @@ def line_table(stage: Stage) -> Table:
     for line in stage.lines:
         kind = {"activations": "kept", "temporaries": "temporary"}.get(line.kind, line.kind)
         table.add_row(
-            "" if line.kind == before else kind,
-            line.name,
-            format_bytes(line.bytes),
-            line.formula,
+            "" if line.kind == before else kind, line.name, format_bytes(line.bytes), line.formula,
             line.source,
-        )
+        )  # fmt: skip
         before = line.kind
     return table
 

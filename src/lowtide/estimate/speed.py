@@ -2,7 +2,8 @@
 efficiency that published runs reach.
 
 seconds = (products / (peak x efficiency) + attention / (peak x its efficiency)
-           + passes over the activations and float8 casts / memory bandwidth)
+           + passes over the activations and float8 casts / memory bandwidth,
+           or where that is longer what the host takes to start it all)
           x (1 + pipeline bubble) x what the slowest stage is slower
           + what tensor parallelism sends / the link that it uses, or where it runs beside products the share
             of it that shows
@@ -86,6 +87,7 @@ class Efficiency:
         float8: how many times faster the layers' products are in float8, the casts not counted.
         flash_3: how many times faster attention is with ``--attention flash-3``, up to 8,192 tokens.
         ceiling: what it nears with longer sequences, where what a kernel does once a row weighs less.
+        launch: seconds in which the host starts a layer's forward and backward: less the device cannot take.
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
         exposed: share of a tensor-parallel collective's time that shows though it runs beside products.
@@ -98,6 +100,7 @@ class Efficiency:
     float8: float
     flash_3: float
     ceiling: float
+    launch: float
     links: float
     interference: float
     exposed: float
@@ -120,6 +123,7 @@ class StepTime:
     products: float
     attention: float
     pointwise: float
+    launches: float
     bubble: float
     tensor: float
     context: float
@@ -213,13 +217,15 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     attention = work.attention / (device.flops * kernel[config.attention])
     passes = known.fused_passes if config.compile else known.eager_passes
     pointwise = (work.activations * passes + work.moved) / device.memory_bandwidth
-    compute = products + attention + pointwise
+    starts = float(1 + config.recomputed_share / 3) * config.stage_layers * config.micro_batches
+    launches = max(0.0, known.launch * starts - products - attention - pointwise)
+    compute = products + attention + pointwise + launches
     slowest = compute + (config.pp - 1) * logits  # the others wait for the stage with the output layer
     sent = {
         name: size / (work.links[name] * known.links) for name, size in work.sent.items() if name != "host"
     }
     return StepTime(
-        products=products, attention=attention, pointwise=pointwise,
+        products=products, attention=attention, pointwise=pointwise, launches=launches,
         bubble=slowest * float(1 + bubble_share(config)) - compute,
         tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0), context=sent["context"]
         if config.cp_exchange == "all-to-all" else max(0.0, sent["context"] - attention),

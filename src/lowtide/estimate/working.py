@@ -168,6 +168,9 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
         what = "cast back" if config.quantize != "none" else "whose norms DoRA takes"
         line = Line("temporaries", f"weights {what}", e * largest_matrix(config), f"{e}hf", QLORA, note)
         lines.append(_at(1, line))
+    if config.ddp_buckets:
+        name, size = "buckets of gradients", config.gradient_bytes * trained_parameters(config, stage)
+        lines.append(Line("temporaries", name, size, f"{config.gradient_bytes}Ψ", "DistributedDataParallel"))
     lines += _zero3(config, stage)
     return lines
 

@@ -143,16 +143,11 @@ def name_of(config: Config, op: Any, output: int, size: int, reads_weight: bool)
 
 
 _LINEAR = {
-    "qkv": "input of the q, k, v projection",
-    "q": "input of the q, k, v projection",
-    "k": "input of the q, k, v projection",
-    "v": "input of the q, k, v projection",
-    "out": "input of the output projection",
-    "up": "input of the MLP",
-    "gate": "input of the MLP",
-    "down": "input of the MLP's last layer",
-    "head": "input of the output layer",
-}
+    "qkv": "input of the q, k, v projection", "q": "input of the q, k, v projection",
+    "k": "input of the q, k, v projection", "v": "input of the q, k, v projection",
+    "out": "input of the output projection", "up": "input of the MLP", "gate": "input of the MLP",
+    "down": "input of the MLP's last layer", "head": "input of the output layer",
+}  # fmt: skip
 """What a linear layer's cast of its input is a copy of."""
 
 _NAMES = (
@@ -178,17 +173,12 @@ _NAMES = (
 )  # fmt: skip
 
 _MERGED = {
-    "input of the attention norm": "residual stream",
-    "input of the MLP norm": "residual stream",
-    "input of the last norm": "residual stream",
-    "input of the layer": "residual stream",
-    "inputs of the segments": "residual stream",
-    "queries": QKV,
-    "keys": QKV,
-    "values": QKV,
+    "input of the attention norm": "residual stream", "input of the MLP norm": "residual stream",
+    "input of the last norm": "residual stream", "input of the layer": "residual stream",
+    "inputs of the segments": "residual stream", "queries": QKV, "keys": QKV, "values": QKV,
     "input of GELU": "input of the MLP's activation",
     "gate and up projections": "input of the MLP's activation",
-}
+}  # fmt: skip
 """Lines of the closed form that one kind of storage in the trace answers to."""
 
 
