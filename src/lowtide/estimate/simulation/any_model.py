@@ -33,7 +33,17 @@ from lowtide.trace.fake import trace_fake
 TAKEN = ("seq", "micro_batch", "global_batch", "dp", "zero", "recompute", "dtype", "gradient_dtype",
          "optimizer", "update")  # fmt: skip
 """Settings that a traced model takes: those that say nothing about what its layers are."""
-_HEADS = ("CausalLM", "ImageTextToText", "Seq2SeqLM", "MaskedLM", "SpeechSeq2Seq", "ImageClassification")
+_HEADS = {
+    "CausalLM": "CAUSAL_LM",
+    "ImageTextToText": "IMAGE_TEXT_TO_TEXT",
+    "Seq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM",
+    "MaskedLM": "MASKED_LM",
+    "SpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
+    "ImageClassification": "IMAGE_CLASSIFICATION",
+}
+"""The kinds of models that are tried, as ``AutoModelFor...``, and ``MODEL_FOR_..._MAPPING``, which has their
+configurations.
+"""
 _SOURCE = "trace on fake tensors"
 
 
@@ -83,8 +93,12 @@ def _parts(found: Any) -> list[tuple[str, Callable[[], nn.Module], Any]]:
             ("language model", lambda: transformers.AutoModelForCausalLM.from_config(text), text),
         ]
     named = getattr(transformers, (found.architectures or [""])[0], None)
-    heads = [getattr(transformers, f"AutoModelFor{head}") for head in _HEADS]
-    auto: Any = next((one for one in heads if type(found) in one._model_mapping), transformers.AutoModel)
+    heads = [
+        f"AutoModelFor{head}"
+        for head, name in _HEADS.items()
+        if type(found) in getattr(transformers, f"MODEL_FOR_{name}_MAPPING")
+    ]
+    auto: Any = getattr(transformers, heads[0]) if heads else transformers.AutoModel
     build = (lambda: named(found)) if named else lambda: auto.from_config(found)
     return [("model", build, found)]
 
