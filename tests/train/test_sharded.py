@@ -77,14 +77,12 @@ def budgeted(text: Path) -> tuple[list[list[float]], list[list[dict[str, Any]]]]
 
 
 @pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
-def test_a_budget_chooses_how_many_blocks_are_recomputed(text: Path) -> None:
+def test_a_budget_holds_for_the_whole_step(text: Path) -> None:
     for (plain, planned), (kept, limited) in on_ranks(4, budgeted, text):
         assert planned == plain
         for rank in limited:
             assert max(rank["step_peak_bytes"][1:]) <= rank["budget_bytes"], rank
             assert rank["predicted_peak_bytes"] <= rank["budget_bytes"] < max(kept[0]["step_peak_bytes"])
-            assert 0 < rank["blocks_recomputed"] <= rank["blocks"]
-        assert all(rank["blocks_recomputed"] == 0 for rank in kept)
 
 
 def resumed(text: Path, folder: Path) -> tuple[list[float], list[float], list[float]]:
@@ -121,10 +119,6 @@ def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
     for changes, expected in [
         ({"dp": 1}, "--shard-parameters: .* pass --dp 2 or more"),
         ({"pp": 2, "grad_accum": 2}, "--shard-parameters: .* leave out --pp, or this"),
-        (
-            {"policy": "sqrt"},
-            "--policy sqrt: with --shard-parameters a budget chooses how many blocks are recomputed",
-        ),
         ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
         ({"compare": True}, "--compare: .* leave it out with --shard-parameters"),
         ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: the budget of --shard"),

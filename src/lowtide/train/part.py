@@ -150,7 +150,12 @@ class WholeModel(Part):
         self._handle = lowtide.limit_memory(
             self.model, budget, policy=self.options.policy, optimizer=optimizer
         )
-        count_reduced(self._handle, reduced_over(self.model.parameters(), self.ranks))
+        count_reduced(self._handle, self.reduced_bytes)
+
+    @property
+    def reduced_bytes(self) -> int:
+        """What gradients take once more while ranks add them up after backward."""
+        return reduced_over(self.model.parameters(), self.ranks)
 
     def _raise_budget(self, error: BudgetError) -> None:
         """Where the budget may be raised to the smallest that works: do so. The next forward plans within
@@ -194,9 +199,13 @@ class WholeModel(Part):
         if before is None and plan is not None and budgets.asks_for(self.options.budget) == "min":
             self.note = f"budget {budgets.format_bytes(plan.budget_bytes)}, the smallest that works"
         if not self.ranks.alone:
-            allreduce_sequence_parallel_gradients(optimizer)
-            average_gradients(self.model.parameters(), self.ranks.data)
+            self.reduce(optimizer)
         return loss
+
+    def reduce(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the gradients those of the whole batch, after backward."""
+        allreduce_sequence_parallel_gradients(optimizer)
+        average_gradients(self.model.parameters(), self.ranks.data)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:

@@ -90,8 +90,6 @@ def _rank(rank: dict[str, Any]) -> str:
             else ""
         )
         words.append(f"budget {format_bytes(rank['budget_bytes'])}{held}")
-    if rank.get("blocks_recomputed") is not None:
-        words.append(f"{rank['blocks_recomputed']} of {count_text(rank['blocks'], 'block')} recomputed")
     if "in_flight" in rank:
         whole = "all" if rank["window"] is None else min(rank["window"], rank["in_flight"])
         batches = count_text(rank["in_flight"], "micro-batch", "micro-batches")
