@@ -1,4 +1,4 @@
-"""Runs that public projects measured in 2026, which nothing was fitted to."""
+"""Runs that public projects measured in 2026, to whose speeds two numbers are fitted."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 from benchmarks.common import RESULTS
 
 from benchmarks import estimate_runs as measured
+from lowtide.estimate.fitted import fitted
 
 RUNS, OTHERS = measured.read()
 FMS = [run for run in RUNS if "fms-acceleration" in run.name]
@@ -28,6 +29,12 @@ def test_allocated_memory_of_fms_acceleration(run: measured.Run) -> None:
 
 def test_the_result_file_is_of_these_formulas() -> None:
     data = json.loads((RESULTS / "estimate_runs.json").read_text(encoding="utf-8"))
+    fits = measured.left_out(RUNS)
+    assert data["left_out"] == [list(fit) for fit in fits]
+    known = fitted()["common"]
+    assert {name: value for name, source, value, *_ in fits if not source} == {
+        name: known[name] for name in measured.FITTED
+    }
     assert data["rows"] == [measured.scored(run) for run in RUNS]
     assert data["without_words"] == [list(other) for other in OTHERS]
     text = measured.DOCS.read_text(encoding="utf-8")
