@@ -59,7 +59,7 @@ class Narrow(Model):
     """Products in bfloat16, whose kernel on a CPU allocates while it runs."""
 
     def __init__(self) -> None:
-        super().__init__(layers=2, width=128)
+        super().__init__(layers=1, width=128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -68,7 +68,7 @@ class Narrow(Model):
 
 def test_what_a_product_allocates_while_it_runs_counts_under_inductor() -> None:
     model, x = Narrow(), torch.randn(512, 128)
-    compiled = lowtide.compile(model, "80%")
+    compiled = lowtide.compile(model, "97%")
     compiled(x).backward()
     real = real_peak(compiled, model, x)
     handle = lowtide.handle_of(compiled)

@@ -59,7 +59,7 @@ SHARED: list[tuple[dict[str, Any], int]] = [
     (TWO_LLAMA | dict(sequence_parallel=True), 0),
     (LLAMA | dict(sequence_parallel=True, recompute="full", pp=2, interleave=2, global_batch=8), 1),
 ]
-OFTEN = [SHARED[0], *SHARED[4:7], *SHARED[8:]]
+OFTEN = [SHARED[0], *SHARED[4:6], SHARED[7], SHARED[9]]
 """Each way to recompute, with and without sequence parallelism, but not all of both."""
 needs_meter = pytest.mark.skipif(not available(), reason="needs the counting allocator")
 

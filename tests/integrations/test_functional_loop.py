@@ -105,7 +105,7 @@ def train(
     return found, measured.peak_bytes
 
 
-@pytest.mark.parametrize("apply", [limited, compiled])
+@pytest.mark.parametrize("apply", [limited, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_lowtide_stands_in_place_of_apply_ac(mesh: Any, apply: Any) -> None:
     plain, most = train(mesh, None)
     with warnings.catch_warnings():

@@ -98,15 +98,15 @@ SELDOM = ("strided", "conjugate", "negative")
     "variant", [pytest.param(v, marks=pytest.mark.slow) if v in SELDOM else v for v in op_check.VARIANTS]
 )
 def test_a_part_of_the_database(variant: Any) -> None:
-    names = set(PART[::3])
+    names = set(PART[::5])
     ops = [op for op in op_check.operations() if op.name in names]
-    assert len({op.name for op in ops}) > 50
+    assert len({op.name for op in ops}) > 30
     outcomes = [
         o
         for o in (op_check.check_operation(op, variant, SAMPLES.get(variant, 1)) for op in ops)
         if o is not None
     ]
-    assert len(outcomes) > 12
+    assert len(outcomes) > 8
     check(outcomes)
 
 

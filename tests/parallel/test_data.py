@@ -33,7 +33,6 @@ FAST: list[Case] = [
     ("gpt", "ddp", "full", torch.float64),
     ("gpt", "fsdp", "scope", torch.float64),
     ("hf", "fsdp", "full", torch.float64),
-    ("llama", "ddp", "", torch.float32),
 ]
 REST: list[Case] = [
     (family, kind, how, dtype)

@@ -46,7 +46,7 @@ import os, threading, warnings
 import torch, lowtide
 warnings.simplefilter("ignore")
 torch.set_num_threads(1)
-for _ in range(3):  # copies, which need not import it all again
+for _ in range(2):  # copies, which need not import it all again
     copied = os.fork()
     if not copied:
         break
