@@ -81,6 +81,21 @@ def test_one_process(case: tuple[dict[str, Any], int]) -> None:
     assert simulated == pytest.approx(real, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("model", "changes", "told"),
+    [
+        ("mixtral-8x7b", {}, "this shape is neither"),
+        ("llama3-8b", dict(tiles=2), "--tiles=2"),
+        ("llama3-8b", dict(unfused_norms=True), "without --unfused-norms"),
+    ],
+)
+def test_what_the_project_s_own_models_have_not_is_refused(
+    model: str, changes: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(EstimateError, match=told):
+        simulate(configure(model, seq=128, **changes))
+
+
 def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
     return [
         measured_and_simulated(config, stage, dist.group.WORLD, simulated)

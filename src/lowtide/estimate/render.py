@@ -207,19 +207,9 @@ def to_csv(found: Estimate) -> str:
     writer.writerow(("stage", "kind", "place", "name", "bytes", "formula", "source", "note", *MOMENTS))
     for stage in found.stages:
         for line in stage.lines:
-            writer.writerow(
-                (
-                    stage.index,
-                    line.kind,
-                    line.place,
-                    line.name,
-                    line.bytes,
-                    line.formula,
-                    line.source,
-                    line.note,
-                    *line.moments.values(),
-                )
-            )
+            names = ("kind", "place", "name", "bytes", "formula", "source", "note")
+            told = (getattr(line, name) for name in names)
+            writer.writerow((stage.index, *told, *line.moments.values()))
     return text.getvalue()
 
 

@@ -42,7 +42,7 @@ def model_config(config: Config, layers: int) -> ModelConfig:
         shape.heads,
     )
     llama = (shape.mlp, shape.norm, shape.positions, shape.bias) == ("swiglu", "rmsnorm", "rotary", False)
-    llama = llama and not shape.qkv_bias and not shape.qk_norm
+    llama = llama and not shape.qkv_bias and not shape.qk_norm and not shape.experts and not shape.kv_latent
     if not (gpt or llama) or shape.head_width * shape.heads != shape.hidden:
         raise EstimateError(
             "simulate runs the project's GPT (gelu, layernorm, learned positions, biases) and Llama "

@@ -32,28 +32,18 @@ def _table(name: str, columns: tuple[str, ...], left: tuple[str, ...] = ()) -> T
 def stage_table(found: StepSimulation) -> Table:
     """One row a stage: what the trace found, with the closed form's figure behind it."""
     columns = (
-        "stage",
-        "weights",
-        "gradients",
-        "kept",
-        "by\nformula",
-        "kept and\ntemporary",
-        "by\nformula",
+        "stage", "weights", "gradients", "kept", "by\nformula", "kept and\ntemporary", "by\nformula",
         "peak without\noptimizer",
-    )
+    )  # fmt: skip
     table = _table("GiB on one rank of each stage: traced, and by the closed form", columns)
     for stage in found.stages:
         timeline, closed = stage.timeline, stage.closed
         table.add_row(
-            str(timeline.stage),
-            _gib(timeline.parameter_bytes + timeline.buffer_bytes),
-            _gib(timeline.gradient_bytes),
-            _gib(timeline.held_bytes),
-            _gib(closed.activations_bytes),
-            _gib(timeline.activation_peak_bytes),
-            _gib(closed.activation_peak_bytes),
+            str(timeline.stage), _gib(timeline.parameter_bytes + timeline.buffer_bytes),
+            _gib(timeline.gradient_bytes), _gib(timeline.held_bytes), _gib(closed.activations_bytes),
+            _gib(timeline.activation_peak_bytes), _gib(closed.activation_peak_bytes),
             _gib(timeline.peak_bytes),
-        )
+        )  # fmt: skip
     return table
 
 

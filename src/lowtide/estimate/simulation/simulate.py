@@ -188,12 +188,15 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in (
         "offload_optimizer", "offload_activations", "partition_activations", "zero", "keep_gathered",
         "gather_logits", "compile", "float8", "overlap_tensor", "lora", "optimizer_in_backward",
+        "ddp_buckets", "fused_qkv", "unfused_norms",
     ):  # fmt: skip
         if getattr(config, name):
             raise EstimateError(
                 f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; "
                 "leave it out here"
             )
+    if config.tiles > 1:
+        raise EstimateError(f"simulate --tiles={config.tiles}: the project's own MLP is traced; leave it out")
     if config.cp > 1:
         raise EstimateError(f"simulate --cp={config.cp}: no ring is traced; estimate has it in closed form")
     own = replace(config, loss="auto", loss_chunks=8).loss_kind
