@@ -124,7 +124,7 @@ def mixed_case(group: dist.ProcessGroup, share: float, link: Link | None) -> dic
     ways = (Shard("tp", 2), lowtide.Offload("disk"))
     stores = lowtide.Stores(groups={"tp": group})
     links = lowtide.measure_links(*ways, stores=stores)
-    used = {"tp": link or links["tp"], "disk": Link(1e3, 1e3)}
+    used = {"tp": link or links["tp"], "disk": Link(10.0, 10.0)}
     mixed = policies.mixed(*ways, links=used, min_bytes=1)
 
     def policy(graph: lowtide.StepGraph, budget: int | None = None) -> lowtide.Plan:
