@@ -208,3 +208,22 @@ def test_what_would_help_knows_parameters() -> None:
     compiled(torch.randn(64, 32)).backward()
     names = [holder.name for holder in handle.make_report(points=()).holders]
     assert "parameters" in names and "what else stands" not in names
+
+
+@pytest.mark.parametrize("returns_loss", [True, False])
+def test_what_ranks_average_gradients_in_counts_once_backward_has_ended(returns_loss: bool) -> None:
+    model, x = Model(returns_loss), torch.randn(64, 32)
+    parameters = sum(one.nbytes for one in model.parameters())
+    compiled = lowtide.compile(model, "100%", backend="aot_eager")
+    handle = lowtide.handle_of(compiled)
+    handle.reduced_bytes = 1 << 24
+    compiled(x).sum().backward()
+    expected = 2 * parameters + handle.reduced_bytes
+    assert expected <= handle.predicted_peak_bytes <= 1.01 * expected + x.nbytes
+    handle.set_budget(1 << 23)
+    model.zero_grad(set_to_none=True)
+    with pytest.raises(lowtide.BudgetError) as refused:
+        compiled(x).sum().backward()
+    parts = refused.value.parts
+    assert parts["parameters"] == parts["gradients"] == parameters
+    assert handle.reduced_bytes <= parts["gradients on their way"] <= 1.01 * expected

@@ -69,6 +69,7 @@ class Partitioner(Cutter):
         report: takes down what was planned, in this process alone.
         tiers: where saved values may wait.
         wishes: a digest of the regions that the user has marked in the graph.
+        after_bytes: the most live bytes when backward has ended; 0 for what the graph returns.
     """
 
     def __init__(
@@ -79,8 +80,10 @@ class Partitioner(Cutter):
         report: Report | None = None,
         tiers: tuple[Offload, ...] = (),
         wishes: str = "",
+        after_bytes: int = 0,
     ) -> None:
         super().__init__(options)
+        self.after_bytes = after_bytes
         self.budget, self.tiers, self.wishes = budget, tiers, wishes
         self._standing = standing
         self._report = Report() if report is None else report
@@ -149,7 +152,8 @@ class Partitioner(Cutter):
             return beside + sum(joint.bytes_of(key, size_of) for key in inputs)
 
         def choice(budget: str | int, at: Joint) -> Choice:
-            return choice_alone(at, budget, standing_at(at.size), self.options, self.tiers)
+            standing = standing_at(at.size)
+            return choice_alone(at, budget, standing, self.options, self.tiers, self.after_bytes)
 
         if self._unseen is not None and fixed:
             first = self._unseen.begin(choice(self.budget, joint))
@@ -174,6 +178,7 @@ class Partitioner(Cutter):
             torch.get_num_threads(),
             [astuple(tier) for tier in self.tiers],
             standing,
+            self.after_bytes,
             self._available(standing or 0),
         ]
         options = [self.wishes, *sorted((self.options or {}).items())]

@@ -69,8 +69,7 @@ MOST_CUTS = 3
 WORTH = 1e-3
 """Share of a step that another candidate cut of a graph has to save to be compiled."""
 
-MOST_NODES = 2000
-"""Of branch and bound."""
+MOST_NODES = 2000  # of branch and bound
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,7 @@ def choice_alone(
     standing_bytes: int,
     options: dict[str, object] | None,
     tiers: tuple[Offload, ...] = (),
+    after_bytes: int = 0,
 ) -> Choice:
     """How to cut a joint graph that is a whole step.
 
@@ -129,8 +129,9 @@ def choice_alone(
         standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
         options: Inductor's settings; ``None`` where graphs run call by call.
         tiers: where saved values may wait.
+        after_bytes: the most live bytes when backward has ended; 0 for none but the graph's.
     """
-    candidates = Candidates(joint, options, standing_bytes, budget)
+    candidates = Candidates(joint, options, standing_bytes, budget, after_bytes)
     policy: Any = "optimal"
     if ways := tuple(map(decision_of, tiers)):
         with outside_modes():  # AOTAutograd calls us among fake tensors
@@ -152,7 +153,7 @@ def choice_of(timeline: Timeline, candidates: Sequence[Candidates], budget: str 
 
 
 class Choice:
-    """The cuts of one step within one budget.
+    """The cuts of a step within one budget.
 
     Args:
         timeline: the step.

@@ -102,6 +102,7 @@ class Flow:
         named: a refusal with names for what stands before the step.
         tiers: where saved values may wait.
         in_parts: says whether no graph is a whole step, whatever it returns.
+        after: the most live bytes when backward has ended; 0 for what stands then.
         gradients_bytes: the gradients to plan for, where fewer stand when a step begins.
 
     Attributes:
@@ -123,8 +124,10 @@ class Flow:
         named: Callable[[BudgetError], BudgetError],
         tiers: tuple[Offload, ...],
         in_parts: Callable[[], bool],
+        after: Callable[[], int],
         gradients_bytes: int = 0,
     ) -> None:
+        self._after = after
         self._named, self._in_parts = named, in_parts
         self.budget, self.options, self.device, self.tiers = budget, options, device, tiers
         self.report = Report()
@@ -230,7 +233,8 @@ class Flow:
             return self._standing() + max(0, self.gradients_bytes - self._gradients())
 
         wishes = wishes_of(module)
-        return Partitioner(self.budget, standing, self.options, self.report, self.tiers, wishes)
+        rest = self.report, self.tiers, wishes, self._after()
+        return Partitioner(self.budget, standing, self.options, *rest)
 
     def unseen(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""
@@ -360,7 +364,7 @@ class Flow:
         """
         graphs = [call.graph for call in known.timeline.calls]
         first = graphs[0]
-        timeline = known.timeline.adding_to(gradients_bytes, known.gradients)
+        timeline = known.timeline.adding_to(gradients_bytes, known.gradients).ending_with(self._after())
         candidates = list(map(Graph.candidates_at, graphs, known.sizes))
         choice = functools.partial(choice_of, timeline, candidates)
         before = [one.plan for one in self.chosen.values()]

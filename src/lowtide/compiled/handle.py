@@ -30,7 +30,7 @@ from lowtide.private import (
     room_for_backends,
     uncut_by_ddp,
 )
-from lowtide.remedies import INPUTS, STANDING
+from lowtide.remedies import INPUTS, REDUCED, STANDING
 from lowtide.run.limit.arguments import (
     check_optimizer,
     no_replicas,
@@ -64,7 +64,10 @@ class CompiledHandle(LimitHandle):
         compiled: what is called in its place: what `torch.compile` returned, the model itself where its
             blocks are compiled, or ``None`` where its forward is called through this handle alone.
         budget: as it was given.
+        reduced_bytes: what gradients are copied into when backward has ended, while ranks average them.
     """
+
+    reduced_bytes = 0
 
     def __init__(
         self,
@@ -300,12 +303,24 @@ class CompiledHandle(LimitHandle):
             standing = max(standing, resident_bytes(self.model) + state)
         return standing + workspace_bytes(self._device)
 
+    def _after(self) -> int:
+        """The most live bytes between backward and the optimizer's step; 0 where nothing is reduced then."""
+        if not self.reduced_bytes:
+            return 0
+        gradients = sum(one.nbytes for one in self.model.parameters() if one.requires_grad)
+        return self._standing() - self._stood.gradients_now() + gradients + self.reduced_bytes
+
     def _named(self, error: BudgetError) -> BudgetError:
         """A refusal with names for what stands before the step; what has none of these are its inputs."""
         if error.smallest_bytes is None or STANDING not in error.parts:
             return error
         model, gradients, state = self.model, self._stood.gradient_bytes, self.optimizer_bytes
-        parts = standing_by_name(error.parts, model, gradients, state, self._device)
+        parts, after = error.parts, self._after()
+        if after and error.smallest_bytes <= budgets.with_slack(after) + 1:
+            stands = after - self.reduced_bytes
+            parts = {STANDING: stands, REDUCED: error.smallest_bytes - stands}
+            gradients = stands - self._standing() + self._stood.gradients_now()
+        parts = standing_by_name(parts, model, gradients, state, self._device)
         if inputs := parts.pop(STANDING, 0):
             parts[INPUTS] = inputs
         return budgets.renamed(error, parts)
@@ -345,6 +360,7 @@ class CompiledHandle(LimitHandle):
             self._tiers,
             # weights that come and go are in no graph
             self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
+            self._weakly(CompiledHandle._after, 0),
             gradients_bytes,
         )
         run = self._compiled_with(backend=flow.backend, **{**counted_apart(), **self._how})

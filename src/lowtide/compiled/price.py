@@ -335,6 +335,7 @@ class Candidates:
         standing_bytes: what stands beside what the graph allocates, where the graph is a whole step;
             ``None`` where it is a part of one, and its inputs and outputs are counted outside.
         budget: that of a whole step.
+        after_bytes: the most live bytes when a whole step's backward has ended.
 
     Attributes:
         device: of its first tensor.
@@ -348,6 +349,7 @@ class Candidates:
         options: dict[str, object] | None,
         standing_bytes: int | None = None,
         budget: str | int | None = None,
+        after_bytes: int = 0,
     ) -> None:
         self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
         self._room = room_for_timing(joint, budget, standing_bytes or 0)
@@ -359,7 +361,7 @@ class Candidates:
         tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
         loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
         self._zeros = frozenset(tangents) - {loss}
-        self.timeline = self._alone(standing_bytes or 0, tangents)
+        self.timeline = self._alone(standing_bytes or 0, tangents).ending_with(after_bytes)
         self.step = step_of([joint], [self.costs], self.timeline)
         self._known_scratch: dict[str, int] = {}
         self._found: dict[object, Candidate] = {}

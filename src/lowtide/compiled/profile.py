@@ -106,6 +106,12 @@ class Timeline:
     calls: list[GraphCall] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
+    def ending_with(self, after_bytes: int) -> Timeline:
+        """The same step where so many bytes are live when its backward has ended; 0 for what it says."""
+        if not after_bytes:
+            return self
+        return replace(self, moments=[*self.moments, Moment("gap", None, after_bytes)])
+
     def adding_to(self, gradients_bytes: int, made_bytes: int) -> Timeline:
         """The same step where more gradients stand when it begins: its own are added to these, and freed at
         once.

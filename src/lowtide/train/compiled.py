@@ -18,7 +18,7 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.progress import working
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, WholeModel, raised
+from lowtide.train.part import Batch, WholeModel, raised, reduced_over
 from lowtide.train.ranks import Ranks
 
 
@@ -51,6 +51,7 @@ class CompiledModel(WholeModel):
         assert budget is not None  # checked with the options
         self._call = lowtide.compile(self.model, budget, optimizer=optimizer, backend=self._backend)
         self._handle = lowtide.handle_of(self._call)
+        self._handle.reduced_bytes = reduced_over(self.model.parameters(), self.ranks)
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
         if len(batches) > 1:
