@@ -20,20 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import fx
 
 from lowtide import budget as budgets
-from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, Reading, compile_graph
+from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, compile_graph
 from lowtide.compiled.choose import Choice, Chosen, First, choice_alone, share_of_largest
 from lowtide.compiled.cut import Halves
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated, Size
+from lowtide.compiled.price import Candidate
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
+from lowtide.trace.costs.roofline import outside_modes
 from lowtide.version import __version__
 
 
@@ -196,13 +199,16 @@ class _Refused(BaseException):
     """A cut that was compiled unseen is not good. No `Exception`: PyTorch's compiler would catch that."""
 
 
-class _Unseen(Reading):
-    """Compiles a first cut of a graph that is a whole step, and ends the compilation where it is not good.
+class _Unseen:
+    """Compiles a first cut of a graph that is a whole step before it is priced. It is priced by the text that
+    Inductor generates meanwhile, and the compilation ends where it is not good.
 
     Attributes:
+        candidate: the cut that waits for its price.
         accepted: the cut with what it takes, once that is known.
     """
 
+    candidate: Candidate | None = None
     accepted: Chosen | None = None
     _choice: Choice
     _first: First
@@ -212,9 +218,29 @@ class _Unseen(Reading):
         first = choice.first()
         if first is None:
             return None
-        self._choice, self._first, self.candidate, self.seen = choice, first, first.cuts[0], self._check
+        self._choice, self._first, self.candidate = choice, first, first.cuts[0]
         forward, backward = self.candidate.halves
         return partitioning.twin(forward), partitioning.twin(backward)
+
+    def compile(self, half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        """What Inductor makes of a half.
+
+        Raises:
+            _Refused: the cut is not good; before the kernels are compiled that the half's text names.
+        """
+        if self.candidate is None:
+            return inductor.compile_half(half, inputs, **how)
+        code = self.candidate.code
+        assert isinstance(code, Generated)
+        as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
+
+        def look(text: str) -> None:
+            code.read(text, as_given, strides, bool(how.get("is_backward")))
+            with outside_modes():
+                self._check(code)
+
+        with inductor.reading(look):
+            return inductor.compile_half(half, inputs, **how)
 
     def _check(self, code: Generated) -> None:
         """A half's text was read.

@@ -19,13 +19,11 @@ from torch import fx
 
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.lower import Generated
-from lowtide.compiled.price import Candidate, Candidates
+from lowtide.compiled.price import Candidates
 from lowtide.compiled.profile import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
-from lowtide.trace.costs.roofline import outside_modes
 from lowtide.version import __version__
 
 FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
@@ -146,35 +144,6 @@ def compile_graph(
     )(module, inputs)
 
 
-class Reading:
-    """Compiles halves as Inductor does, and prices a candidate by the text that it generates meanwhile.
-
-    Args:
-        candidate: whose halves come; ``None`` where nobody waits for a price.
-        seen: called when a half's text was read, before the kernels are compiled that it names.
-    """
-
-    def __init__(
-        self, candidate: Candidate | None = None, seen: Callable[[Generated], None] = lambda code: None
-    ) -> None:
-        self.candidate, self.seen = candidate, seen
-
-    def compile(self, half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        """What Inductor makes of a half."""
-        code = None if self.candidate is None else self.candidate.code
-        if not isinstance(code, Generated):
-            return inductor.compile_half(half, inputs, **how)
-        as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
-
-        def look(text: str) -> None:
-            code.read(text, as_given, strides, bool(how.get("is_backward")))
-            with outside_modes():
-                self.seen(code)
-
-        with inductor.reading(look):
-            return inductor.compile_half(half, inputs, **how)
-
-
 class Graph:
     """A captured graph that is a part of a step.
 
@@ -221,24 +190,13 @@ class Graph:
     def run_as(self, stored: frozenset[Key] | None) -> Run:
         """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does."""
         if stored not in self._compiled:
-            self._compiled[stored] = self._compile(stored)
-        return self._compiled[stored]
-
-    def compile_unseen(self, candidate: Candidate) -> None:
-        """Compile a cut, and price it by what is generated for it."""
-        reading = Reading(candidate)
-        self._compiled[candidate.stored] = self._compile(candidate.stored, reading.compile, at_once=True)
-
-    def _compile(
-        self, stored: frozenset[Key] | None, inner: Callable[..., Any] | None = None, at_once: bool = False
-    ) -> Run:
-        assert self.candidates is not None
-        program, options = self.candidates.joint.program, self.options
-        cutter = None if stored is None else cutter_at(stored, program, options)
-        with torch.enable_grad():  # at the end of a backward it is off
-            return self.captured.compile(
-                lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)
+            assert self.candidates is not None
+            program, options = self.candidates.joint.program, self.options
+            cutter = None if stored is None else cutter_at(stored, program, options)
+            self._compiled[stored] = self.captured.compile(
+                lambda module, inputs: compile_graph(module, inputs, options, cutter)
             )
+        return self._compiled[stored]
 
     # ---- call by call ----------------------------------------------------------------------------
 

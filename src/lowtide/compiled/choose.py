@@ -8,8 +8,8 @@ different ones of a graph that is called often. Where the planner's own choice t
 it is asked again, for as many bytes less or more as it was off.
 
 Under Inductor pricing lowers a graph, which takes longer than everything else that planning does. Most first
-choices are good: so they are compiled as they are (`Choice.first`), and priced by what is generated for them
-meanwhile (`Choice.accepted`).
+choices of a step that is one graph are good: so they are compiled as they are (`Choice.first`), and priced by
+what is generated for them meanwhile (`Choice.accepted`).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from torch import fx
 
 from lowtide.compiled.alone import Partitioner, Report
 from lowtide.compiled.capture import Graph, Run, Sizes
-from lowtide.compiled.choose import Choice, Chosen, choice_of, share_of_largest
+from lowtide.compiled.choose import Chosen, choice_of, share_of_largest
 from lowtide.compiled.joint import Key
 from lowtide.compiled.profile import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
@@ -371,22 +371,9 @@ class Flow:
         found = choice(self.budget).again(self.chosen[first]) if self._known.get(first) is known else None
         if found is None:
             try:
-                found = share_of_largest(lambda budget: self._chosen(choice(budget)), self.budget, before)
+                found = share_of_largest(lambda budget: choice(budget).chosen(), self.budget, before)
             except BudgetError as error:
                 raise self._named(error) from None
         self.chosen[first], self._known[first] = found, known
         cuts = [one.stored for one in found.cuts]
         self._turns[first] = list(map(_Turn, graphs, known.sizes, cuts))
-
-    def _chosen(self, choice: Choice) -> Chosen:
-        """The cuts of a recorded step. Where all sizes are fixed the first ones are compiled before they are
-        priced.
-        """
-        graphs = [call.graph for call in choice.timeline.calls]
-        first = None if any(graph.captured.open_sizes for graph in graphs) else choice.first()
-        if first is not None:
-            for graph, cut in zip(graphs, first.cuts, strict=True):
-                graph.compile_unseen(cut)
-            if (found := choice.accepted(first)) is not None:
-                return found
-        return choice.chosen()
