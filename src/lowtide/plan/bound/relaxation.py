@@ -26,9 +26,10 @@ moves may be unpacked and, where its codec allows, replayed from, so the sum of 
 first two rows. Moving costs encoding, decoding, the executor's own time, and what a transfer takes from the
 operations beside it. What waits encoded or cut on the device takes its bytes from the operation that made it
 to its last unpack; copies under way are left out. Transfers hide behind what runs meanwhile, as far as there
-is time: for each tier or group, and for each direction,
+is time: for each tier or group, each direction and some events e,
 
-    sum of its transfers  <=  seconds of forward (out) or of backward and replays (in) + coding + waiting
+    sum of writes of values born at e or later  <=  seconds from e to backward + encoding + waiting
+    sum of reads of values unpacked by e        <=  seconds of backward to e + replays + decoding + waiting
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ _ROUNDS = 30
 
 _ROWS_PER_ROUND = 48
 """Moments above the budget whose rows are added at a time."""
+
+_ROWS_PER_LINK = 8
+"""Moments for which the program says what hides a link's transfers."""
 
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""
@@ -166,29 +170,39 @@ class Relaxation:
         self._add_waiting(program)
 
     def _add_waiting(self, program: Program) -> None:
-        """Columns for waiting, and for each link and direction the row that says what hides its transfers."""
-        sim, operations = self.sim, self.sim.graph.operations
-        transfers: dict[tuple[str, bool], list[tuple[int, float]]] = {}
-        """(link, whether out) -> column and seconds of each transfer"""
+        """Columns for waiting, and for each link and direction rows that say what hides its transfers: those
+        out from an event on hide until backward begins, those in until an event since then.
+        """
+        sim, graph = self.sim, self.sim.graph
+        transfers: dict[tuple[str, bool], list[tuple[int, int, float]]] = {}
+        """(link, whether out) -> event, column and seconds of each transfer"""
         for column, m in enumerate(self.moves, self.first_move):
             if m.tier in self.links:
-                seconds = self.links[m.tier].seconds_out(m.encoded_bytes)
-                transfers.setdefault((m.tier, True), []).append((column, seconds))
+                seconds, born = self.links[m.tier].seconds_out(m.encoded_bytes), sim.producer[m.value]
+                transfers.setdefault((m.tier, True), []).append((sim.op_event[born], column, seconds))
             if m.link_in in self.links:
                 seconds = self.links[m.link_in].seconds_in(m.bytes_in)
-                transfers.setdefault((m.link_in, False), []).append((column, seconds))
-        there = {True: 0.0, False: 0.0}
-        for op in operations:
-            there[sim.op_event[op.index] < sim.first_unpack] += op.seconds
-        wait = {out: program.column(1.0, np.inf) for out in there} if transfers else {}
+                asked = min(
+                    sim.unpacks[tensor][0][0] for tensor in sim.saved_of[m.value] if sim.unpacks[tensor]
+                )
+                transfers.setdefault((m.link_in, False), []).append((asked, column, seconds))
+        if not transfers:
+            return
+        clock = np.cumsum([graph.operations[k].seconds if kind == "op" else 0.0 for kind, k in graph.events])
+        turn = float(clock[min(sim.first_unpack, sim.end - 1)])
+        wait = {out: program.column(1.0, np.inf) for out in (True, False)}
         moves = list(enumerate(self.moves, self.first_move))
+        again = [(column, graph.operations[i].seconds) for i, column in self.op_column.items()]
         for (_, out), rows in transfers.items():
-            hiding = [(column, m.encode_seconds if out else m.decode_seconds) for column, m in moves]
-            if not out:
-                hiding += [(column, operations[i].seconds) for i, column in self.op_column.items()]
-            unit = max(there[out], *(seconds for _, seconds in rows), 1e-9)
-            entries = [*rows, *((column, -seconds) for column, seconds in [*hiding, (wait[out], 1.0)])]
-            program.row([(column, seconds / unit) for column, seconds in entries], there[out] / unit)
+            coding = [(column, m.encode_seconds if out else m.decode_seconds) for column, m in moves]
+            hiding = [*coding, *([] if out else again), (wait[out], 1.0)]
+            events = sorted({at for at, _, _ in rows}, reverse=not out)
+            for event in events[:: -(-len(events) // _ROWS_PER_LINK)]:
+                there = float(turn - clock[event] if out else clock[event] - turn)
+                mine = [(column, s) for at, column, s in rows if (at >= event if out else at <= event)]
+                unit = max(there, *(seconds for _, seconds in mine), 1e-9)
+                entries = [*mine, *((column, -seconds) for column, seconds in hiding)]
+                program.row([(column, seconds / unit) for column, seconds in entries], there / unit)
 
     def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
         """Whole decisions as a point of the program; nothing moves."""
@@ -340,6 +354,9 @@ class Relaxation:
         """After `solve` for ``budget``: a sharper bound from decisions that are whole, within a relative
         ``gap`` of the best of them, and such decisions (they may exceed the budget a little).
         """
+        if budget != self._budget:  # its answer was known, and the program is another one by now
+            self._answers.pop(budget, None)
+            self.solve(budget)
         _, bound, answer = self.program.solve(range(self.count), _NODES, gap)
         self.effort.solved(len(self.program.cost), whole=True)
         if bound < float("inf"):
