@@ -12,9 +12,11 @@ natural life: how long the program itself needs it. What autograd would add is k
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -265,3 +267,17 @@ class StepGraph:
             events=tuple(Event(kind, index) for kind, index in data["events"]),
             **rest,
         )
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without cyclic garbage collection: graphs and plans are made of many small objects, and no tensor. To
+    look through all that a process holds again and again takes as long as making them does.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -261,8 +261,9 @@ class Call:
         self.info = info = op_info(func)
         self.inputs: list[torch.Tensor] = []
         self.others: list[torch.Tensor] = []
-        for tensor in tensors_of((args, kwargs)):
-            (self.inputs if has_plain_storage(tensor) else self.others).append(tensor)
+        for item in (*args, *kwargs.values()) if kwargs else args:
+            for tensor in (item,) if isinstance(item, torch.Tensor) else tensors_of(item):
+                (self.inputs if has_plain_storage(tensor) else self.others).append(tensor)
         self.keys = set(map(private.storage_key, self.inputs))
         written = written_tensors(info, args, kwargs) if info.written else []
         self.written = list(filter(has_plain_storage, written))

@@ -23,8 +23,9 @@ _STRIDE, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644
 
 def reach(tensor: torch.Tensor) -> int:
     """How many bytes of its storage the tensor reaches over, from the storage's start."""
-    if tensor.numel() == 0:
-        return 0
+    elements = tensor.numel()
+    if elements == 0 or tensor.is_contiguous():
+        return int(tensor.storage_offset() + elements) * tensor.element_size() if elements else 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
 
@@ -39,7 +40,8 @@ class Geometry:
     __slots__ = ("conjugate", "dtype", "negative", "offset", "shape", "strides")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.dtype, self.shape, self.strides = tensor.dtype, tensor.shape, tensor.stride()
+        # a plain tuple, which the garbage collector need not look at
+        self.dtype, self.shape, self.strides = tensor.dtype, tuple(tensor.shape), tensor.stride()
         self.offset, self.conjugate, self.negative = (
             tensor.storage_offset(),
             tensor.is_conj(),

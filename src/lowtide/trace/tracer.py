@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 
 from lowtide import private
-from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
+from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import Call, enter
 from lowtide.trace.gathered import with_gathered
@@ -80,7 +80,7 @@ class _Value:  # as of `lowtide.graph.Value`
     storage: int
     version: int
     producer: int | None
-    shape: Sequence[int]
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
 
@@ -120,7 +120,7 @@ class Tracer:
         self.storages: list[Storage] = []
         self.values: list[_Value] = []
         self.saved: list[Saved] = []
-        self.events: list[Event] = []
+        self.events: list[tuple[EventKind, int]] = []
         self.signatures: list[Any] = []
         self.in_region = True
         self.closed = False
@@ -205,16 +205,15 @@ class Tracer:
         """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked
         for last.
         """
-        if private.in_backward():
-            return self._backward_module
-        return self._modules[-1] if self._modules else ""
+        here = self._modules[-1] if self._modules else ""
+        return self._backward_module if private.in_backward() else here
 
     # ---- storages and values ---------------------------------------------------------------------
 
-    def event(self, kind: Any, index: int) -> None:
+    def event(self, kind: EventKind, index: int) -> None:
         """Append one event, unless the trace is over."""
         if not self.closed:
-            self.events.append(Event(kind, index))
+            self.events.append((kind, index))
 
     def given(self, tensor: torch.Tensor) -> None:
         """The caller gave the tensor to the step: its storage stands to the end, used or not, since the
@@ -261,7 +260,7 @@ class Tracer:
         found.key, found.number, found.phase, found.resized = key, number, phase, False
         found.live, found.held, found.gathered = None, None, False
         found.value = len(self.values)
-        self.values.append(_Value(number, 0, producer, tensor.shape, tensor.dtype))
+        self.values.append(_Value(number, 0, producer, tuple(tensor.shape), tensor.dtype))
         if hidden:
             self._add_operation(HIDDEN, (), (found.value,), HIDDEN)
             self.signatures.append((HIDDEN, producer))
@@ -365,26 +364,28 @@ class Tracer:
             returned: whether it returned tensors.
             evicted: as `evicted_by_scope` said.
         """
-        index, info = len(self.operations), call.info
+        index, info, backward = len(self.operations), call.info, private.in_backward()
         new = [tensor for tensor in fresh if self.storage_of(tensor) is None]
         writes = [self.registered(tensor, index).value for tensor in new]
         for tensor in call.written:
             storage = self.registered(tensor)
             version = self.values[storage.value].version + 1
             storage.value = len(self.values)
-            self.values.append(_Value(storage.number, version, index, tensor.shape, tensor.dtype))
+            shape = tuple(tensor.shape)
+            self.values.append(_Value(storage.number, version, index, shape, tensor.dtype))
             writes.append(storage.value)
         reason = info.reason or reason
         if not reason:
             if not self.in_region:
                 reason = OUTSIDE
-            elif private.in_backward():
+            elif backward:
                 reason = _INNER
             elif info.uninitialized:
                 reason = "it returns memory that nothing has written yet"
             elif not returned:
                 reason = "it returns no tensor"
-        self._add_operation(info.name, reads, writes, reason, call.draws(), evicted)
+        random = info.random and call.draws()
+        self._add_operation(info.name, reads, writes, reason, random, evicted)
         self.signatures.append(signature)
         self.event("op", index)
         return index
@@ -498,15 +499,15 @@ class Tracer:
         values: list[Value] = []
         for number, v in enumerate(self.values):
             stands = number in storable or v.storage in stays
-            as_written = tuple(v.shape), _name_of(v.dtype)
-            values.append(Value(number, v.storage, v.version, v.producer, stands, *as_written))
+            dtype = _name_of(v.dtype)
+            values.append(Value(number, v.storage, v.version, v.producer, stands, v.shape, dtype))
         fixed = behind | resized
         graph = StepGraph(
             tuple(operations),
             tuple(self.storages),
             tuple(values),
             tuple(replace(s, droppable=False, forced=False) if s.value in fixed else s for s in self.saved),
-            tuple(self.events),
+            tuple(map(Event._make, self.events)),
             resident_bytes=sum(s.bytes for s in self.storages if s.producer is None),
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,

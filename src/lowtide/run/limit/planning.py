@@ -5,10 +5,9 @@ In: an entry whose step graph is known. Out: its `Planned`, or the refusal.
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
-from lowtide.graph import StepGraph
+from lowtide.graph import StepGraph, no_collection
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import gradient_of
@@ -119,7 +118,7 @@ class PlanMaker:
         with working("planning", past, self.progress) as work:
             work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
             try:
-                with _no_collection():
+                with no_collection():
                     graph, plan, limit = self._choose(entry)
             except BudgetError as error:
                 add_what_else(error, entry, self.model)
@@ -411,17 +410,3 @@ def _with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
     # gradients that the step made
     made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
     return _with_resident(graph, max(0, resident_bytes(model) - made - seen))
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without cyclic garbage collection: a plan is made of many small objects, and no tensor. To look through
-    all that a process holds again and again takes as long as planning does.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -33,6 +33,7 @@ class Cost:
     """What was measured of calls that cost the same.
 
     Attributes:
+        moves: they are functional collectives, which move copies here.
         is_collective: they return what a collective made.
         in_place: that is a tensor that the collective was given.
         warm, cold: read the seconds of runs; cold ones are the first of operations that run twice.
@@ -40,10 +41,11 @@ class Cost:
         reproduced: how many second runs gave the same bytes as the first.
     """
 
-    __slots__ = ("cold", "in_place", "is_collective", "reproduced", "scratch_bytes", "warm")
+    __slots__ = ("cold", "in_place", "is_collective", "moves", "reproduced", "scratch_bytes", "warm")
 
-    def __init__(self, is_collective: bool = False, in_place: bool = False) -> None:
-        self.is_collective, self.in_place, self.scratch_bytes, self.reproduced = is_collective, in_place, 0, 0
+    def __init__(self, is_collective: bool = False, in_place: bool = False, moves: bool = False) -> None:
+        self.is_collective, self.in_place, self.moves = is_collective, in_place, moves
+        self.scratch_bytes = self.reproduced = 0
         self.warm: list[Callable[[], float]] = []
         self.cold: list[Callable[[], float]] = []
 
@@ -85,9 +87,10 @@ class Costs:
         key = (call.info.name, tuple([_form(item) for item in call.args]), named)
         found = self._known.get(key)
         if found is None:
-            is_collective = _is_functional_collective(call.func) and not call.info.written
-            in_place = _is_in_place(call.func)
-            found = self._known[key] = Cost(is_collective or in_place, in_place)
+            space = call.info.name.partition(".")[0]
+            functional, in_place = space == "_c10d_functional", space == "c10d"
+            is_collective = (functional and not call.info.written) or in_place
+            found = self._known[key] = Cost(is_collective, in_place, functional and not call.info.waits)
         return found
 
     def measured(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
@@ -116,7 +119,7 @@ class Costs:
         The threads that carry out a collective hold its buffers until they have tidied up, so only copies let
         the step's own tensors end where the program lets go of them.
         """
-        if _is_functional_collective(func) and not op_info(func).waits:
+        if cost.moves:
             return self._moved_in_copies(cost, func, args, kwargs, warm)
         if cost.in_place:
             return self.measured(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
@@ -147,15 +150,6 @@ class Costs:
         return private.tree_map_only(
             torch.Tensor, lambda tensor: originals[private.storage_key(tensor)], result
         )
-
-
-def _is_functional_collective(func: Any) -> bool:
-    return getattr(func, "namespace", "") == "_c10d_functional"
-
-
-def _is_in_place(func: Any) -> bool:
-    """Whether this is a collective that writes into what it is given, and returns the work under way."""
-    return getattr(func, "namespace", "") == "c10d"
 
 
 def _waited_for(result: Any) -> Any:

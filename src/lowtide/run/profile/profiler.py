@@ -20,7 +20,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError, TraceError
-from lowtide.graph import StepGraph
+from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
@@ -35,7 +35,6 @@ from lowtide.run.record.replay import draw, flat_results
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside
 from lowtide.trace.tracer import Tracer
-from lowtide.trace.untouched import untouched, without_history
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
@@ -63,7 +62,6 @@ class Profiler(Interceptor):
         watch: follows the step's backward.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
-        saved: what autograd holds now, by the numbers of the saved tensors.
         blind: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
@@ -89,15 +87,14 @@ class Profiler(Interceptor):
         self.costs = Costs(device)
         self.verified = verify
         self.began = time.perf_counter()
-        self.saved: weakref.WeakValueDictionary[int, _Saved] = weakref.WeakValueDictionary()
         self.peak_bytes: int | None = None
         self.blind = self.ended = self.asks = False
         self.others: list[Any] = []
         self.checkpoints = 0
         self._on_end = on_end
         self._stack = ExitStack()
-        self._saved_in: dict[int, list[int]] = {}  # storage: its saved tensors
-        self._written: list[tuple[int, weakref.ref[torch.UntypedStorage], Geometry]] = []
+        self._saved_in: dict[int, list[weakref.ref[_Saved]]] = {}  # storage: what autograd saved in it
+        self._written: list[tuple[weakref.ref[_Saved], weakref.ref[torch.UntypedStorage], Geometry]] = []
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
@@ -177,7 +174,7 @@ class Profiler(Interceptor):
         if tracer.in_region:
             self.asks |= info.name in _ASKS
             self._note_checkpoint()
-        reason = "" if all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
+        reason = "" if not call.others or all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
         records = tracer.in_region and not backward and not info.is_view and not info.waits
         node = self.tape.node_of(call) if records else None
         before = self.tape.copies_of(call) if node is not None else []
@@ -193,10 +190,12 @@ class Profiler(Interceptor):
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
         fresh = [(position, flat[position]) for position in call.fresh(flat)]
         made = [tensor for _, tensor in fresh]
-        made += self._sparse_parts(call, flat, records)
+        returned = True
+        if len(made) < len(flat):
+            made += self._sparse_parts(call, flat)
+            returned = bool(made) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
         if not made and not call.written:
             return result
-        returned = bool(fresh) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
         if records:
             self.tape.overwrote(call)
             if info.uninitialized:
@@ -208,7 +207,7 @@ class Profiler(Interceptor):
                     cost.reproduced += 1
                 else:
                     node = None
-        index = tracer.wrote(call, reads, made, cost, reason, returned or bool(made), evicted)
+        index = tracer.wrote(call, reads, made, cost, reason, returned, evicted)
         tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
         if node is not None:
             self.tape.link(node, call, fresh)
@@ -218,7 +217,7 @@ class Profiler(Interceptor):
             self._overwritten(call.written)
         return result
 
-    def _sparse_parts(self, call: Call, flat: list[Any], records: bool) -> list[torch.Tensor]:
+    def _sparse_parts(self, call: Call, flat: list[Any]) -> list[torch.Tensor]:
         """What the sparse tensors that an operation returned are made of. Not those of the forward: there a
         plan counts operations, and what makes such tensors is none to it.
         """
@@ -297,9 +296,8 @@ class Profiler(Interceptor):
         with unseen():
             number, droppable = self.tracer.packs(tensor)
             packed = _Saved(self, number, self.tape.held_or_evicted(tensor, droppable))
-        self.saved[number] = packed
         storage = self.tracer.values[self.tracer.saved[number].value].storage
-        self._saved_in.setdefault(storage, []).append(number)
+        self._saved_in.setdefault(storage, []).append(weakref.ref(packed))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
@@ -308,8 +306,8 @@ class Profiler(Interceptor):
         if number is not None:
             private.unshare(storage)
             with unseen():
-                for one in self._saved_in.get(number, ()):
-                    if saved := self.saved.get(one):
+                for reference in self._saved_in.get(number, ()):
+                    if saved := reference():
                         saved.keep(storage)
 
     def _overwritten(self, written: list[torch.Tensor]) -> None:
@@ -328,14 +326,14 @@ class Profiler(Interceptor):
         if not self._written:
             return
         suspects, self._written = self._written, []
-        for number, reference, where in suspects:
-            saved, storage = self.saved.get(number), reference()
+        for saved_reference, reference, where in suspects:
+            saved, storage = saved_reference(), reference()
             if saved is None or storage is None or not saved.is_behind():
                 continue
             with unseen():
                 # chunks of one storage have counters of their own (recurrent layers write to the others)
                 if saved.lies_in(where, storage.nbytes()):
-                    self.tracer.behind.add(number)
+                    self.tracer.behind.add(saved.number)
                     saved.keep(storage)
 
     def released(self, number: int) -> None:
@@ -390,7 +388,8 @@ class Profiler(Interceptor):
             cost = signature if isinstance(signature, Cost) else self._hidden.get(signature[1], nothing)
             return cost.read()
 
-        graph = self.tracer.graph(cost_of)
+        with no_collection():
+            graph = self.tracer.graph(cost_of)
         return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
 
 
@@ -440,44 +439,6 @@ class _Saved:
 
     def __del__(self) -> None:
         self.profiler.released(self.number)
-
-
-def profile_aside(
-    modules: list[torch.nn.Module],
-    device: torch.device,
-    step: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss_of: Callable[[Tracer, Any], torch.Tensor | None],
-    verify: bool = True,
-) -> tuple[Profiler, StepGraph]:
-    """Profile a step that is no training step: gradients, buffers, module attributes and random states are
-    restored afterwards.
-
-    Args:
-        modules: the modules that the step may change; the forward of the first can be planned.
-        device, verify: as of `Profiler`.
-        step, args, kwargs: the forward.
-        loss_of: the loss in the forward's result; ``None`` where it has run its own backward.
-    """
-    with untouched(modules) as gradients, torch.enable_grad():
-        profiler = Profiler(modules[0] if modules else None, device, verify=verify)
-        profiler.tracer.gradients = gradients
-        given, named = without_history((args, kwargs))
-        result = profiler.run(step, given, named)
-        try:
-            loss = loss_of(profiler.tracer, result)
-            if loss is not None:
-                del result
-                loss.backward()
-                if profiler.tracer.saved and not any(e.kind == "unpack" for e in profiler.tracer.events):
-                    raise TraceError(
-                        "the loss does not depend on the model: its backward did not reach the model at all. "
-                        "A loss_fn is given the model's output and has to compute the loss from that"
-                    )
-            return profiler, profiler.graph()
-        finally:
-            profiler.close()
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
