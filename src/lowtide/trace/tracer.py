@@ -12,9 +12,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import CodeType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from lowtide.ops import Call, enter
 from lowtide.trace.gathered import with_gathered
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.source import calling_line
+from lowtide.trace.traced import TracedOperation, TracedStorage, TracedValue
 from lowtide.trace.transforms import in_place
 from lowtide.trace.untouched import Gradients
 
@@ -35,53 +36,6 @@ HIDDEN = "it was made by code that the dispatcher does not see"
 _BEHIND = "what autograd saved of it is overwritten through .data"
 _RESIZED = "the program resizes a storage that it reads or writes"
 _INNER = "it runs in a backward inside the step, which is not recorded"
-
-
-class TracedStorage(weakref.ref[torch.UntypedStorage]):
-    """A storage of the step, while it lives.
-
-    Attributes:
-        key: as of `lowtide.private.storage_key`.
-        number: its id in the graph.
-        value: the id of its newest value.
-        phase: in which phase an operation of the step made it, or empty: it stood before.
-        resized: the program resizes it.
-        gathered: sharded weights are gathered into it.
-        live: its value on the profiler's tape, as long as that can be recomputed.
-        held: the value that the profiler holds in its place.
-    """
-
-    __slots__ = ("gathered", "held", "key", "live", "number", "phase", "resized", "value")
-    gathered: bool
-    key: int
-    number: int
-    value: int
-    phase: str
-    resized: bool
-    live: Any
-    held: weakref.ref[Any] | None
-
-
-@dataclass(slots=True)
-class _Operation:  # as of `lowtide.graph.Operation`
-    name: str
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    phase: Literal["forward", "backward"]
-    module: str
-    random: bool
-    reason: str
-    source: str
-    region: int | None
-
-
-@dataclass(slots=True)
-class _Value:  # as of `lowtide.graph.Value`
-    storage: int
-    version: int
-    producer: int | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class Tracer:
@@ -116,9 +70,9 @@ class Tracer:
         # autograd's graph holds the tracer, and the model may hold that
         self._model = (lambda: None) if model is None else weakref.ref(model)
         self.device = device
-        self.operations: list[_Operation] = []
+        self.operations: list[TracedOperation] = []
         self.storages: list[Storage] = []
-        self.values: list[_Value] = []
+        self.values: list[TracedValue] = []
         self.saved: list[Saved] = []
         self.events: list[tuple[EventKind, int]] = []
         self.signatures: list[Any] = []
@@ -260,7 +214,7 @@ class Tracer:
         found.key, found.number, found.phase, found.resized = key, number, phase, False
         found.live, found.held, found.gathered = None, None, False
         found.value = len(self.values)
-        self.values.append(_Value(number, 0, producer, tuple(tensor.shape), tensor.dtype))
+        self.values.append(TracedValue(number, 0, producer, tuple(tensor.shape), tensor.dtype))
         if hidden:
             self._add_operation(HIDDEN, (), (found.value,), HIDDEN)
             self.signatures.append((HIDDEN, producer))
@@ -372,7 +326,7 @@ class Tracer:
             version = self.values[storage.value].version + 1
             storage.value = len(self.values)
             shape = tuple(tensor.shape)
-            self.values.append(_Value(storage.number, version, index, shape, tensor.dtype))
+            self.values.append(TracedValue(storage.number, version, index, shape, tensor.dtype))
             writes.append(storage.value)
         reason = info.reason or reason
         if not reason:
@@ -406,7 +360,7 @@ class Tracer:
         written = tuple(dict.fromkeys(writes))
         phase, region = "backward" if backward else "forward", self._regions if evicted else None
         self.operations.append(
-            _Operation(name, reads, written, phase, self.module, random, reason, source, region)
+            TracedOperation(name, reads, written, phase, self.module, random, reason, source, region)
         )
 
     # ---- saved tensors ---------------------------------------------------------------------------

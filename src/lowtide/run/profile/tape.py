@@ -20,7 +20,8 @@ from lowtide.run.digest import digest, on_a_copy, reach
 from lowtide.run.record.handles import Evicted, Kept
 from lowtide.run.record.tape import LiveValue, Node, Overwrite, Ref, SparseInput
 from lowtide.run.record.verify import Findings, copy_of, why_not_reproduced
-from lowtide.trace.tracer import TracedStorage, Tracer
+from lowtide.trace.traced import TracedStorage
+from lowtide.trace.tracer import Tracer
 
 _UNSEEN = "its result was written by code that the dispatcher does not see"
 _READ_UNSEEN = "what it had read was overwritten by code that the dispatcher does not see"
