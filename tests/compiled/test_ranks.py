@@ -11,6 +11,7 @@ from ranks import needs_gloo, on_ranks
 from torch import nn
 
 import lowtide
+from lowtide import parallel
 from lowtide.meter import peak, resident_bytes
 
 pytestmark = needs_gloo
@@ -132,3 +133,43 @@ def averaged_step() -> None:
 
 def test_ddp_around_a_compiled_model_keeps_the_budget_and_averages_gradients() -> None:
     on_ranks(2, averaged_step)
+
+
+class Shared(nn.Module):
+    """Layers whose weights the ranks share."""
+
+    def __init__(self) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+
+        super().__init__()
+        shared = {"tensor_model_parallel_group": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))}
+        self.ups, self.downs = nn.ModuleList(), nn.ModuleList()
+        for _ in range(3):
+            self.ups.append(parallel.ColumnParallelLinear(32, 128, gather_output=False, **shared))
+            self.downs.append(parallel.RowParallelLinear(128, 32, input_is_parallel=True, **shared))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(nn.functional.gelu(up(x)))
+        return x.square().mean()
+
+
+def parallel_step() -> None:
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(1024, 32)
+    twin = copy.deepcopy(model)
+    twin(x).backward()
+    compiled = lowtide.compile(model, "75%", backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        standing = resident_bytes(model) + x.nbytes
+        with peak("cpu") as seen:
+            compiled(x).backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    plan = lowtide.handle_of(compiled).plan
+    assert plan.replayed and standing + seen.peak_bytes <= plan.budget_bytes
+
+
+def test_layers_that_ranks_share_compile_as_one_graph_within_a_budget() -> None:
+    on_ranks(2, parallel_step)

@@ -89,12 +89,15 @@ def all_reduce(
     op: str = "sum",
     in_place: bool = False,
 ) -> Pending:
-    """Reduce ``x`` over the ranks; ``in_place`` may overwrite it, for a caller who owns it."""
+    """Reduce ``x`` over the ranks; ``in_place`` may overwrite it, for a caller who owns it.
+
+    In a graph that is compiled nothing is overwritten: the compiler finds out by itself what may be.
+    """
     if group.size == 1:
         return Pending(x, running=False)
     own = x.dtype
     wide = x.to(wider(own, dtype)).contiguous()
-    if in_place or wide is not x:
+    if (in_place or wide is not x) and not torch.compiler.is_compiling():
         result = functional.all_reduce_(wide, op, group.name)
     else:
         result = functional.all_reduce(wide, op, group.name)

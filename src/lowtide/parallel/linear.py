@@ -81,11 +81,7 @@ class _ColumnLinears(torch.autograd.Function):
             del grad_input
         weight_grads: list[Tensor | None] = [None] * count
         if gathering is not None:
-            inputs = flat_rows(gathering.wait(), dimension)
-            weight_grads = [
-                g.t() @ inputs if needed else None for g, needed in zip(rows, needs_weights, strict=True)
-            ]
-            del inputs
+            weight_grads = _weight_gradients(rows, flat_rows(gathering.wait(), dimension), needs_weights)
         bias_grads = [g.sum(0) if needed else None for g, needed in zip(rows, needs_biases, strict=True)]
         return (None if reducing is None else reducing.wait(), None, None, None, *weight_grads, *bias_grads)
 
@@ -135,6 +131,11 @@ def flat_rows(x: Tensor, dimension: int | None) -> Tensor:
 
 def _leading(x: Tensor, dimension: int | None) -> torch.Size:
     return (x if dimension is None else x.movedim(dimension, 0)).shape[:-1]
+
+
+def _weight_gradients(grads: Sequence[Tensor], inputs: Tensor, needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradient of each weight that needs one; what is gathered goes with this call."""
+    return [g.t() @ inputs if wanted else None for g, wanted in zip(grads, needed, strict=True)]
 
 
 def _input_gradient(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
