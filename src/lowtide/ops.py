@@ -70,6 +70,7 @@ _COLLECTIVE_NAMESPACES = {
     "fsdp",
     "symm_mem",
 }
+_BETWEEN_TWO = {"c10d.send.default", "c10d.recv_.default", "c10d.recv_any_source_.default"}
 IS_COLLECTIVE = "it is a collective"
 """Why an operation is not replayable that only all ranks can run again."""
 FUNCTIONAL_COLLECTIVES = {
@@ -115,6 +116,8 @@ class OpInfo:
         collective: it is a function of its arguments on all the ranks of a group, and can run again where all
             of them run it again.
         waits: it returns its argument, once what is under way on it is done.
+        sends: it sends to another rank or receives from one, which may come to it only after what this rank
+            does next: it is never waited for.
     """
 
     name: str
@@ -133,6 +136,7 @@ class OpInfo:
     returns_written: bool = False
     collective: bool = False
     waits: bool = False
+    sends: bool = False
 
     @property
     def replays_plainly(self) -> bool:
@@ -195,6 +199,7 @@ def op_info(func: private.OpOverload) -> OpInfo:
         and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
         collective=name in FUNCTIONAL_COLLECTIVES,
         waits=name == "_c10d_functional.wait_tensor.default",
+        sends=name in _BETWEEN_TWO,
     )
 
 

@@ -26,8 +26,8 @@ from lowtide.models.llama import Llama
 from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import Window
-from lowtide.plan.data import Moving, Offload, Plan, Shard, stages
-from lowtide.plan.moves.movable import movable
+from lowtide.plan.data import Moving, Offload, Plan, Shard
+from lowtide.plan.moves import movable
 from lowtide.plan.simulate import Simulator
 
 pytestmark = needs_gloo
@@ -98,7 +98,7 @@ def tensor_parallel(family: str, sequence_parallel: bool) -> dict[str, Any]:
             "same": same,
             "moves": len(plan.moves),
             "replayed": len(plan.replayed),
-            "planned": 3 * sum(m.encoded_bytes for m in plan.moves if stages(m.decision)[1] is not None),
+            "planned": 3 * sum(m.encoded_bytes for m in plan.moves if m.tier),
             "there": sum(t.counts.written_bytes for t in tiers) - there,
             "back": sum(t.counts.read_bytes for t in tiers) - back,
             "left": sum(t.arena.taken_bytes for t in tiers),

@@ -88,7 +88,7 @@ class Costs:
         found = self._known.get(key)
         if found is None:
             space = call.info.name.partition(".")[0]
-            functional, in_place = space == "_c10d_functional", space == "c10d"
+            functional, in_place = space == "_c10d_functional", space == "c10d" and not call.info.sends
             is_collective = (functional and not call.info.written) or in_place
             found = self._known[key] = Cost(is_collective, in_place, functional and not call.info.waits)
         return found
