@@ -55,18 +55,23 @@ class Interceptor:
             _register()
             native = _registration().native
         thread = self._thread_state = _thread()
-        thread.active = [*thread.active, self]
+        _update(thread, lambda active: [*active, self])
         thread.choose()
         if thread.core is not None:
             native.activate(thread.core)
         _include(_KEY, True)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it was started, and not stopped since."""
+        return self._thread_state is not None
 
     def stop(self) -> None:
         """See nothing more, wherever among the active ones this is, and whichever thread says so."""
         thread, self._thread_state = self._thread_state, None
         if thread is None:
             return
-        thread.active = [one for one in thread.active if one is not self]
+        _update(thread, lambda active: [one for one in active if one is not self])
         thread.choose()
         if not thread.active and _RUNNING.level < 0:
             _include(_KEY, False)  # another thread's kernels find out by themselves
@@ -130,6 +135,18 @@ def interceptors() -> list[Interceptor]:
     return thread.active if thread is not None else []
 
 
+def _update(thread: Any, change: Callable[[list[Any]], list[Any]]) -> None:
+    """Change a thread's active interceptors. A collection of garbage that begins meanwhile may end another
+    one, which would come back with a list made before.
+    """
+    while True:
+        before = thread.active
+        after = change(before)
+        if thread.active is before:
+            thread.active = after
+            return
+
+
 def settle() -> None:
     """Take the key out of this thread where no interceptor is active: autograd puts back what was let in when
     a backward began, and until the next operation Dynamo would guard on it.
@@ -187,7 +204,8 @@ def alone() -> Iterator[None]:
     try:
         yield
     finally:
-        thread.active = before
+        # those that have stopped meanwhile, as garbage does, stay so
+        thread.active = [one for one in before if one.is_active]
         thread.choose()
         _include(_KEY, included)
 

@@ -133,6 +133,12 @@ class Joint:
         found = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
         return found[: self.forward_outputs], found[self.forward_outputs :]
 
+    @cached_property
+    def overwritten(self) -> set[Key]:
+        """The storages that an operation writes to in place, such as a buffer's at the end of forward."""
+        written = [node.all_input_nodes[0] for node in self.nodes if _writes_in_place(node)]
+        return {self.key_of[node] for node in written if node in self.key_of}
+
     def returned(self, forward: bool) -> dict[Key, None]:
         """The storages that the forward or the backward returns."""
         nodes = self.outputs[0 if forward else 1]
@@ -260,6 +266,8 @@ class Joint:
                 stack += base.all_input_nodes[::-1]
         within = tuple(one for one in inlined if one in self.virtual)
         reason = next((why for one in (node, *within) if (why := self._fixed(one))), "")
+        if not reason and not self.overwritten.isdisjoint(reads):
+            reason = "it reads what the step overwrites"
         return Call(node, tuple(reads), writes, forward, within, reason)
 
     def _fixed(self, node: fx.Node) -> str:
@@ -297,7 +305,7 @@ class Joint:
 
 def _writes_in_place(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, OpOverload) and schema_of(target).is_mutable
+    return isinstance(target, OpOverload) and schema_of(target).is_mutable and bool(node.all_input_nodes)
 
 
 def _name(node: fx.Node) -> str:
