@@ -5,6 +5,7 @@ them bit by bit.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -106,5 +107,7 @@ def nothing_left() -> Any:
     from lowtide.interception import interceptors
 
     yield
+    if interceptors():
+        gc.collect()  # an abandoned step may be garbage that waits for Python's collector
     assert interceptors() == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -135,7 +135,8 @@ class ParallelEmbedding(ParallelModule):
         """Look up the vectors of the tokens."""
         check_input(self, input_)
         whole = input_.dtype in (torch.int64, torch.int32)
-        expect(whole, "tokens of dtype", input_.dtype, "torch.int64 or torch.int32", ParallelError)
+        if not whole:
+            expect(whole, "tokens of dtype", input_.dtype, "torch.int64 or torch.int32", ParallelError)
         if self.shard_across_embedding:
             return self._features(input_)
         if self.group.size == 1:

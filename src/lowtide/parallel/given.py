@@ -27,10 +27,13 @@ def check_tensors(function: str, **given: Any) -> None:
 def check_input(layer: nn.Module, given: Any, features: int | None = None) -> None:
     """Refuse an input of a layer that is no tensor, or has not that many features."""
     name = f"{type(layer).__name__}'s input"
-    expect(isinstance(given, Tensor), name, given, "a torch.Tensor", ParallelError)
+    if not isinstance(given, Tensor):  # Dynamo may not trace what raises
+        expect(False, name, given, "a torch.Tensor", ParallelError)
     if features is not None:
         fits = given.ndim > 0 and given.shape[-1] == features
-        expect(fits, f"{name} shape", tuple(given.shape), f"a last dimension of {features}", ParallelError)
+        if not fits:
+            shape, allowed = tuple(given.shape), f"a last dimension of {features}"
+            expect(fits, f"{name} shape", shape, allowed, ParallelError)
 
 
 def check_counts(function: str, least: int, **given: Any) -> None:

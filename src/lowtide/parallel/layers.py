@@ -243,7 +243,8 @@ def column_parallel(
     kinds = ColumnParallelLinear | SharedHeadsLinear
     several = isinstance(layers, Sequence | nn.ModuleList) and len(layers) > 0
     fits = several and all(isinstance(layer, kinds) for layer in layers)
-    expect(fits, "column_parallel(layers=)", layers, "a list of column-parallel layers", ParallelError)
+    if not fits:  # Dynamo may not trace what raises
+        expect(fits, "column_parallel(layers=)", layers, "a list of column-parallel layers", ParallelError)
     for layer in layers:
         check_input(layer, input, layer.input_size)
     first = layers[0]
