@@ -21,7 +21,8 @@ def check_tensors(function: str, **given: Any) -> None:
     >>> check_tensors("parallel_cross_entropy", target=torch.ones(2))
     """
     for name, tensor in given.items():
-        expect(isinstance(tensor, Tensor), f"{function}({name}=)", tensor, "a torch.Tensor", ParallelError)
+        if not isinstance(tensor, Tensor):  # Dynamo may not trace what raises
+            expect(False, f"{function}({name}=)", tensor, "a torch.Tensor", ParallelError)
 
 
 def check_input(layer: nn.Module, given: Any, features: int | None = None) -> None:
