@@ -155,10 +155,12 @@ def keep_dynamo_out() -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None or any(str(folder).rstrip("/").endswith("/lowtide/run") for folder in rules.SKIP_DIRS):
         return
-    package = find_spec("lowtide")
-    for found in pkgutil.iter_modules(package.submodule_search_locations if package else ()):
-        if found.name not in ("models", "parallel", "traced"):
-            rules.add(f"lowtide.{found.name}")
+    traced = {"models", "parallel", "traced", "errors", "private"}  # the last two are what layers call
+    for package, kept in (("lowtide", traced), ("lowtide.private", {"distributed", "fake"})):
+        spec = find_spec(package)
+        for found in pkgutil.iter_modules(spec.submodule_search_locations if spec else ()):
+            if found.name not in kept:
+                rules.add(f"{package}.{found.name}")
 
 
 def skipped_by_dynamo(function: Any) -> Any:
