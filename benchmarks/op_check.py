@@ -303,7 +303,7 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
     if unsteady:
         return settle("plain differs", unsteady)
     assert planned.recorder is not None
-    outcome.kept.update(planned.recorder.findings.kept)
+    outcome.kept.update(planned.recorder.findings)
     for nbytes, is_gone, writer in planned.gone:
         outcome.droppable_bytes += nbytes
         if is_gone:

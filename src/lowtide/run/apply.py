@@ -13,7 +13,7 @@ from lowtide.run.move import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.verify import Findings, Verify, check_verify
+from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 from lowtide.words import count_text
 
@@ -32,7 +32,8 @@ class apply:
             that it names.
 
     Attributes:
-        findings: what the latest step found out.
+        findings: names of the operations that did not reproduce in the latest step, with the reason. What
+            they wrote was kept.
         departed: how many operations of the latest step and of the plan have no counterpart in the other.
 
     Raises:
@@ -63,7 +64,7 @@ class apply:
         self.plan = plan
         self.stores = stores if stores is not None else Stores()
         self.verify: Verify = verify
-        self.findings = Findings()
+        self.findings: dict[str, str] = {}
         self.departed = 0
         self._verified = self._told = False
         self._stack: ExitStack | None = None

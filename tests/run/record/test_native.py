@@ -23,7 +23,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
-from lowtide.run.record import directors, tape, verify
+from lowtide.run.record import directors, tape
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 
@@ -435,7 +435,6 @@ def test_cpp_reads_declared_slots_alone() -> None:
         "Node": tape.Node,
         "Tables": tape.Tables,
         "Director": directors.PlanDirector,
-        "Findings": verify.Findings,
     }
     assert structs.keys() == classes.keys()
     for name, kind in classes.items():
@@ -448,7 +447,7 @@ def test_cpp_reads_declared_slots_alone() -> None:
 def test_a_core_refuses_other_classes() -> None:
     recorder = Recorder(directors.PlanDirector(()))
     program = native_recorder().Program()
-    given = {"tables": recorder.tables, "director": recorder.director, "findings": recorder.findings}
+    given = {"tables": recorder.tables, "director": recorder.director}
     for name in given:
         with pytest.raises(TypeError, match="not the classes"):
             native_recorder().Core(**{**given, name: object()}, pack=lambda: None, program=program)

@@ -245,7 +245,7 @@ class Cache:
         """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
         keeps their results from now on.
         """
-        kept = profiler.tape.findings.kept
+        kept = profiler.tape.findings
         for name, reason in kept.items():
             if name not in self.maker.kept:
                 warn(f"lowtide keeps the results of {name}: {reason}")

@@ -18,13 +18,10 @@ from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, covers_storage, enter, is_sparse
 from lowtide.run.digest import digest, on_a_copy, reach
 from lowtide.run.record.handles import Evicted, Kept
-from lowtide.run.record.tape import LiveValue, Node, Overwrite, Ref, SparseInput
-from lowtide.run.record.verify import Findings, copy_of, why_not_reproduced
+from lowtide.run.record.tape import LiveValue, Node, Ref, node_of, written_unseen
+from lowtide.run.record.verify import copy_of, why_not_reproduced
 from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
-
-_UNSEEN = "its result was written by code that the dispatcher does not see"
-_READ_UNSEEN = "what it had read was overwritten by code that the dispatcher does not see"
 
 
 class Region:
@@ -68,12 +65,12 @@ class Tape:
         verify: run each operation twice and compare, and compare what is read with what was written.
 
     Attributes:
-        findings: which operations did not reproduce; what they wrote is held.
+        findings: names of the operations that did not reproduce, with the reason. What they wrote is held.
     """
 
     def __init__(self, tracer: Tracer, region: Region, verify: bool) -> None:
         self.verify = verify
-        self.findings = Findings()
+        self.findings: dict[str, str] = {}
         self._tracer = tracer
         self._order = 0
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
@@ -87,48 +84,11 @@ class Tape:
 
     def node_of(self, call: Call) -> Node | None:
         """The node of a call about to be made, or ``None`` where it cannot be replayed."""
-        info = call.info
-        if (info.reason and not info.collective) or info.uninitialized or call.writes_others:
+        if any(map(self._gathers, call.written)) or not all(map(self.stood_before, call.others)):
             return None
-        if any(map(self._gathers, call.written)):
-            return None
-        if call.others and not all(map(self.stood_before, call.others)):
-            return None
-        if self._blank and any(
-            private.storage_key(t) in self._blank for t in call.inputs if id(t) not in call.unread
-        ):
-            return None
-        device = next((t.device for t in (*call.inputs, *call.others)), None)
-        node = Node(call.func, self._order, device or torch.device(call.kwargs.get("device") or "cpu"))
-        self._order += 1
-        node.statistics = tuple(call.statistics)
-        try:
-            node.args = [self._argument(item, call, node) for item in call.args]
-            node.kwargs = {name: self._argument(item, call, node) for name, item in call.kwargs.items()}
-        except _Unrecordable:
-            return None
+        node = node_of(call, self._order, self._blank, self._value_of)
+        self._order += node is not None
         return node
-
-    def _argument(self, item: Any, call: Call, node: Node) -> Any:
-        """An argument with `Ref` in place of tensors; the node is told what it reads and overwrites."""
-        if not isinstance(item, torch.Tensor):
-            if isinstance(item, (tuple, list)):
-                return [self._argument(part, call, node) for part in item]
-            return item
-        if call.others and is_sparse(item):
-            return SparseInput(item)
-        overwrites = id(item) in call.redone
-        if overwrites and id(item) in call.unread:
-            value = LiveValue(None, item.untyped_storage().nbytes())
-        else:
-            value = self._value_of(item)
-            node.inputs.append(value)
-            if overwrites and value.held is not None:
-                raise _Unrecordable
-        ref = Ref(value, item)
-        if overwrites:
-            node.written.append(Overwrite(ref, id(item) not in call.unread))
-        return ref
 
     def copies_of(self, call: Call) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that a call overwrites, with a copy: a second run starts from it."""
@@ -176,7 +136,7 @@ class Tape:
         """
         reason = why_not_reproduced(node, call, flat, before, around)
         if reason:
-            self.findings.kept.setdefault(call.info.name, reason)
+            self.findings.setdefault(call.info.name, reason)
         return not reason
 
     def link(
@@ -263,19 +223,9 @@ class Tape:
         return value
 
     def _written_unseen(self, storage: TracedStorage, tensor: torch.Tensor) -> LiveValue:
-        """Code that the dispatcher does not see has overwritten ``tensor``: hold its present value.
-
-        Operations that read the old one cannot be replayed, since no copy of it exists.
-        """
-        value = storage.live
-        self.findings.kept.setdefault(str(value.node.func), _UNSEEN)
-        for other in self._region.storages:
-            node = other.live.node if other.live is not None else None
-            if node is not None and any(read is value for read in node.inputs):
-                self.findings.kept.setdefault(str(node.func), _READ_UNSEEN)
-        new = LiveValue.hold(tensor)
-        value.node, value.digest = None, None
-        value.held, value.version = new.held, (-1 if value.readers else new.version)
+        """Code that the dispatcher does not see has overwritten ``tensor``: hold its present value."""
+        replayable = [other.live for other in self._region.storages if other.live is not None]
+        new = written_unseen(storage.live, tensor, replayable, self.findings.setdefault)
         self._region.forget(storage)
         storage.held = weakref.ref(new)
         return new
@@ -336,9 +286,7 @@ class Tape:
             return Kept(tensor)
         if value.node is not None and value not in self._evicted:
             self._divide(value)
-        if not value.evicted:
-            value.evicted = True
-            self.findings.evicted_bytes += value.nbytes
+        value.evicted = True
         return Evicted(Ref(value, tensor), tensor, None, starts=self._starts)
 
     def _divide(self, evicted: LiveValue) -> None:
@@ -357,7 +305,3 @@ def _held(storage: TracedStorage) -> LiveValue | None:
     """The value that is held in the storage's place, if the storage was not written since."""
     value = storage.held() if storage.held is not None else None
     return value if value is not None and value.unchanged else None
-
-
-class _Unrecordable(Exception):
-    """An argument cannot be described by value and geometry."""

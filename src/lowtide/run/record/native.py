@@ -24,7 +24,7 @@ def native_recorder() -> Any:
     """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
-    from lowtide.run.record import directors, handles, replay, tape, verify
+    from lowtide.run.record import directors, handles, replay, tape
 
     module = interception.compiled_recorder()
     if module is not None:
@@ -33,7 +33,6 @@ def native_recorder() -> Any:
             node=tape.Node,
             tables=tape.Tables,
             director=directors.PlanDirector,
-            findings=verify.Findings,
             here=tape.LiveValue.here,
             unpack=handles.unpack,
             bring_back=replay.bring_back,

@@ -20,12 +20,13 @@ from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import Call, OpInfo, covers_storage, enter, has_plain_storage, is_sparse, is_wrapper, op_info
 from lowtide.run.digest import digest, on_a_copy, reach
 from lowtide.run.move import TransferEngine
+from lowtide.run.record import tape
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.replay import draw, flat_results
-from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Tables, Writer
-from lowtide.run.record.verify import Findings, copy_of, why_not_reproduced
+from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Tables, Unrecordable, Writer
+from lowtide.run.record.verify import copy_of, why_not_reproduced
 
 CAPTURED = (
     "a limited step (or a recomputing scope) runs while a CUDA graph is captured: the graph would keep this "
@@ -48,6 +49,9 @@ class Recorder(Interceptor):
         gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             Verifying and checking are done in Python.
+
+    Attributes:
+        findings: names of the operations that did not reproduce, with the reason. What they wrote is kept.
 
     Raises:
         PlanError: a CUDA graph is being captured.
@@ -73,7 +77,7 @@ class Recorder(Interceptor):
         self.around_unpack = around_unpack
         self.mover = mover
         self.gathered = gathered
-        self.findings = Findings()
+        self.findings: dict[str, str] = {}
         self.tables = Tables()
         self._starts = writes.Watch()
         self._wanted = False  # whether the latest operation is recorded, if it can be
@@ -81,7 +85,6 @@ class Recorder(Interceptor):
             self.core = native_recorder().Core(
                 tables=self.tables,
                 director=director,
-                findings=self.findings,
                 pack=weakref.WeakMethod(self.pack),
                 program=program,
             )
@@ -221,48 +224,13 @@ class Recorder(Interceptor):
 
     def _prepare(self, call: Call) -> Node | None:
         """The node of a call about to be made, or ``None`` where it cannot be replayed."""
-        info = call.info
-        if not self._wanted or (info.reason and not info.collective) or info.uninitialized:
+        if not self._wanted or any(map(self.refills, call.written)):
             return None
-        if any(map(self.refills, call.written)):
+        if not all(map(self.may_keep, call.others)):
             return None
-        if call.writes_others or not all(map(self.may_keep, call.others)):
-            return None
-        if any(private.storage_key(t) in self.tables.blank for t in call.inputs if id(t) not in call.unread):
-            return None
-        device = next((t.device for t in (*call.inputs, *call.others)), None)
-        node = Node(call.func, self.tables.order, device or torch.device(call.kwargs.get("device") or "cpu"))
-        self.tables.order += 1
-        node.statistics = tuple(call.statistics)
-        try:
-            node.args = [self._reference(item, call, node) for item in call.args]
-            node.kwargs = {name: self._reference(item, call, node) for name, item in call.kwargs.items()}
-        except Unrecordable:
-            return None
+        node = tape.node_of(call, self.tables.order, self.tables.blank, self._value_of)
+        self.tables.order += node is not None
         return node
-
-    def _reference(self, item: Any, call: Call, node: Node) -> Any:
-        """An argument with `Ref` in place of tensors. The values that the call reads and overwrites are added
-        to the node.
-        """
-        if isinstance(item, (tuple, list)):
-            return [self._reference(part, call, node) for part in item]
-        if not isinstance(item, torch.Tensor):
-            return item
-        if is_sparse(item):
-            return SparseInput(item)
-        overwrites = id(item) in call.redone
-        if overwrites and id(item) in call.unread:
-            value = LiveValue(None, item.untyped_storage().nbytes())
-        else:
-            value = self._value_of(item)
-            node.inputs.append(value)
-            if overwrites and value.held is not None:
-                raise Unrecordable
-        ref = Ref(value, item)
-        if overwrites:
-            node.written.append(Overwrite(ref, id(item) not in call.unread))
-        return ref
 
     def may_keep(self, tensor: torch.Tensor) -> bool:
         """Whether a replay may keep a tensor that is not strided: a sparse input or buffer."""
@@ -346,21 +314,9 @@ class Recorder(Interceptor):
             value.before_emptying()
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """Code that the dispatcher does not see has overwritten ``tensor``: keep its present value.
-
-        Operations that read the old one cannot be replayed, since no copy of it exists.
-        """
-        name = str(value.node.func) if value.node is not None else "an operation"
-        self._note_not_reproduced(name, "its result was written by code that the dispatcher does not see")
-        for reader, _ in self.tables.given.values():
-            if isinstance(reader.node, Node) and any(read is value for read in reader.node.inputs):
-                self._note_not_reproduced(
-                    str(reader.node.func),
-                    "what it had read was overwritten by code that the dispatcher does not see",
-                )
-        new = LiveValue.hold(tensor)
-        value.node, value.digest = None, None
-        value.held, value.version = new.held, (-1 if value.readers else new.version)
+        """Code that the dispatcher does not see has overwritten ``tensor``: hold its present value."""
+        replayable = [known for known, _ in self.tables.given.values()]
+        new = tape.written_unseen(value, tensor, replayable, self._note_not_reproduced)
         key = private.storage_key(tensor)
         self.tables.given.pop(key, None)
         self.tables.held[key] = weakref.ref(new)
@@ -375,7 +331,7 @@ class Recorder(Interceptor):
                 value.version = private.version(value.held)
 
     def _note_not_reproduced(self, name: str, reason: str) -> None:
-        self.findings.kept.setdefault(name, reason)
+        self.findings.setdefault(name, reason)
 
     # ---- saved tensors ---------------------------------------------------------------------------
 
@@ -412,12 +368,6 @@ class Recorder(Interceptor):
             checked = None
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
-        if not value.evicted:
-            value.evicted = True
-            self.findings.evicted_bytes += value.nbytes
+        value.evicted = True
         checked = checked if self.check else None
         return Evicted(Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, self._starts)
-
-
-class Unrecordable(Exception):
-    """An argument cannot be described by value and geometry."""

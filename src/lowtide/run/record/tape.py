@@ -8,7 +8,7 @@ During the forward the recorder has tables to find values by their storages.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import without_modes
+from lowtide.ops import Call, is_sparse
 from lowtide.run.digest import Geometry, fingerprint, on_a_copy
 from lowtide.run.move import StoredTensor, TransferEngine
 from lowtide.store.slab import is_leased
@@ -327,6 +328,91 @@ class Node:
     def __del__(self) -> None:
         if self.waits:
             self.drop_inputs()
+
+
+class Unrecordable(Exception):
+    """An argument cannot be described by value and geometry."""
+
+
+def node_of(
+    call: Call, order: int, blank: Container[int], value_of: Callable[[torch.Tensor], LiveValue]
+) -> Node | None:
+    """The node of a call about to be made, or ``None`` where it cannot be replayed.
+
+    Args:
+        call: the call.
+        order: the node's position in the forward.
+        blank: keys of the storages that nothing has written yet.
+        value_of: the present value of a tensor that the call reads. It may raise `Unrecordable`.
+    """
+    info = call.info
+    if (info.reason and not info.collective) or info.uninitialized or call.writes_others:
+        return None
+    if blank and any(private.storage_key(t) in blank for t in call.inputs if id(t) not in call.unread):
+        return None
+    device = next((t.device for t in (*call.inputs, *call.others)), None)
+    node = Node(call.func, order, device or torch.device(call.kwargs.get("device") or "cpu"))
+    node.statistics = tuple(call.statistics)
+    try:
+        node.args = [_argument(item, call, node, value_of) for item in call.args]
+        node.kwargs = {name: _argument(item, call, node, value_of) for name, item in call.kwargs.items()}
+    except Unrecordable:
+        return None
+    return node
+
+
+def _argument(item: Any, call: Call, node: Node, value_of: Callable[[torch.Tensor], LiveValue]) -> Any:
+    """An argument of a call with `Ref` in place of tensors. Adds to the node what the call reads and
+    overwrites.
+    """
+    if isinstance(item, (tuple, list)):
+        return [_argument(part, call, node, value_of) for part in item]
+    if not isinstance(item, torch.Tensor):
+        return item
+    if call.others and is_sparse(item):
+        return SparseInput(item)
+    overwrites = id(item) in call.redone
+    if overwrites and id(item) in call.unread:
+        value = LiveValue(None, item.untyped_storage().nbytes())
+    else:
+        value = value_of(item)
+        node.inputs.append(value)
+        if overwrites and value.held is not None:
+            raise Unrecordable
+    ref = Ref(value, item)
+    if overwrites:
+        node.written.append(Overwrite(ref, id(item) not in call.unread))
+    return ref
+
+
+def written_unseen(
+    value: LiveValue,
+    tensor: torch.Tensor,
+    others: Iterable[LiveValue],
+    note: Callable[[str, str], object],
+) -> LiveValue:
+    """The value of a tensor that code which the dispatcher does not see has overwritten: it is held.
+
+    Operations that read the old value cannot be replayed, since no copy of it exists.
+
+    Args:
+        value: the old value.
+        tensor: shows the new one.
+        others: all values that can be replayed.
+        note: called with the name of each operation that cannot be replayed, and the reason.
+    """
+    name = str(value.node.func) if value.node is not None else "an operation"
+    note(name, "its result was written by code that the dispatcher does not see")
+    for other in others:
+        if isinstance(other.node, Node) and any(read is value for read in other.node.inputs):
+            note(
+                str(other.node.func),
+                "what it had read was overwritten by code that the dispatcher does not see",
+            )
+    new = LiveValue.hold(tensor)
+    value.node, value.digest = None, None
+    value.held, value.version = new.held, (-1 if value.readers else new.version)
+    return new
 
 
 class Fetch:

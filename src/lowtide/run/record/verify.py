@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -22,19 +21,6 @@ def check_verify(verify: str) -> None:
     """Raise a `PlanError` where this is no `Verify`."""
     if verify not in ("first", "always", "never"):
         raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
-
-
-@dataclass(slots=True)
-class Findings:
-    """The findings of one recorded forward.
-
-    Attributes:
-        kept: operation names that did not reproduce, with the reason; their results were kept.
-        evicted_bytes: the bytes of all evicted values together.
-    """
-
-    kept: dict[str, str] = field(default_factory=dict)
-    evicted_bytes: int = 0
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

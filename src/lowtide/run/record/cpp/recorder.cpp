@@ -92,8 +92,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property("watch", nullptr, &Replays::keep);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
-      .def(py::init<py::object, py::object, py::object, py::object, std::shared_ptr<Program>>(),
-           py::kw_only(), "tables"_a, "director"_a, "findings"_a, "pack"_a, "program"_a)
+      .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>>(),
+           py::kw_only(), "tables"_a, "director"_a, "pack"_a, "program"_a)
       .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
       .def_property_readonly("replays", &Core::replays)
       .def("hooks_found", &Core::hooks_found)
@@ -103,12 +103,10 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       });
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
   m.def("know", [](py::object value, py::object node, py::object tables, py::object director,
-                   py::object findings, py::object here, py::object unpack, py::object bring_back,
-                   py::object overwritten) {
-    classes = new Classes{{value}, {node},     {tables},   {director}, {findings},
-                          here,    unpack, bring_back, overwritten};
-  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "findings"_a, "here"_a, "unpack"_a,
-     "bring_back"_a, "overwritten"_a);
+                   py::object here, py::object unpack, py::object bring_back, py::object overwritten) {
+    classes = new Classes{{value}, {node}, {tables}, {director}, here, unpack, bring_back, overwritten};
+  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
+     "overwritten"_a);
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });

@@ -42,17 +42,14 @@ class Core {
  public:
   std::atomic<bool> on{false};
 
-  // Of a recorder: its tables, director and findings, and a weak reference to its method `pack`.
-  Core(py::object tables, py::object director, py::object findings, py::object pack,
-       std::shared_ptr<Program> program)
+  // Of a recorder: its tables and director, and a weak reference to its method `pack`.
+  Core(py::object tables, py::object director, py::object pack, std::shared_ptr<Program> program)
       : program_(std::move(program)),
         tables_(std::move(tables)),
         director_(std::move(director)),
-        findings_(std::move(findings)),
         pack_(std::move(pack)) {
-    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type) ||
-        !is_a(findings_, classes->findings.type))
-      throw py::type_error("Core(tables=, director=, findings=): these are not the classes of `know`");
+    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type))
+      throw py::type_error("Core(tables=, director=): these are not the classes of `know`");
     given_ = py::reinterpret_borrow<py::dict>(classes->tables.given(tables_));
     held_ = py::reinterpret_borrow<py::dict>(classes->tables.held(tables_));
     blank_ = py::reinterpret_borrow<py::dict>(classes->tables.blank(tables_));
@@ -65,7 +62,7 @@ class Core {
     py::gil_scoped_acquire gil;
     program_.reset();
     replays_.reset();
-    for (py::object* object : {&tables_, &director_, &findings_, &pack_, static_cast<py::object*>(&given_),
+    for (py::object* object : {&tables_, &director_, &pack_, static_cast<py::object*>(&given_),
                                static_cast<py::object*>(&held_), static_cast<py::object*>(&blank_)})
       object->release().dec_ref();
   }
@@ -119,7 +116,7 @@ class Core {
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
-        return Boxed<Evicted>::of(tensor, std::move(value), replays_, findings_);
+        return Boxed<Evicted>::of(tensor, std::move(value), replays_);
       }
     }
     return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
@@ -280,7 +277,7 @@ class Core {
 
   std::shared_ptr<Program> program_;
   std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
-  py::object tables_, director_, findings_, pack_;
+  py::object tables_, director_, pack_;
   py::dict given_, held_, blank_;
   Hooks hooks_;
   bool python_ran_ = false;

@@ -41,20 +41,16 @@ struct Kept {
 
 class Evicted {
  public:
-  Evicted(const Tensor& shown, py::object value, std::shared_ptr<Replays> replays, const py::object& findings)
+  Evicted(const Tensor& shown, py::object value, std::shared_ptr<Replays> replays)
       : counter_(shown.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         value_(std::move(value)),
         geometry_(shown),
         options_(shown.options()),
         replays_(std::move(replays)) {
-    auto& v = classes->value;
     add_reader(value_);
     ++replays_->evicted;
-    if (v.evicted(value_) == Py_True) return;
-    v.evicted.set(value_, py::bool_(true));
-    auto& bytes = classes->findings.evicted_bytes;
-    bytes.set(findings, py::int_(PyLong_AsSize_t(bytes(findings)) + PyLong_AsSize_t(v.nbytes(value_))));
+    classes->value.evicted.set(value_, py::bool_(true));
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {

@@ -34,10 +34,6 @@ struct Classes {
     py::object type;
     Slot at{type, "at"}, skipped{type, "skipped"};
   } director;
-  struct OfFindings {
-    py::object type;
-    Slot evicted_bytes{type, "evicted_bytes"};
-  } findings;
   py::object here, unpack, bring_back, overwritten;  // functions in Python
   py::tuple nothing{0};
   py::dict no_names;
