@@ -110,3 +110,14 @@ def test_what_the_design_names_is_there() -> None:
 def test_the_design_is_short() -> None:
     lines = (DOCS / "design.md").read_text().splitlines()
     assert len(lines) < 150 and max(map(len, lines)) <= 120
+
+
+def test_files_that_pages_and_the_makefile_name_are_there() -> None:
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *sorted(DOCS.rglob("*.md"))]
+    named = {
+        (page.name, path.rstrip("./"))
+        for page in pages
+        for path in re.findall(r"(?<![\w/.-])(?:src|tests|examples)/[\w/.]+", page.read_text())
+    }
+    missing = [(page, path) for page, path in sorted(named) if not any(ROOT.glob(path + "*"))]
+    assert len(named) > 20 and missing == []

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import trained
 from ranks import collectives_at_once, needs_gloo, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -28,7 +29,6 @@ from lowtide.parallel import ParallelError
 from lowtide.parallel.pipeline import SCHEDULES, Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import MicroBatch, StageMemory, Window, measure_micro_batch
 from lowtide.train.options import OptionError, TrainOptions
-from lowtide.train.result import TrainResult
 from lowtide.train.trainer import train
 
 pytestmark = needs_gloo
@@ -287,29 +287,13 @@ def test_the_measured_micro_batch_is_the_formula() -> None:
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {
-        "model": "gpt-nano",
-        "data": text,
-        "steps": 3,
-        "batch": 4,
-        "seq": 32,
-        "warmup": 1,
-        "eval_every": 2,
-        "eval_batches": 3,
-    }
-    return TrainOptions(
-        **{**small, "grad_accum": 4, "budget": None, "policy": "keep_all", "compare": None, **changes}
-    )
-
-
-def trail(result: TrainResult) -> list[float]:
-    return [*result.losses, *result.gradient_norms, *(loss for _, loss in result.validation)]
+    return trained.options(text, **{"eval_batches": 3, "grad_accum": 4, "compare": None, **changes})
 
 
 def run(text: Path, changes: list[dict[str, Any]]) -> list[tuple[list[float], list[dict[str, Any]]]]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     results = [train(options(text, **each)) for each in changes]
-    return [(trail(result), result.ranks) for result in results]
+    return [(trained.trail(result), result.ranks) for result in results]
 
 
 def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
@@ -330,7 +314,7 @@ def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
         for case in runs
     }
     alone = {
-        model: trail(train(options(text, model=model, compare=False, **changes)))
+        model: trained.trail(train(options(text, model=model, compare=False, **changes)))
         for model, changes in single.items()
     }
     for found in on_ranks(4, run, text, runs):
@@ -351,7 +335,7 @@ def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["gpt-nano", "llama-nano"])
 def test_everything_at_once_on_eight_processes(text: Path, model: str) -> None:
-    alone = trail(train(options(text, model=model, compare=False)))
+    alone = trained.trail(train(options(text, model=model, compare=False)))
     case = {"model": model, "tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2}
     for found in on_ranks(8, run, text, [case]):
         assert found[0][0] == pytest.approx(alone, rel=3e-5)

@@ -99,6 +99,15 @@ def grad_scaler(limit: Limit) -> Iterator[Any]:
         scaler.update()
 
 
+def averaged(model: nn.Module, average: torch.optim.swa_utils.AveragedModel) -> Iterator[Any]:
+    """The plain loop, with an average of the weights that is used beside the model."""
+    for things in loop(model):
+        average.update_parameters(model)
+        with torch.no_grad():
+            target = average(data(99))
+        yield things, list(average.module.parameters()), target
+
+
 @PATTERNS.add
 def exponential_moving_average(limit: Limit) -> Iterator[Any]:
     model = mlp()
@@ -106,22 +115,14 @@ def exponential_moving_average(limit: Limit) -> Iterator[Any]:
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
     )
     limit(model)
-    for things in loop(model):
-        average.update_parameters(model)
-        with torch.no_grad():
-            target = average(data(99))
-        yield things, list(average.module.parameters()), target
+    yield from averaged(model, average)
 
 
 @PATTERNS.add
 def averaged_after_the_limit(limit: Limit) -> Iterator[Any]:
     model = limit(mlp())
     average = torch.optim.swa_utils.AveragedModel(model)  # copies the model, limit and all
-    for things in loop(model):
-        average.update_parameters(model)
-        with torch.no_grad():
-            target = average(data(99))
-        yield things, list(average.module.parameters()), target
+    yield from averaged(model, average)
 
 
 @PATTERNS.add

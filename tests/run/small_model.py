@@ -1,4 +1,4 @@
-"""A small model that several tests limit."""
+"""Small models that several tests limit."""
 
 from __future__ import annotations
 
@@ -37,6 +37,18 @@ class Small(nn.Module):
         for layer in self.layers:
             x = x + layer(x) * scale
         return x.square().mean()
+
+
+class Block(nn.Module):
+    """Two layers and what is cheap to compute again, around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(32, 64)
+        self.back = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(torch.sin(self.wide(x)).sigmoid())
 
 
 def small(**options: Any) -> Small:

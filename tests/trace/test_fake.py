@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from small_step import N, batch, make, names
+from torch import nn
 
+import lowtide
 from lowtide import TraceError, private
+from lowtide.graph import StepGraph
 from lowtide.ops import Call
 from lowtide.run.profile import costs
 from lowtide.run.profile.profiler import Profiler
@@ -70,3 +75,52 @@ def test_what_fake_tensors_reserve_nothing_for_is_run_for_real(name: str) -> Non
     tracer = FakeTracer()
     with pytest.raises(TraceError, match="run the step for real"):
         tracer.run(Call(func, (), {}))
+
+
+def test_fake_and_real_traces_agree() -> None:
+    model = make()
+    fake, real = (lowtide.trace(model, batch(), fake=fake, costs=False) for fake in (True, False))
+    for phase in ("forward", "backward"):
+        assert names(fake, phase) == names(real, phase)
+    for a, b in zip(fake.operations, real.operations, strict=True):
+        assert described(fake, a.reads) == described(real, b.reads), a.name
+        assert described(fake, a.writes) == described(real, b.writes), a.name
+    assert [(s.droppable, s.shape, s.module) for s in fake.saved] == [
+        (s.droppable, s.shape, s.module) for s in real.saved
+    ]
+    assert sorted(s.bytes for s in fake.storages) == sorted(s.bytes for s in real.storages)
+    assert fake.resident_bytes == real.resident_bytes
+
+
+def test_what_fake_tensors_cannot_do_says_so() -> None:
+    model = make()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x)
+        return loss if loss.item() > 0 else -loss
+
+    with pytest.raises(TraceError, match="leave fake=True out"):
+        lowtide.trace(step, batch(), costs=False, fake=True)
+    assert lowtide.trace(step, batch(), costs=False).operations
+
+
+def test_an_unknown_trainable_tensor_says_so() -> None:
+    hidden = {"weight": nn.Parameter(torch.ones(N))}
+    with pytest.raises(TraceError, match="model="):
+        lowtide.trace(lambda: (hidden["weight"] * 2).sum(), costs=False, fake=True)
+
+
+def test_a_model_far_larger_than_the_machine() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*[nn.Linear(1 << 16, 1 << 16) for _ in range(8)])
+    graph = lowtide.trace(lambda: model(torch.empty(4, 1 << 16, device="meta")).sum(), costs=False, fake=True)
+    assert graph.resident_bytes > 100 << 30
+
+
+def described(graph: StepGraph, values: tuple[int, ...]) -> list[Any]:
+    """What operations read or wrote, without the numbers by which each trace calls it."""
+    found = [graph.values[v] for v in values]
+    rows = [(graph.storages[v.storage], v.version, v.producer or -1) for v in found]
+    return sorted(
+        (s.bytes, s.name if s.producer is None else "", version, producer) for s, version, producer in rows
+    )

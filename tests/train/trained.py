@@ -1,4 +1,4 @@
-"""A small run, and what is compared of it."""
+"""Documents to train on, a small run, and what is compared of it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from lowtide.train.options import TrainOptions
 from lowtide.train.result import TrainResult
+
+POEM = [f"{i} squared is {i * i}.\n".encode() for i in range(400)]
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:

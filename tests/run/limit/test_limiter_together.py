@@ -317,6 +317,17 @@ class Checkpointed(nn.Module):
         return checkpoint(self.part, x, use_reentrant=self.reentrant).sum()  # pyright: ignore
 
 
+def assert_same_gradients(plain: nn.Module, limited: nn.Module, steps: int, same: Any) -> None:
+    """Steps of both models, each from the seed of its number, have the same gradients."""
+    for seed in range(steps):
+        for model in (plain, limited):
+            torch.manual_seed(seed)
+            model.zero_grad()
+            model(batch()).backward()
+        pairs = zip(plain.parameters(), limited.parameters(), strict=True)
+        assert all(same(a.grad, b.grad) for a, b in pairs)
+
+
 @pytest.mark.filterwarnings("ignore:a planned step took")  # what runs again takes its own, too
 @pytest.mark.parametrize("budget", ["100%", "80%", None])
 def test_limited_models_within_a_checkpoint(budget: str | None, everything: Any, same: Any) -> None:
@@ -328,13 +339,7 @@ def test_limited_models_within_a_checkpoint(budget: str | None, everything: Any,
     limited = copy.deepcopy(plain)
     options: dict[str, Any] = {"policy": everything} if budget is None else {"budget": budget}
     handle = lowtide.limit_memory(limited.first, **options)
-    for seed in range(4):
-        for model in (plain, limited):
-            torch.manual_seed(seed)
-            model.zero_grad()
-            model(batch()).backward()
-        pairs = zip(plain.parameters(), limited.parameters(), strict=True)
-        assert all(same(a.grad, b.grad) for a, b in pairs)
+    assert_same_gradients(plain, limited, 4, same)
     assert handle.plan is not None and bool(handle.plan.replayed) is (budget != "100%")
 
 
@@ -345,13 +350,7 @@ def test_a_limited_model_whose_forward_a_backward_runs(same: Any) -> None:
     limited = copy.deepcopy(plain)
     handle = lowtide.limit_memory(limited.first, "80%")
     with pytest.warns(lowtide.LowtideWarning, match="runs within a backward") as caught:
-        for seed in range(3):
-            for model in (plain, limited):
-                torch.manual_seed(seed)
-                model.zero_grad()
-                model(batch()).backward()
-            pairs = zip(plain.parameters(), limited.parameters(), strict=True)
-            assert all(same(a.grad, b.grad) for a, b in pairs)
+        assert_same_gradients(plain, limited, 3, same)
     assert len(caught) == 1 and handle.plan is None
 
 

@@ -7,23 +7,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from small_model import Block, needs_meter
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import meter
-
-needs_meter = pytest.mark.skipif(not meter.available(), reason="needs the counting allocator: a C++ compiler")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide = nn.Linear(32, 64)
-        self.back = nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.back(torch.sin(self.wide(x)).sigmoid())
 
 
 class Layers(nn.Module):

@@ -1,0 +1,60 @@
+"""Seconds and scratch of a profiled step's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import meter
+from lowtide.run.profile.costs import Cost, Costs
+
+
+def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> None:
+    """Its threads hold a copy of the input a while longer, and let go of that of an earlier one."""
+    pytest.importorskip("torch.distributed")
+    import torch.distributed._functional_collectives
+
+    held: list[torch.Tensor] = []
+
+    def call(last: bool) -> torch.Tensor:
+        if last:
+            held.clear()
+        held.append(torch.empty(64))
+        return torch.empty(8)
+
+    for func, expected in (
+        (torch.ops._c10d_functional.reduce_scatter_tensor.default, 256),
+        (torch.ops.aten.mm.default, 0),  # what is left of another operation is counted elsewhere
+    ):
+        costs, cost = Costs(torch.device("cpu")), Cost(is_collective="c10d" in str(func))
+        for last in (False, True):
+            costs.measured(cost, lambda last=last: call(last))
+        assert cost.scratch_bytes == expected
+        held.clear()
+
+
+def test_a_few_runs_of_what_costs_the_same_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of thousands of equal operations is not slowed down by thousands of meters."""
+    opened = 0
+    peak = meter.peak
+
+    def counted(*args: Any) -> Any:
+        nonlocal opened
+        opened += 1
+        return peak(*args)
+
+    monkeypatch.setattr("lowtide.run.profile.costs.peak", counted)
+    weight = torch.ones(16, requires_grad=True)
+
+    def chain(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(60):
+            x = torch.sin(x * weight)
+        return x.sum()
+
+    graph = lowtide.trace(chain, torch.ones(4, 16))
+    kinds = {op.name for op in graph.operations}
+    assert len(graph.operations) > 200 and opened <= 15 * len(kinds)
+    assert len({op.seconds for op in graph.operations if op.name == "aten.sin.default"}) == 1
