@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable, Collection
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
@@ -17,7 +20,6 @@ from lowtide.estimate.config import Update as Updates
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.losses import Loss as Losses
 from lowtide.estimate.optimizers import Optimizer as Optimizers
-from lowtide.estimate.settings import RUN_SETTINGS, SHAPE_SETTINGS
 from lowtide.estimate.shape import Mlp
 
 Switch = bool | None
@@ -33,218 +35,249 @@ def option(text: str, *names: str) -> Any:
     return typer.Option(*names, help=text, show_default=False)
 
 
-ModelName = Annotated[str | None, option(MODEL_HELP)]
-Layers = Annotated[int | None, option("Transformer layers (L).")]
-Hidden = Annotated[int | None, option("Hidden size (h).")]
-Heads = Annotated[int | None, option("Attention heads (a).")]
-KvHeads = Annotated[int | None, option("Key-value heads. [default: the heads]")]
-HeadWidth = Annotated[int | None, option("Width of a head. [default: hidden / heads]")]
-Ffn = Annotated[
-    int | None, option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")
-]
-Vocab = Annotated[int | None, option("Vocabulary (v). [default: 51200]")]
-MlpKind = Annotated[Mlp | None, option("Kind of MLP. [default: gelu]")]
-NormKind = Annotated[Literal["layernorm", "rmsnorm"] | None, option("Kind of norm. [default: layernorm]")]
-Positions = Annotated[
-    Literal["learned", "rotary"] | None, option("Kind of positions. [default: learned with gelu]")
-]
-Bias = Annotated[Switch, option("Biases of linear layers. [default: with gelu]", "--bias/--no-bias")]
-Tied = Annotated[
-    Switch,
-    option(
-        "Output layer shares the embedding. [default: the model's]", "--tied-embeddings/--untied-embeddings"
-    ),
-]
-Experts = Annotated[
-    int | None, option("Experts of a layer (a mixture), each of --ffn. [default: the model's]")
-]
-ExpertsPerToken = Annotated[int | None, option("Experts that each token goes to.")]
-SharedExperts = Annotated[int | None, option("Experts beside these for every token. [default: the model's]")]
-Ep = Annotated[
-    int | None, option("Expert parallel size: of the d x c ranks, those that share the experts. [default: 1]")
-]
-Imbalance = Annotated[
-    float | None, option("Tokens of the busiest expert-parallel rank over an average one's. [default: 1]")
-]
-ScoreBefore = Annotated[
-    Switch, option("Experts' inputs are weighed, not their outputs (torchtitan).", "--score-before-experts")
-]
-Seq = Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")]
-MicroBatch = Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")]
-GlobalBatch = Annotated[int | None, option("Sequences in a step (B). [default: micro-batch x dp x pp]")]
-Tp = Annotated[int | None, option("Tensor parallel size (t). [default: 1]")]
-SequenceParallel = Annotated[
-    Switch,
-    option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel"),
-]
-Pp = Annotated[int | None, option("Pipeline stages (p). [default: 1]")]
-Interleave = Annotated[int | None, option("Model chunks on a stage (m). [default: 1]")]
-Dp = Annotated[int | None, option("Data parallel size (d). [default: 1]")]
-Cp = Annotated[int | None, option("Context parallel size: ranks that share each sequence. [default: 1]")]
-CpExchange = Annotated[
-    Literal["ring", "all-gather", "all-to-all"] | None,
-    option("How context-parallel ranks share keys and values; all-to-all is Ulysses'. [default: ring]"),
-]
-Zero = Annotated[
-    int | None, option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]")
-]
-Recompute = Annotated[
-    str | None,
-    option(
-        "none; selective (Megatron's: the attention core); full; selective-op, selective-layer "
-        "(torchtitan's); sqrt; or a number of layers of each stage. [default: none]"
-    ),
-]
-Attention = Annotated[
-    Literal["unfused", "fused", "flash-3"] | None,
-    option(
-        "fused keeps no scores; nor does flash-3 (FlashAttention 3, TransformerEngine's on Hopper), which is "
-        "faster. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"
-    ),
-]
-Dropout = Annotated[float | None, option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
-Dtype = Annotated[
-    Dtypes | None,
-    option(
-        "Of weights and activations; autocast: float32 weights, bfloat16 products; mixed: float32 weights "
-        "that FSDP casts where it gathers them; bf16-true: bfloat16 of the optimizer's state, too, without a "
-        "float32 copy of the weights. [default: bf16]"
-    ),
-]
-GradientDtype = Annotated[
-    Literal["auto", "bf16", "fp16", "fp32"] | None,
-    option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
-]
-ReduceDtype = Annotated[
-    Literal["auto", "bf16", "fp16", "fp32"] | None,
-    option(
-        "In which gradients are summed over data-parallel ranks (traffic only). [default: the gradients']"
-    ),
-]
-Optimizer = Annotated[
-    Optimizers | None,
-    option(
-        "8bit: states of one byte; paged: states leave the device but for the update (bitsandbytes). "
-        "[default: adam]"
-    ),
-]
-Update = Annotated[
-    Updates | None,
-    option(
-        "How PyTorch updates: foreach takes one more copy of Adam's second moment. [default: foreach, its "
-        "default; fused where there are master weights]"
-    ),
-]
-Lora = Annotated[
-    int | None,
-    option("Rank of adapters beside frozen weights: LoRA. [default: none, all weights are trained]"),
-]
-LoraTargets = Annotated[
-    str | None,
-    option(
-        "Linear layers with adapters: all-linear, attention, mlp, or of q,k,v,o,gate,up,down. "
-        "[default: all-linear]"
-    ),
-]
-LoraDtype = Annotated[
-    Literal["fp32", "same"] | None,
-    option(
-        "Of adapters: fp32 (peft's: each casts and keeps its input), or the same as trained weights have. "
-        "[default: fp32]"
-    ),
-]
-LoraDropout = Annotated[float | None, option("Dropout of the adapters' inputs. [default: 0]")]
-Dora = Annotated[Switch, option("DoRA: adapters with magnitudes.", "--dora")]
-Quantize = Annotated[
-    Quantizes | None, option("In what frozen matrices are kept: nf4 (QLoRA), int8 or fp8. [default: none]")
-]
-InBackward = Annotated[
-    Switch,
-    option("Each parameter is updated in backward, and its gradient freed.", "--optimizer-in-backward"),
-]
-OffloadOptimizer = Annotated[
-    float | None, option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]")
-]
-PartitionActivations = Annotated[
-    Switch, option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
-]
-OffloadActivations = Annotated[Switch, option("Keep activations on the host.", "--offload-activations")]
-Loss = Annotated[
-    Losses | None,
-    option(
-        "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), on a copy held "
-        "beside them (upcast), transformers', in place (Megatron's and lowtide's; -copy: Unsloth's), torch's "
-        "compiled, in --loss-chunks pieces of the tokens or the vocabulary with the output layer, or Liger's "
-        "(fused-linear). [default: torch at t = 1, in-place above]"
-    ),
-]
-LossChunks = Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")]
-Tiles = Annotated[
-    int | None,
-    option("Pieces of the tokens that the MLP, and a chunked loss, work on one by one (ALST). [default: 1]"),
-]
-FusedQkv = Annotated[Switch, option("Values keep all of one product of q, k and v (LitGPT).", "--fused-qkv")]
-UnfusedNorms = Annotated[
-    Switch, option("RMS norms in separate float32 operations, as transformers has them.", "--unfused-norms")
-]
-UnfusedMlp = Annotated[
-    Switch, option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
-]
-KeepOutputs = Annotated[
-    Switch,
-    option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"),
-]
-KeepGathered = Annotated[
-    Switch,
-    option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
-]
-GatherLogits = Annotated[
-    Switch, option("Every tensor rank gathers all logits for the loss (Hugging Face).", "--gather-logits")
-]
-NoSync = Annotated[
-    Switch,
-    option("Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"),
-]
-DdpBuckets = Annotated[
-    Switch, option("DistributedDataParallel's buckets beside the gradients (its default).", "--ddp-buckets")
-]
-Compile = Annotated[
-    Switch, option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
-]
-Float8 = Annotated[Switch, option("The layers' products run in float8 (times only).", "--float8")]
-OverlapTensor = Annotated[
-    Switch,
-    option(
-        "Tensor-parallel collectives run beside products: tp_comm_overlap, asynchronous TP (times only).",
-        "--overlap-tensor",
-    ),
-]
-Reentrant = Annotated[
-    Switch,
-    option(
-        "Recomputed layers run to their end, as Megatron's do; else they stop where backward has all that it "
-        "needs (FLOPs and times).",
-        "--reentrant",
-    ),
-]
+FLAGS: dict[str, Any] = {
+    "model": Annotated[str | None, option(MODEL_HELP)],
+    "layers": Annotated[int | None, option("Transformer layers (L).")],
+    "hidden": Annotated[int | None, option("Hidden size (h).")],
+    "heads": Annotated[int | None, option("Attention heads (a).")],
+    "kv_heads": Annotated[int | None, option("Key-value heads. [default: the heads]")],
+    "head_width": Annotated[int | None, option("Width of a head. [default: hidden / heads]")],
+    "ffn": Annotated[
+        int | None, option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")
+    ],
+    "vocab": Annotated[int | None, option("Vocabulary (v). [default: 51200]")],
+    "mlp": Annotated[Mlp | None, option("Kind of MLP. [default: gelu]")],
+    "norm": Annotated[Literal["layernorm", "rmsnorm"] | None, option("Kind of norm. [default: layernorm]")],
+    "positions": Annotated[
+        Literal["learned", "rotary"] | None, option("Kind of positions. [default: learned with gelu]")
+    ],
+    "bias": Annotated[Switch, option("Biases of linear layers. [default: with gelu]", "--bias/--no-bias")],
+    "tied": Annotated[
+        Switch,
+        option(
+            "Output layer shares the embedding. [default: the model's]",
+            "--tied-embeddings/--untied-embeddings",
+        ),
+    ],
+    "experts": Annotated[
+        int | None, option("Experts of a layer (a mixture), each of --ffn. [default: the model's]")
+    ],
+    "experts_per_token": Annotated[int | None, option("Experts that each token goes to.")],
+    "shared_experts": Annotated[
+        int | None, option("Experts beside these for every token. [default: the model's]")
+    ],
+    "ep": Annotated[
+        int | None,
+        option("Expert parallel size: of the d x c ranks, those that share the experts. [default: 1]"),
+    ],
+    "imbalance": Annotated[
+        float | None, option("Tokens of the busiest expert-parallel rank over an average one's. [default: 1]")
+    ],
+    "score_before_experts": Annotated[
+        Switch,
+        option("Experts' inputs are weighed, not their outputs (torchtitan).", "--score-before-experts"),
+    ],
+    "seq": Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")],
+    "micro_batch": Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")],
+    "global_batch": Annotated[
+        int | None, option("Sequences in a step (B). [default: micro-batch x dp x pp]")
+    ],
+    "tp": Annotated[int | None, option("Tensor parallel size (t). [default: 1]")],
+    "sequence_parallel": Annotated[
+        Switch,
+        option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel"),
+    ],
+    "pp": Annotated[int | None, option("Pipeline stages (p). [default: 1]")],
+    "interleave": Annotated[int | None, option("Model chunks on a stage (m). [default: 1]")],
+    "dp": Annotated[int | None, option("Data parallel size (d). [default: 1]")],
+    "cp": Annotated[
+        int | None, option("Context parallel size: ranks that share each sequence. [default: 1]")
+    ],
+    "cp_exchange": Annotated[
+        Literal["ring", "all-gather", "all-to-all"] | None,
+        option("How context-parallel ranks share keys and values; all-to-all is Ulysses'. [default: ring]"),
+    ],
+    "zero": Annotated[
+        int | None,
+        option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
+    ],
+    "recompute": Annotated[
+        str | None,
+        option(
+            "none; selective (Megatron's: the attention core); full; selective-op, selective-layer "
+            "(torchtitan's); sqrt; or a number of layers of each stage. [default: none]"
+        ),
+    ],
+    "attention": Annotated[
+        Literal["unfused", "fused", "flash-3"] | None,
+        option(
+            "fused keeps no scores; nor does flash-3 (FlashAttention 3, TransformerEngine's on Hopper), "
+            "which is faster. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"
+        ),
+    ],
+    "dropout": Annotated[
+        float | None, option("Dropout probability. [default: the model's; 0.1 with bare sizes]")
+    ],
+    "dtype": Annotated[
+        Dtypes | None,
+        option(
+            "Of weights and activations; autocast: float32 weights, bfloat16 products; mixed: float32 "
+            "weights that FSDP casts where it gathers them; bf16-true: bfloat16 of the optimizer's state, "
+            "too, without a float32 copy of the weights. [default: bf16]"
+        ),
+    ],
+    "gradient_dtype": Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
+    ],
+    "reduce_dtype": Annotated[
+        Literal["auto", "bf16", "fp16", "fp32"] | None,
+        option(
+            "In which gradients are summed over data-parallel ranks (traffic only). [default: the gradients']"
+        ),
+    ],
+    "optimizer": Annotated[
+        Optimizers | None,
+        option(
+            "8bit: states of one byte; paged: states leave the device but for the update (bitsandbytes). "
+            "[default: adam]"
+        ),
+    ],
+    "update": Annotated[
+        Updates | None,
+        option(
+            "How PyTorch updates: foreach takes one more copy of Adam's second moment. [default: foreach, "
+            "its default; fused where there are master weights]"
+        ),
+    ],
+    "lora": Annotated[
+        int | None,
+        option("Rank of adapters beside frozen weights: LoRA. [default: none, all weights are trained]"),
+    ],
+    "lora_targets": Annotated[
+        str | None,
+        option(
+            "Linear layers with adapters: all-linear, attention, mlp, or of q,k,v,o,gate,up,down. "
+            "[default: all-linear]"
+        ),
+    ],
+    "lora_dtype": Annotated[
+        Literal["fp32", "same"] | None,
+        option(
+            "Of adapters: fp32 (peft's: each casts and keeps its input), or the same as trained weights "
+            "have. [default: fp32]"
+        ),
+    ],
+    "lora_dropout": Annotated[float | None, option("Dropout of the adapters' inputs. [default: 0]")],
+    "dora": Annotated[Switch, option("DoRA: adapters with magnitudes.", "--dora")],
+    "quantize": Annotated[
+        Quantizes | None,
+        option("In what frozen matrices are kept: nf4 (QLoRA), int8 or fp8. [default: none]"),
+    ],
+    "optimizer_in_backward": Annotated[
+        Switch,
+        option("Each parameter is updated in backward, and its gradient freed.", "--optimizer-in-backward"),
+    ],
+    "offload_optimizer": Annotated[
+        float | None,
+        option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]"),
+    ],
+    "partition_activations": Annotated[
+        Switch, option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
+    ],
+    "offload_activations": Annotated[
+        Switch, option("Keep activations on the host.", "--offload-activations")
+    ],
+    "loss": Annotated[
+        Losses | None,
+        option(
+            "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), on a copy held "
+            "beside them (upcast), transformers', in place (Megatron's and lowtide's; -copy: Unsloth's), "
+            "torch's compiled, in --loss-chunks pieces of the tokens or the vocabulary with the output "
+            "layer, or Liger's (fused-linear). [default: torch at t = 1, in-place above]"
+        ),
+    ],
+    "loss_chunks": Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")],
+    "tiles": Annotated[
+        int | None,
+        option(
+            "Pieces of the tokens that the MLP, and a chunked loss, work on one by one (ALST). [default: 1]"
+        ),
+    ],
+    "fused_qkv": Annotated[
+        Switch, option("Values keep all of one product of q, k and v (LitGPT).", "--fused-qkv")
+    ],
+    "unfused_norms": Annotated[
+        Switch,
+        option("RMS norms in separate float32 operations, as transformers has them.", "--unfused-norms"),
+    ],
+    "unfused_mlp": Annotated[
+        Switch, option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
+    ],
+    "keep_output_tensors": Annotated[
+        Switch,
+        option(
+            "Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"
+        ),
+    ],
+    "keep_gathered": Annotated[
+        Switch,
+        option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
+    ],
+    "gather_logits": Annotated[
+        Switch, option("Every tensor rank gathers all logits for the loss (Hugging Face).", "--gather-logits")
+    ],
+    "no_sync": Annotated[
+        Switch,
+        option(
+            "Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"
+        ),
+    ],
+    "ddp_buckets": Annotated[
+        Switch,
+        option("DistributedDataParallel's buckets beside the gradients (its default).", "--ddp-buckets"),
+    ],
+    "compile": Annotated[
+        Switch,
+        option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile"),
+    ],
+    "float8": Annotated[Switch, option("The layers' products run in float8 (times only).", "--float8")],
+    "overlap_tensor": Annotated[
+        Switch,
+        option(
+            "Tensor-parallel collectives run beside products: tp_comm_overlap, asynchronous TP (times only).",
+            "--overlap-tensor",
+        ),
+    ],
+    "reentrant": Annotated[
+        Switch,
+        option(
+            "Recomputed layers run to their end, as Megatron's do; else they stop where backward has all "
+            "that it needs (FLOPs and times).",
+            "--reentrant",
+        ),
+    ],
+    "iteration_time": Annotated[
+        float | None, option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")
+    ],
+    "peak_tflops": Annotated[
+        float | None,
+        option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
+    ],
+    "device": Annotated[
+        str | None, option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
+    ],
+    "memory": Annotated[
+        str | None, option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]")
+    ],
+}
+"""The flags that commands share, by the names of their parameters; each is None where it is not given."""
+
 AsPublished = Annotated[
     bool,
     typer.Option(
         "--as-published", help="Begin with the parallel sizes of the model's paper (22b, 175b, 530b, 1t)."
     ),
-]
-IterationTime = Annotated[
-    float | None, option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")
-]
-PeakTflops = Annotated[
-    float | None,
-    option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
-]
-DeviceName = Annotated[
-    str | None, option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
-]
-Memory = Annotated[
-    str | None, option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]")
 ]
 FromHf = Annotated[
     Path | None,
@@ -322,75 +355,46 @@ def memory_note(text: str | None) -> str:
     return f"{text} is {format_bytes(found)} (GB are powers of 1000, GiB of 1024){''.join(meant[:1])}"
 
 
+def _varied(flag: Any) -> Any:
+    """A flag whose help says that it is varied where it is not given."""
+    kind, told = get_args(flag)
+    text = f"{told.help.partition(' [default')[0]} [default: varied]"
+    return Annotated[kind, option(text, *(told.param_decls or ()), *filter(None, (told.default,)))]
+
+
+def with_flags(
+    *names: str, varied: Collection[str] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Makes a command of a function: ``FLAGS`` of these names, of which the function gets those that were
+    given as its first argument, and its own parameters, those without a default before the flags.
+    """
+
+    def command_of(run: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(run, include_extras=True)
+        own = [
+            one.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[one.name])
+            for one in list(signature(run).parameters.values())[1:]
+        ]
+        known = FLAGS | {name: _varied(FLAGS[name]) for name in varied}
+        flags = [Parameter(n, Parameter.KEYWORD_ONLY, default=None, annotation=known[n]) for n in names]
+
+        @wraps(run)
+        def command(**values: Any) -> None:
+            given = {name: values.pop(name) for name in names}
+            run({name: value for name, value in given.items() if value is not None}, **values)
+
+        needed = [one for one in own if one.default is Parameter.empty]
+        rest = [one for one in own if one.default is not Parameter.empty]
+        command.__signature__ = Signature([*needed, *flags, *rest])  # type: ignore[attr-defined]
+        return command
+
+    return command_of
+
+
+@with_flags(*FLAGS)
 def estimate_command(
-    model: ModelName = None,
-    layers: Layers = None,
-    hidden: Hidden = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_width: HeadWidth = None,
-    ffn: Ffn = None,
-    vocab: Vocab = None,
-    mlp: MlpKind = None,
-    norm: NormKind = None,
-    positions: Positions = None,
-    bias: Bias = None,
-    tied: Tied = None,
-    experts: Experts = None,
-    experts_per_token: ExpertsPerToken = None,
-    shared_experts: SharedExperts = None,
-    seq: Seq = None,
-    micro_batch: MicroBatch = None,
-    global_batch: GlobalBatch = None,
-    tp: Tp = None,
-    sequence_parallel: SequenceParallel = None,
-    pp: Pp = None,
-    interleave: Interleave = None,
-    dp: Dp = None,
-    cp: Cp = None,
-    cp_exchange: CpExchange = None,
-    ep: Ep = None,
-    imbalance: Imbalance = None,
-    score_before_experts: ScoreBefore = None,
-    zero: Zero = None,
-    recompute: Recompute = None,
-    attention: Attention = None,
-    dropout: Dropout = None,
-    dtype: Dtype = None,
-    gradient_dtype: GradientDtype = None,
-    optimizer: Optimizer = None,
-    update: Update = None,
-    optimizer_in_backward: InBackward = None,
-    lora: Lora = None,
-    lora_targets: LoraTargets = None,
-    lora_dtype: LoraDtype = None,
-    lora_dropout: LoraDropout = None,
-    dora: Dora = None,
-    quantize: Quantize = None,
-    offload_optimizer: OffloadOptimizer = None,
-    partition_activations: PartitionActivations = None,
-    offload_activations: OffloadActivations = None,
-    loss: Loss = None,
-    loss_chunks: LossChunks = None,
-    tiles: Tiles = None,
-    fused_qkv: FusedQkv = None,
-    unfused_norms: UnfusedNorms = None,
-    unfused_mlp: UnfusedMlp = None,
-    keep_output_tensors: KeepOutputs = None,
-    keep_gathered: KeepGathered = None,
-    gather_logits: GatherLogits = None,
-    no_sync: NoSync = None,
-    ddp_buckets: DdpBuckets = None,
-    compile: Compile = None,
-    float8: Float8 = None,
-    overlap_tensor: OverlapTensor = None,
-    reentrant: Reentrant = None,
-    reduce_dtype: ReduceDtype = None,
+    given: dict[str, Any],
     as_published: AsPublished = False,
-    iteration_time: IterationTime = None,
-    peak_tflops: PeakTflops = None,
-    device: DeviceName = None,
-    memory: Memory = None,
     config: ConfigFile = None,
     from_hf: FromHf = None,
     json_out: Json = False,
@@ -400,20 +404,16 @@ def estimate_command(
     brief: Brief = False,
 ) -> None:
     """Estimate bytes, FLOPs and traffic of a training step by closed formulas. No GPU, no torch."""
-    given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
+    memory = given.get("memory")
     if from_hf is not None:
-        if model is not None or config is not None:
+        if "model" in given or config is not None:
             raise EstimateError("--from-hf names the model: leave --model and --config out")
         from lowtide.estimate.hugging_face import no_formula
 
-        model = str(from_hf)
         if why := no_formula(from_hf):
-            return _traced(from_hf, why, given | {"recompute": recompute}, device, memory, json_out)
-    found = make(
-        model, given, config=config, as_published=as_published, recompute=recompute,
-        iteration_time=iteration_time, peak_tflops=peak_tflops,
-        device=device, memory=memory,
-    )  # fmt: skip
+            return _traced(from_hf, why, given, json_out)
+        given["model"] = str(from_hf)
+    found = make(given, config, as_published)
     if json_out and csv_out:
         raise EstimateError("--json and --csv print different things: choose one")
     if not 0 <= stage < len(found.stages):
@@ -429,23 +429,22 @@ def estimate_command(
     else:
         from rich.console import Console
 
-        render.show(found, Console(), stage, lines=not brief, name=model)
+        render.show(found, Console(), stage, lines=not brief, name=given.get("model"))
         if from_hf is not None:
             typer.echo(f"found by formula: {from_hf} is of a type that has one")
         if note := memory_note(memory):
             typer.echo(f"note: {note}")
 
 
-def _traced(
-    path: Path, why: str, given: dict[str, Any], device: str | None, memory: str | None, json_out: bool
-) -> None:
+def _traced(path: Path, why: str, given: dict[str, Any], json_out: bool) -> None:
     """The estimate of a model without a formula."""
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.fitted import fitted
     from lowtide.estimate.simulation.any_model import any_model
 
+    device, memory = given.pop("device", None), given.pop("memory", None)
     room = parse_memory(memory) if memory else find_device(device).memory_bytes if device else None
-    config, stage, parts = any_model(path, **{name: one for name, one in given.items() if one is not None})
+    config, stage, parts = any_model(path, **given)
     held = int(stage.cached_bytes * (1 + fitted()["reserved"]["plain"]))
     counts = ", ".join(f"{one.name}: {one.operations:,} operations" for one in parts)
     told = f"found by tracing on fake tensors ({counts}): {why}"
@@ -467,39 +466,26 @@ def _traced(
     typer.echo(told)
 
 
-SETTINGS = {*RUN_SETTINGS, *SHAPE_SETTINGS} - {"recompute"}
-"""The parameters of a command that are settings as they are."""
-
-
-def make(
-    model: str | None,
-    given: dict[str, Any],
-    *,
-    config: Path | None,
-    as_published: bool,
-    recompute: str | None,
-    iteration_time: float | None,
-    peak_tflops: float | None,
-    device: str | None,
-    memory: str | None,
-) -> Any:
+def make(given: dict[str, Any], config: Path | None, as_published: bool) -> Any:
     """The estimate that the flags ask for."""
     from lowtide.estimate import configure, estimate, read_config
     from lowtide.estimate.devices import device as find_device
 
     refuse_zero(given)
-    known = find_device(device) if device is not None else None
     given = dict(given)
-    given["recompute"] = parse_recompute(recompute)
-    given["iteration_seconds"] = iteration_time
-    given["peak_flops"] = peak_tflops * 1e12 if peak_tflops is not None else known.flops if known else None
+    seconds, tflops = given.pop("iteration_time", None), given.pop("peak_tflops", None)
+    device, memory = given.pop("device", None), given.pop("memory", None)
+    known = find_device(device) if device is not None else None
+    given["recompute"] = parse_recompute(given.get("recompute"))
+    given["iteration_seconds"] = seconds
+    given["peak_flops"] = tflops * 1e12 if tflops is not None else known.flops if known else None
     given["memory_bytes"] = (
         parse_memory(memory) if memory is not None else known.memory_bytes if known else None
     )
-    if iteration_time is not None and given["peak_flops"] is None:
+    if seconds is not None and given["peak_flops"] is None:
         raise EstimateError("--iteration-time without a peak rate: give --peak-tflops or --device too")
     if as_published:
         given["as_published"] = True
     if config is not None:
-        return estimate(read_config(config, model=model, **given), known)
-    return estimate(configure(model, **given), known)
+        return estimate(read_config(config, **given), known)
+    return estimate(configure(given.pop("model", None), **given), known)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.estimate import command as options
-from lowtide.estimate.command import option, parse_recompute, refuse_zero
+from lowtide.estimate.command import option, parse_recompute, refuse_zero, with_flags
 from lowtide.estimate.errors import EstimateError
 from lowtide.progress import muted, working
 
@@ -20,36 +20,14 @@ Stages = Annotated[
 ]
 
 
+_SHARED = """model layers hidden heads kv_heads ffn vocab mlp norm positions bias tied seq micro_batch
+global_batch tp sequence_parallel pp interleave dp recompute attention dropout dtype gradient_dtype loss
+loss_chunks unfused_mlp keep_output_tensors"""
+
+
+@with_flags(*_SHARED.split())
 def simulate_command(
-    model: options.ModelName = None,
-    layers: options.Layers = None,
-    hidden: options.Hidden = None,
-    heads: options.Heads = None,
-    kv_heads: options.KvHeads = None,
-    ffn: options.Ffn = None,
-    vocab: options.Vocab = None,
-    mlp: options.MlpKind = None,
-    norm: options.NormKind = None,
-    positions: options.Positions = None,
-    bias: options.Bias = None,
-    tied: options.Tied = None,
-    seq: options.Seq = None,
-    micro_batch: options.MicroBatch = None,
-    global_batch: options.GlobalBatch = None,
-    tp: options.Tp = None,
-    sequence_parallel: options.SequenceParallel = None,
-    pp: options.Pp = None,
-    interleave: options.Interleave = None,
-    dp: options.Dp = None,
-    recompute: options.Recompute = None,
-    attention: options.Attention = None,
-    dropout: options.Dropout = None,
-    dtype: options.Dtype = None,
-    gradient_dtype: options.GradientDtype = None,
-    loss: options.Loss = None,
-    loss_chunks: options.LossChunks = None,
-    unfused_mlp: options.UnfusedMlp = None,
-    keep_output_tensors: options.KeepOutputs = None,
+    given: dict[str, Any],
     as_published: options.AsPublished = False,
     config: options.ConfigFile = None,
     stage: Stages = None,
@@ -80,9 +58,6 @@ def simulate_command(
     """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form
     beside the trace. No GPU.
     """
-    given = {
-        name: value for name, value in locals().items() if name in options.SETTINGS and value is not None
-    }
     from rich.console import Console
 
     from lowtide.estimate.devices import device as find_device
@@ -95,7 +70,8 @@ def simulate_command(
             "--device without --budget changes nothing here: it is for the speeds that plans weigh"
         )
     refuse_zero(given)
-    given["recompute"] = parse_recompute(recompute)
+    given["recompute"] = parse_recompute(given.get("recompute"))
+    model = given.pop("model", None)
     if as_published:
         given["as_published"] = True
     found = read_config(config, model=model, **given) if config is not None else configure(model, **given)

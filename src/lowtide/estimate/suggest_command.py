@@ -9,15 +9,38 @@ import typer
 
 from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
-from lowtide.estimate.command import memory_note, option, parse_memory, parse_recompute, refuse_zero
+from lowtide.estimate.command import (
+    memory_note,
+    option,
+    parse_memory,
+    parse_recompute,
+    refuse_zero,
+    with_flags,
+)
 from lowtide.estimate.tables import Whole
 from lowtide.words import count_text
 
+_VARIED = (
+    "micro_batch",
+    "tp",
+    "sequence_parallel",
+    "pp",
+    "interleave",
+    "dp",
+    "cp",
+    "ep",
+    "zero",
+    "recompute",
+)
+_SHARED = """memory seq attention dropout dtype gradient_dtype optimizer update lora lora_targets lora_dtype
+lora_dropout dora quantize loss compile float8"""
 
+
+@with_flags(*_SHARED.split(), *_VARIED, varied=_VARIED)
 def suggest_command(
+    given: dict[str, Any],
     model: Annotated[str, typer.Option(help=options.MODEL_HELP)],
     devices: Annotated[int, typer.Option(help="How many accelerators; all are used.")],
-    memory: options.Memory = None,
     device: Annotated[
         str, typer.Option(help="v100, a100, a100-40gb, h100, h200, b200, ...: peak rate, links, memory.")
     ] = "a100",
@@ -32,49 +55,13 @@ def suggest_command(
     reserve: Annotated[
         float, typer.Option(help="Share of the memory left for the driver and communication buffers.")
     ] = 0.04,
-    seq: options.Seq = None,
     global_batch: Annotated[int | None, option("Sequences in a step. [default: about 4M tokens]")] = None,
-    micro_batch: Annotated[int | None, option("Sequences in a micro-batch (b). [default: varied]")] = None,
-    tp: Annotated[int | None, option("Tensor parallel size (t). [default: varied]")] = None,
-    sequence_parallel: Annotated[
-        bool | None,
-        option(
-            "Split norms and dropouts along the sequence. [default: where t is above 1]",
-            "--sequence-parallel/--no-sequence-parallel",
-        ),
-    ] = None,
-    pp: Annotated[int | None, option("Pipeline stages (p). [default: varied]")] = None,
-    interleave: Annotated[int | None, option("Model chunks on a stage (m). [default: varied]")] = None,
-    dp: Annotated[int | None, option("Data parallel size (d). [default: varied]")] = None,
-    cp: Annotated[int | None, option("Context parallel size. [default: varied from 32k tokens on]")] = None,
-    ep: Annotated[int | None, option("Expert parallel size. [default: varied]")] = None,
-    zero: Annotated[
-        int | None,
-        option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]"),
-    ] = None,
-    recompute: Annotated[
-        str | None,
-        option("none, selective, full, sqrt, or a number of layers of each stage. [default: varied]"),
-    ] = None,
-    attention: options.Attention = None,
-    dropout: options.Dropout = None,
-    dtype: options.Dtype = None,
-    gradient_dtype: options.GradientDtype = None,
-    optimizer: options.Optimizer = None,
-    update: options.Update = None,
-    lora: options.Lora = None,
-    lora_targets: options.LoraTargets = None,
-    lora_dtype: options.LoraDtype = None,
-    lora_dropout: options.LoraDropout = None,
-    dora: options.Dora = None,
-    quantize: options.Quantize = None,
     offload_optimizer: Annotated[
         float | None,
         option(
             "Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or 1, varied]"
         ),
     ] = None,
-    loss: options.Loss = None,
     runs_with: Annotated[
         str | None,
         option(
@@ -84,8 +71,6 @@ def suggest_command(
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="How many to show.")] = 8,
-    compile: options.Compile = None,
-    float8: options.Float8 = None,
     json_out: options.Json = False,
 ) -> None:
     """Suggest parallel sizes, micro-batch, recomputation and offload that fit, the fastest predicted first,
@@ -93,9 +78,9 @@ def suggest_command(
 
     Exits with 1 when nothing fits.
     """
-    given = {
-        name: value for name, value in locals().items() if name in options.SETTINGS and value is not None
-    }
+    memory = given.pop("memory", None)
+    own = dict(global_batch=global_batch, offload_optimizer=offload_optimizer)
+    given |= {name: value for name, value in own.items() if value is not None}
     from lowtide.estimate.config import flag
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.errors import EstimateError
@@ -121,7 +106,7 @@ def suggest_command(
     refuse_zero(given)
     kind = find_device(device, **changes)
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
-    given["recompute"] = parse_recompute(recompute)
+    given["recompute"] = parse_recompute(given.get("recompute"))
     model = preset_name(model)
     first = None
     for chosen in [runs_with] if runs_with else candidates(model, given):
