@@ -31,7 +31,7 @@ from lowtide.run.profile.costs import Cost, Costs
 from lowtide.run.profile.tape import Region, Tape
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
-from lowtide.run.record.replay import draw, flat_results
+from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside
 from lowtide.trace.tracer import Tracer
@@ -181,10 +181,7 @@ class Profiler(Interceptor):
         if records and call.overwritten:
             self.tape.overwrites(call)
         warm = not tracer.in_region or backward
-        if node is not None and call.draws():
-            result = draw(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm), call)
-        else:
-            result = self.costs.run(cost, func, args, kwargs, warm)
+        result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm), call)
         flat = flat_results(result)
         if records and info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below

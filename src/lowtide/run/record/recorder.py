@@ -24,7 +24,7 @@ from lowtide.run.record import tape
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import native_recorder
-from lowtide.run.record.replay import draw, flat_results
+from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Tables, Unrecordable, Writer
 from lowtide.run.record.verify import copy_of, why_not_reproduced
 
@@ -170,10 +170,7 @@ class Recorder(Interceptor):
         overwritten = [tensor for tensor in call.overwritten if not self.refills(tensor)]
         before = [(t, copy_of(t)) for t in overwritten] if self.verify and node is not None else []
         self._copy_on_write(overwritten)
-        if node is not None and call.draws():
-            result = draw(node, self._call, call)
-        else:
-            result = self._call(func, args, kwargs)
+        result = run_first(node, self._call, call)
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below

@@ -169,7 +169,7 @@ def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if node.noted is None:
         result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
-    return draw_again(node, tuple(args), kwargs)
+    return _draw_again(node, tuple(args), kwargs)
 
 
 Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -223,7 +223,20 @@ def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> 
     return bool(list(map(generator.set_state, compress((after,), map(eq, now, (before,))))))
 
 
-def draw(node: Node, run: Run, call: Call) -> Any:
+def run_first(node: Node | None, run: Run, call: Call) -> Any:
+    """Run an operation in the forward, and note in its node what `run_again` needs beside the arguments.
+
+    Args:
+        node: the operation as it is recorded; ``None`` where it is not.
+        run: runs an operation.
+        call: the call.
+    """
+    if node is not None and call.draws():
+        return _draw(node, run, call)
+    return run(call.func, call.args, call.kwargs)
+
+
+def _draw(node: Node, run: Run, call: Call) -> Any:
     """Run a random operation in the forward, and record the state that it draws from.
 
     Args:
@@ -249,7 +262,7 @@ def draw(node: Node, run: Run, call: Call) -> Any:
     return result
 
 
-def draw_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation again from its recorded state; the shared generator is left unchanged."""
     assert node.noted is not None
     func, position = taking_generator(node.func)
