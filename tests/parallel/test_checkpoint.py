@@ -5,16 +5,18 @@ training goes on as if.
 from __future__ import annotations
 
 import itertools
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict  # once, before processes are made
+import torch.distributed.checkpoint as dcp  # once, before processes are made
 from ranks import needs_gloo, on_ranks
 from shared_models import make, step, tokens
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide import parallel as lp
@@ -130,12 +132,66 @@ def test_saved_at_one_size_and_loaded_in_stages(saved: tuple[Path, list[list[flo
         assert losses == pytest.approx(expected[1], abs=2e-6)
 
 
+def saved_by_pytorch(folder: str) -> None:
+    """PyTorch's own ways to save, by the plain state dicts."""
+    model = model_of(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step(model, optimizer)
+    dcp.save(model.state_dict(), checkpoint_id=f"{folder}/plain")
+    states = get_state_dict(model, optimizer)
+    dcp.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=f"{folder}/both")
+    apart = dist.new_group(backend="gloo")
+    state = lp.sharded_state_dict(model, optimizer)
+    dcp.async_save(state, checkpoint_id=f"{folder}/async", process_group=apart).result()
+    moments = {name: entries["exp_avg"] for name, entries in states[1]["state"].items()}
+    whole = whole_of(model)
+    assert {name: tuple(tensor.shape) for name, tensor in moments.items() if name in whole} == {
+        name: tuple(whole[name].shape) for name in moments
+    }
+    if dist.get_rank() == 0:
+        torch.save(whole, f"{folder}/whole")
+
+
+def loaded_by_pytorch(folder: str) -> list[float]:
+    """The losses that follow what PyTorch loads."""
+    found = []
+    whole = torch.load(f"{folder}/whole")
+    for name in ("both", "async"):
+        model = model_of(1, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(parts, checkpoint_id=f"{folder}/{name}")
+        model_part, optimizer_part = parts["model"], parts["optimizer"]
+        set_state_dict(model, optimizer, model_state_dict=model_part, optim_state_dict=optimizer_part)
+        assert all(torch.equal(tensor, whole[name]) for name, tensor in whole_of(model).items())
+        found.append(step(model, optimizer))
+    model = model_of(1, 3)
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=f"{folder}/plain")
+    model.load_state_dict({name: tensor.clone() for name, tensor in state.items()})
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in whole_of(model).items())
+    return found
+
+
+def test_what_pytorch_saves_is_whole(tmp_path: Path) -> None:
+    """``DCP.save(model.state_dict())``, ``get_state_dict`` and ``async_save`` at two ranks, loaded at one and
+    two.
+    """
+    on_ranks(2, saved_by_pytorch, str(tmp_path))
+    found = [losses for size in (1, 2) for losses in on_ranks(size, loaded_by_pytorch, str(tmp_path))]
+    assert all(losses == pytest.approx([found[0][0]] * 2, abs=2e-6) for losses in found)
+
+
 def refused() -> bool:
     layer = lp.ColumnParallelLinear(4, 6, gather_output=False)
     shared = lp.sharded_state_dict(layer)["model"]["weight"]
     assert shared.shape == (6, 4) and shared.local.shape == (3, 4)
     with pytest.raises(lp.ParallelError, match=r"use \.local"):
         shared + 1
+    with pytest.raises(lp.ParallelError, match="would hold SharedTensor"):
+        torch.save(layer.state_dict(), BytesIO())
+    with pytest.raises(RuntimeError, match="a part of a parameter"):
+        nn.Linear(4, 6).load_state_dict(layer.state_dict())
     with pytest.raises(lp.ParallelError, match=r"missing \['bias'\]"):
         lp.load_whole_state_dict(layer, {"weight": torch.zeros(6, 4)})
     with pytest.raises(lp.ParallelError, match=r"\(5, 4\)"):

@@ -12,131 +12,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lowtide import private
 from lowtide.errors import expect
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_path, check_tensors
 from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import Partition
-
-# imported where it is used: it takes seconds, and processes that import it may abort when they end
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-    from torch.distributed.checkpoint.planner import WriteItem
-
-
-class SharedTensor(Tensor):
-    """A whole tensor of which this rank holds some slices: what ``torch.distributed.checkpoint`` needs to
-    know of it.
-
-    It has the whole tensor's shape and this rank's bytes, and no arithmetic. Writing to the pieces writes to
-    the parameter.
-
-    Attributes:
-        tensor: the tensor-parallel rank's part, padding included; a DTensor where FSDP2 shards that once
-            more.
-        local: what this process holds of it.
-        where: which part of the whole ``tensor`` is.
-    """
-
-    tensor: Tensor
-    local: Tensor
-    where: Partition
-
-    @staticmethod
-    def __new__(cls, tensor: Tensor, where: Partition) -> SharedTensor:
-        self = private.wrapper_of(cls, where.shape, tensor.dtype, tensor.device)
-        self.tensor, self.local, self.where = tensor, _local(tensor), where
-        return self
-
-    def __init__(self, tensor: Tensor, where: Partition) -> None:
-        """Everything is done in ``__new__``, as for every tensor."""
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
-        return f"SharedTensor({tuple(self.shape)}, rank {self.where.group.rank} of {self.where.group.size})"
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.detach.default:
-            return SharedTensor(args[0].tensor.detach(), args[0].where)
-        raise ParallelError(
-            f"{func} on a SharedTensor: it only tells torch.distributed.checkpoint where a rank's pieces "
-            "lie; use .local"
-        )
-
-    def pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """Where each piece that this process holds begins in the whole, and the piece. No collective."""
-        offsets, sizes = _box(self.tensor)
-        cut = self.where.dimension or 0
-        held, until = offsets[cut], offsets[cut] + sizes[cut]  # of the tensor-parallel rank's part
-        at = 0
-        for start, stop in self.where.slices():
-            low, high = max(at, held), min(at + stop - start, until)
-            if high > low and self.local.numel():
-                begins = [*offsets]
-                begins[cut] = start + low - at
-                yield torch.Size(begins), self.local.narrow(cut, low - held, high - low)
-            at += stop - start
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
-        )
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets=offsets, sizes=piece.size()),
-                    properties=TensorProperties.create_from_tensor(piece),
-                    size=self.size(),
-                ),
-            )
-            for offsets, piece in self.pieces()
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(offsets=offsets, sizes=piece.size()) for offsets, piece in self.pieces()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, piece in self.pieces():
-            if index.offset is not None and tuple(index.offset) == tuple(offsets):
-                return piece
-        raise ParallelError(f"{index.fqn}: this rank holds no piece that begins at {index.offset}")
-
-
-def _local(tensor: Any) -> Tensor:
-    """What this process holds of a tensor that FSDP2 may have sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
-def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where what this process holds of a tensor begins in it, and its size.
-
-    Raises:
-        ParallelError: it is several boxes.
-    """
-    if not hasattr(tensor, "to_local"):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise ParallelError(
-            f"a parameter placed {tensor.placements} lies in {len(chunks)} boxes on this rank: shard it "
-            "along one dimension"
-        )
-    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+from lowtide.parallel.saved import SharedTensor, box, local_part, share_saved_state
 
 
 def partitions_of(model: nn.Module) -> dict[str, Partition]:
@@ -168,30 +55,18 @@ def sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
     >>> sorted(sharded_state_dict(nn.Linear(2, 2))["model"])
     ['bias', 'weight']
     """
-    cuts = partitions_of(model)
+    given = isinstance(model, nn.Module)
+    expect(given, "the model of a sharded checkpoint", model, "a torch.nn.Module", ParallelError)
     known = optimizer is None or isinstance(optimizer, torch.optim.Optimizer)
     allowed = "a torch.optim.Optimizer, or None"
     expect(known, "the optimizer of a sharded checkpoint", optimizer, allowed, ParallelError)
-    state: dict[str, Any] = {
-        "model": {name: _shared(tensor, cuts.get(name)) for name, tensor in model.state_dict().items()}
-    }
+    state: dict[str, Any] = {"model": dict(model.state_dict())}
     if optimizer is not None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        found = get_optimizer_state_dict(model, optimizer)
-        moments: Any = found["state"]
-        found["state"] = {
-            name: {key: _shared(tensor, cuts.get(name)) for key, tensor in entries.items()}
-            for name, entries in moments.items()
-        }
-        state["optimizer"] = found
+        share_saved_state(optimizer)
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
-
-
-def _shared(tensor: Any, where: Partition | None) -> Any:
-    if where is None or not isinstance(tensor, Tensor) or tuple(tensor.shape) != where.local_shape:
-        return tensor
-    return SharedTensor(tensor.detach(), where)
 
 
 def save_checkpoint(
@@ -227,12 +102,7 @@ def load_checkpoint(
     with _said("load_checkpoint", path, remedy), torch.no_grad():
         dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore
     if optimizer is not None:
-        found = state["optimizer"]
-        found["state"] = {
-            name: {key: t.tensor if isinstance(t, SharedTensor) else t for key, t in entries.items()}
-            for name, entries in found["state"].items()
-        }
-        set_optimizer_state_dict(model, optimizer, found)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
 
 
 @contextmanager
@@ -255,7 +125,7 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     Raises:
         ParallelError: names are missing, unknown, or have another shape.
     """
-    cuts, own = partitions_of(model), model.state_dict()
+    cuts, own = partitions_of(model), model.state_dict(keep_vars=True)
     named = isinstance(state, Mapping)
     expect(named, "load_whole_state_dict(state=)", state, "a state dict, tensors by name", ParallelError)
     check_tensors("load_whole_state_dict", **{str(name): tensor for name, tensor in state.items()})
@@ -272,7 +142,7 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
                 f"{name} has the shape {tuple(whole.shape)} in the state dict and {tuple(tensor.shape)} in "
                 "the model"
             )
-        local = _local(tensor)
+        local = local_part(tensor)
         if where is not None and where.valid < where.local_shape[where.dimension or 0]:
             local.zero_()  # the padding
         for offsets, piece in _pieces(tensor, where):
@@ -288,7 +158,7 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     found: dict[str, Tensor] = {}
     cuts = partitions_of(model)
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         where = cuts.get(name)
         if where is None:
             found[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
@@ -307,6 +177,6 @@ def _pieces(tensor: Tensor, where: Partition | None) -> Iterator[tuple[Sequence[
     if where is not None:
         yield from SharedTensor(tensor.detach(), where).pieces()
         return
-    local, (offsets, _) = _local(tensor), _box(tensor)
+    local, (offsets, _) = local_part(tensor), box(tensor)
     if local.numel():
         yield offsets, local

@@ -15,6 +15,7 @@ from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.mappings import check_sequence_dimension
 from lowtide.parallel.partition import Partition, initialize
+from lowtide.parallel.saved import share_saved, take_own, watch_optimizers
 from lowtide.parallel.shared import mark_shared
 
 InitMethod = Callable[[Tensor], Any]
@@ -38,7 +39,10 @@ class ParallelModule(nn.Module):
         self.group = tensor_group(group)
         self.partitions = {}
         self.partial = ()
+        watch_optimizers()
         self.register_forward_pre_hook(_mark_shared)
+        self.register_state_dict_post_hook(share_saved)
+        self.register_load_state_dict_pre_hook(take_own)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)

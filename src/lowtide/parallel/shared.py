@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.groups import TensorGroup
 from lowtide.parallel.partition import Partition
 from lowtide.private import without_torch_function
 
@@ -34,14 +33,14 @@ class Share:
     """What is known of a parameter of which this rank holds a part.
 
     Attributes:
-        group: the ranks that hold its parts.
+        where: which part.
         watched: its gradients become a `SharedGradient`.
     """
 
-    __slots__ = ("group", "watched")
+    __slots__ = ("watched", "where")
 
-    def __init__(self, group: TensorGroup) -> None:
-        self.group = group
+    def __init__(self, where: Partition) -> None:
+        self.where = where
         self.watched = False
 
     def __reduce__(self) -> Any:
@@ -66,7 +65,7 @@ def mark_shared(parameter: Tensor, where: Partition) -> None:
         return
     share = share_of(parameter)
     if share is None:
-        share = Share(where.group)
+        share = Share(where)
         marked: Any = parameter
         marked._lowtide_share = share
         marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = (
@@ -176,7 +175,7 @@ def _norm(func: Any, gradient: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
     placed: Any = own
     here = placed.full_tensor() if hasattr(placed, "full_tensor") else own
     if share is not None:
-        here = over_ranks(here, order, [share.group.process_group]).to(own.dtype)
+        here = over_ranks(here, order, [share.where.group.process_group]).to(own.dtype)
     if here is own or not hasattr(placed, "full_tensor"):
         return here
     from torch.distributed.tensor import DTensor, Replicate

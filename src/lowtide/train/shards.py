@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
+from lowtide.parallel.saved import own_part
 from lowtide.run.limit.need import own_share
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks
@@ -27,7 +28,10 @@ def pieces(
 ) -> list[dict[str, Any]]:
     """What this rank writes of each parameter and buffer: what no rank before it holds."""
     packed = optimizer.state_dict()["state"]
-    states = {parameter: packed.get(number, {}) for number, parameter in enumerate(_parameters(optimizer))}
+    states = {
+        parameter: {key: own_part(entry) for key, entry in packed.get(number, {}).items()}
+        for number, parameter in enumerate(_parameters(optimizer))
+    }
     return list(_pieces(modules, states, ranks))
 
 
