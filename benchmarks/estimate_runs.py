@@ -21,6 +21,7 @@ from typing import Any
 
 from lowtide.estimate import Config, EstimateError, configure, estimate
 from lowtide.estimate.devices import Device, device
+from lowtide.estimate.settings import SHAPE_SETTINGS
 from lowtide.estimate.speed import efficiencies, step_time
 from lowtide.estimate.suggest import RESERVE
 
@@ -55,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "phi-1.5 (1.3B)": dict(_NEOX, layers=24, hidden=2048, heads=32, vocab=51200),
     "StableLM-alpha-3b": dict(_NEOX, layers=16, hidden=4096, heads=32, vocab=50688),
     "dense 254M h1024 L12 a16 v50000": dict(
-        layers=12, hidden=1024, heads=16, vocab=50000, attention="fused", dropout=0.0
+        layers=12, hidden=1024, heads=16, vocab=50000, attention="fused", dropout=0.0, tied=False,
     ),
     "mistralai/Mixtral-8x7B-Instruct-v0.1": {"model": "mixtral-8x7b"},
     "PrimeIntellect/INTELLECT-3": {"model": "glm4.5-air"},
@@ -185,6 +186,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     found["loss"], more = _loss(row, given, found)
     found |= more
     found |= _precision(source, given, sharded)
+    if source.startswith("DeepSpeed") and sharded and found.get("dp", 1) > 1:
+        found["keep_weights"] = found["recompute"] == "none"
     found |= _adapters(given)
     if "lora" in given and not source.startswith("fms"):  # else peft's
         found["lora_dtype"] = "same"
@@ -194,8 +197,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     found["unfused_mlp"] = separate and configure(**MODELS[row["model"]]).model.mlp == "swiglu"
     if source.startswith(("prime-rl", "NeMo Automodel")):  # their norms and MLPs are transformers'
         experts = configure(**MODELS[row["model"]]).model.experts > 0
-        found |= dict(unfused_norms=True, unfused_mlp=True, score_before_experts=experts)
-    return {name: value for name, value in found.items() if value is not False}
+        found |= dict(unfused_norms=True, unfused_mlp=True, weigh_float32=experts)
+    return {name: value for name, value in found.items() if value is not False or name in SHAPE_SETTINGS}
 
 
 def _recompute(source: str, given: dict[str, str]) -> str:
@@ -212,6 +215,8 @@ def _loss(row: dict[str, str], given: dict[str, str], found: dict[str, Any]) -> 
     named = given.get("loss", "")
     if named:
         kind = LOSSES[named]
+        if source.startswith("prime-rl") and kind == "torch":  # FSDP casts the logits that it gives out
+            return "float32", {}
         if kind == "chunked":
             tokens = found.get("micro_batch", 1) * found["seq"] // found.get("cp", 1)
             return kind, {"loss_chunks": max(2, tokens // _TRL_PIECE)}
@@ -270,12 +275,13 @@ def _megatron(row: dict[str, str], given: dict[str, str]) -> dict[str, Any]:
         seq=int(given["seq"]), micro_batch=int(given["micro_batch"]),
         global_batch=int(given["global_batch"]), tied="untie-embeddings-and-output-weights" not in given,
         zero=1 if "use-distributed-optimizer" in given else 0, recompute=given.get("recompute", "none"),
-        sequence_parallel="sequence-parallel" in given, loss="in-place", dtype="bf16",
+        sequence_parallel="sequence-parallel" in given, dtype="bf16",
         gradient_dtype="fp32", compile=True,
         attention="unfused" if local or given.get("attention") == "unfused" else "fused", reentrant=True,
     )  # fmt: skip
     if found["micro_batch"] * found["dp"] > found["global_batch"]:
         raise Unsaid("no number of devices")
+    found["loss"] = "in-place-fused" if "cross-entropy-loss-fusion" in given else "in-place"
     if "layers_per_vstage" in given:
         found["interleave"] = found["layers"] // pp // int(given["layers_per_vstage"])
     return found

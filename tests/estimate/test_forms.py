@@ -12,9 +12,11 @@ from test_experts import SMALL, Fused, saved_bytes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lowtide import meter
 from lowtide.estimate import Config, EstimateError, configure
 from lowtide.estimate.layer import layer_terms
 from lowtide.estimate.simulation.traced import default_dtype
+from lowtide.estimate.working import backward_moments
 
 TOKENS, HIDDEN = 512, 256
 DENSE: dict[str, Any] = SMALL | dict(experts=None, experts_per_token=None, dtype="bf16-true")
@@ -65,36 +67,67 @@ def test_values_that_are_a_view_of_one_product() -> None:
 
 
 class Experts(nn.Module):
-    """torchtitan's: inputs are weighed in float32, and outputs scattered as they are."""
+    """torchtitan's: inputs are weighed in float32, and outputs scattered as they are; or outputs are."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: bool = True) -> None:
         super().__init__()
+        self.before = before
         self.w1, self.w3 = (nn.Parameter(torch.empty(16, HIDDEN, 96)) for _ in range(2))
         self.w2 = nn.Parameter(torch.empty(16, 96, HIDDEN))
 
     def forward(self, x: Tensor, scores: Tensor, index: Tensor, ends: Tensor) -> Tensor:
         wide = index.reshape(-1, 1).expand(-1, HIDDEN)
         rows = torch.gather(x, 0, wide)
-        rows = (rows.float() * scores.reshape(-1, 1)).to(x.dtype)
+        if self.before:
+            rows = (rows.float() * scores.reshape(-1, 1)).to(x.dtype)
         gate = torch._grouped_mm(rows, self.w1, offs=ends)
         made = nn.functional.silu(gate) * torch._grouped_mm(rows, self.w3, offs=ends)
-        return torch.zeros_like(x).scatter_add(0, wide, torch._grouped_mm(made, self.w2, offs=ends))
+        out = torch._grouped_mm(made, self.w2, offs=ends)
+        if not self.before:
+            out = (out.float() * scores.reshape(-1, 1)).to(x.dtype)
+        return torch.zeros_like(x).scatter_add(0, wide, out)
 
 
-def test_experts_whose_inputs_are_weighed() -> None:
+@pytest.mark.parametrize("before", [True, False])
+def test_experts_that_are_weighed_in_float32(before: bool) -> None:
     """All but the router's own: scores, and each choice's place."""
     with FakeTensorMode(), default_dtype(torch.bfloat16):
         x = torch.randn(TOKENS, HIDDEN, requires_grad=True)
         scores = torch.randn(TOKENS * 4, dtype=torch.float32, requires_grad=True)
         index, ends = torch.zeros(TOKENS * 4, dtype=torch.long), torch.zeros(16, dtype=torch.int32)
-        saved = saved_bytes(Experts(), x, scores, index, ends)
-    config = configure(**SMALL, dtype="bf16-true", score_before_experts=True)
+        saved = saved_bytes(Experts(before), x, scores, index, ends)
+    config = configure(**SMALL, dtype="bf16-true", score_before_experts=before, weigh_float32=not before)
     own = {term.name: term.bytes for term in layer_terms(config) if term.part == "mlp"}
     left_out = ("input of the MLP norm", "scores and choices of the router")
     counted = sum(size for name, size in own.items() if name not in left_out)
     assert saved - scores.nbytes - index.nbytes - ends.nbytes == counted
-    with pytest.raises(EstimateError, match="--score-before-experts: the model has no experts"):
-        configure("llama3-8b", score_before_experts=True)
+    flag = "score_before_experts" if before else "weigh_float32"
+    with pytest.raises(EstimateError, match=f"--{flag.replace('_', '-')}: the model has no experts"):
+        configure("llama3-8b", **{flag: True})
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_backward_of_experts_that_are_weighed_in_float32(before: bool) -> None:
+    """Measured, of one layer's experts; scores and places of rows aside."""
+    module = Experts(before).bfloat16()
+    x = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    scores = torch.zeros(TOKENS * 4, requires_grad=True)
+    index, ends = torch.arange(TOKENS * 4) // 4, torch.arange(128, 2049, 128, dtype=torch.int32)
+
+    def step() -> None:
+        out = module(x, scores, index, ends)
+        x.grad = scores.grad = module.w1.grad = module.w2.grad = module.w3.grad = None
+        out.backward(torch.zeros_like(out))
+
+    config = configure(**SMALL, dtype="bf16-true", score_before_experts=before, weigh_float32=not before)
+    own = ("experts", "gate", "silu", "last layer")
+    stands = sum(term.bytes for term in layer_terms(config) if any(name in term.name for name in own))
+    moments = backward_moments(config)
+    moment = next(size for name, size in moments.items() if name.startswith("weighing"))
+    assert before or moment == max(moments.values())
+    weights = sum(one.nbytes for one in module.parameters()) if before else 0  # their gradients
+    counted = stands + moment + weights + x.nbytes  # and the output
+    assert meter.measure(step, device="cpu").peak_bytes == pytest.approx(float(counted), rel=0.002)
 
 
 def test_expert_parallel_ranks_beside_layers_with_one_mlp() -> None:

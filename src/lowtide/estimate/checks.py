@@ -52,8 +52,11 @@ def _check_model(config: Config) -> None:
             f"--ep={config.ep} with --experts={model.experts} and --dp x --cp={config.shards}: it has to "
             f"divide both; choose of {divisors(math.gcd(model.experts, config.shards))}"
         )
-    if config.score_before_experts and not model.experts:
-        raise EstimateError("--score-before-experts: the model has no experts; leave it out")
+    for name in ("score_before_experts", "weigh_float32"):
+        if getattr(config, name) and not model.experts:
+            raise EstimateError(f"--{name.replace('_', '-')}: the model has no experts; leave it out")
+    if config.score_before_experts and config.weigh_float32:
+        raise EstimateError("--score-before-experts --weigh-float32: the outputs are not weighed; give one")
     if config.imbalance > 1 and config.ep == 1:
         raise EstimateError(
             f"--imbalance={config.imbalance:g} with --ep=1: every rank has all experts; give --ep 2 or more"
@@ -92,6 +95,11 @@ def _check_parallel(config: Config) -> None:
         raise EstimateError(
             f"--no-sync with --zero=3 --pp={config.pp}: a pipeline's gradients are reduced once as it is; "
             "leave it out"
+        )
+    if config.keep_weights and (config.zero < 3 or config.shards == 1 or config.recompute != "none"):
+        raise EstimateError(
+            f"--keep-weights with --zero={config.zero} --dp={config.dp} --recompute={config.recompute}: for "
+            "--zero 3 --dp 2 or more without recomputation"
         )
     if config.ddp_buckets and (config.zero or config.shards == 1):
         raise EstimateError(

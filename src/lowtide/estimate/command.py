@@ -77,6 +77,9 @@ FLAGS: dict[str, Any] = {
         Switch,
         option("Experts' inputs are weighed, not their outputs (torchtitan).", "--score-before-experts"),
     ],
+    "weigh_float32": Annotated[
+        Switch, option("Experts' outputs are weighed in float32 (prime-rl).", "--weigh-float32")
+    ],
     "seq": Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")],
     "micro_batch": Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")],
     "global_batch": Annotated[
@@ -192,9 +195,10 @@ FLAGS: dict[str, Any] = {
         Losses | None,
         option(
             "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), on a copy held "
-            "beside them (upcast), transformers', in place (Megatron's and lowtide's; -copy: Unsloth's), "
-            "torch's compiled, in --loss-chunks pieces of the tokens or the vocabulary with the output "
-            "layer, or Liger's (fused-linear). [default: torch at t = 1, in-place above]"
+            "beside them (upcast), on one held alone (float32), transformers', in place (Megatron's and "
+            "lowtide's; -fused: Megatron's fused kernels; -copy: Unsloth's), torch's compiled, in "
+            "--loss-chunks pieces of the tokens or the vocabulary with the output layer, or Liger's "
+            "(fused-linear). [default: torch at t = 1, in-place above]"
         ),
     ],
     "loss_chunks": Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")],
@@ -232,6 +236,9 @@ FLAGS: dict[str, Any] = {
         option(
             "Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"
         ),
+    ],
+    "keep_weights": Annotated[
+        Switch, option("Weights that ZeRO 3 gathers stay until their backward (DeepSpeed).", "--keep-weights")
     ],
     "ddp_buckets": Annotated[
         Switch,

@@ -55,6 +55,7 @@ class Config:
             all (``all-gather``); or each takes some heads of the sequence (``all-to-all``: Ulysses, ALST).
         imbalance: tokens of the busiest expert-parallel rank over those of an average one.
         score_before_experts: experts' inputs are weighed, in float32, and not their outputs (torchtitan).
+        weigh_float32: their outputs are weighed in float32 (prime-rl), not in their own dtype.
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
         interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
@@ -119,6 +120,8 @@ class Config:
             Hugging Face and others), rather than take its part of the loss.
         no_sync: gradients that ZeRO 2 and 3 would split are summed whole over a step's micro-batches, in
             ``reduce_dtype``, and reduced once (FSDP's ``no_sync``, which accelerate and the ``Trainer`` use).
+        keep_weights: what autograd keeps of weights that ZeRO 3 gathered holds them until their backward
+            (DeepSpeed without recomputation); FSDP frees them all the same.
         ddp_buckets: `DistributedDataParallel` without ``gradient_as_bucket_view`` (its default) sums
             gradients in buckets, which are as large as all of them and stay.
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
@@ -156,6 +159,7 @@ class Config:
     ep: int = 1
     imbalance: float = 1.0
     score_before_experts: bool = False
+    weigh_float32: bool = False
     zero: int = 0
     recompute: Recompute = "none"
     reentrant: bool = False
@@ -186,6 +190,7 @@ class Config:
     keep_gathered: bool = False
     gather_logits: bool = False
     no_sync: bool = False
+    keep_weights: bool = False
     ddp_buckets: bool = False
     compile: bool = False
     float8: bool = False
@@ -245,7 +250,7 @@ class Config:
         """
         if not self.model.dense_layers:
             return ((Fraction(1), self),)
-        none: dict[str, Any] = dict(ep=1, imbalance=1.0, score_before_experts=False)
+        none: dict[str, Any] = dict(ep=1, imbalance=1.0, score_before_experts=False, weigh_float32=False)
         kinds = self.model.kinds
         return tuple(
             (share, replace(self, model=one, **({} if one.experts else none))) for share, one in kinds
@@ -389,9 +394,10 @@ class Config:
     @property
     def gradients_stand(self) -> bool:
         """Whether gradients are there while a loss is computed: where earlier micro-batches left theirs, and
-        where they have a buffer of their own, in another dtype than the weights (Megatron's).
+        where they have a buffer of their own: in another dtype than the weights (Megatron's), or of ZeRO 3
+        beside master weights (DeepSpeed's).
         """
-        buffer = self.gradient_bytes > self.weight_bytes
+        buffer = self.gradient_bytes > self.weight_bytes or (self.zero == 3 and self.master_bytes > 0)
         return not self.optimizer_in_backward and (self.micro_batches > 1 or buffer)
 
     @property

@@ -160,13 +160,14 @@ def _expert_terms(config: Config) -> list[Term]:
     count = Fraction(config.tokens * (scores * model.experts + hidden * model.hidden + token))
     count += weights * model.experts * model.hidden + (choice + e) * rows + 4 * (model.experts // config.ep)
     weighed = "before they are weighed"
+    kept = "inputs of the experts" if config.score_before_experts else "outputs of the experts"
     note, wide = f"{float(rows / config.tokens):.4g} rows a token", e * rows * model.hidden
     return [
         Term("scores and choices of the router", count, f"4sbE + {choice + e}sbk", EXPERTS, "mlp"),
         Term("inputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", note),
-        Term("inputs of the experts in float32", 4 * rows * model.hidden, "4sbkh", EXPERTS, "mlp", weighed)
-        if config.score_before_experts
-        else Term("outputs of the experts", wide, f"{e}sbkh", EXPERTS, "mlp", weighed),
+        Term(f"{kept} in float32", 4 * rows * model.hidden, "4sbkh", EXPERTS, "mlp", weighed)
+        if config.score_before_experts or config.weigh_float32
+        else Term(kept, wide, f"{e}sbkh", EXPERTS, "mlp", weighed),
     ]
 
 

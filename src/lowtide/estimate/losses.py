@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Loss = Literal[
-    "auto", "torch", "torch-uncast", "upcast", "transformers", "in-place", "in-place-copy", "compiled",
-    "chunked", "chunked-vocabulary", "fused-linear",
+    "auto", "torch", "torch-uncast", "upcast", "float32", "transformers", "in-place", "in-place-copy",
+    "in-place-fused",    "compiled", "chunked", "chunked-vocabulary", "fused-linear",
 ]  # fmt: skip
 
 
@@ -51,6 +51,10 @@ LOSSES: dict[str, Form] = {
         "PyTorch's, on a float32 copy that the caller holds beside the logits",
         lambda e, low: 8 if low else 4, lambda e, low: 8 + low, lambda e: 4,
     ),
+    "float32": Form(
+        "PyTorch's, on float32 logits that the caller holds, and no others (FSDP's output dtype)",
+        lambda e, low: 8 if low else 4, lambda e, low: 8, lambda e: 4,
+    ),
     "transformers": Form(
         "PyTorch's, on float32 logits that nobody holds (transformers in its Trainer)",
         lambda e, low: 4, lambda e, low: 8, lambda e: 4,
@@ -62,6 +66,10 @@ LOSSES: dict[str, Form] = {
     "in-place-copy": Form(
         "in place, on shifted float32 logits whose gradient is padded back (Unsloth's in transformers)",
         lambda e, low: 4, lambda e, low: 4,
+    ),
+    "in-place-fused": Form(
+        "Megatron's fused: its kernels make the exponentials beside the float32 logits",
+        lambda e, low: 4, lambda e, low: 4 + e,
     ),
     "compiled": Form(
         "PyTorch's, compiled: one kernel from logits to their gradient",
@@ -80,5 +88,5 @@ LOSSES: dict[str, Form] = {
         lambda e, low: 0, lambda e, low: e, pieces="tokens", input_gradient=True,
     ),
 }  # fmt: skip
-"""By name; the liveness of each. In bfloat16 14, 8, 18, 12, 6, 8 and 6 bytes a logit, and 12, 6 and 2 of a
-piece's."""
+"""By name; the liveness of each. In bfloat16 14, 8, 18, 16, 12, 6, 8, 10 and 6 bytes a logit, and 12, 6 and 2
+of a piece's."""

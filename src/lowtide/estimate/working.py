@@ -82,6 +82,8 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     }
     if config.score_before_experts:  # what is weighed, its gradient, and two products of that: float32
         mlps["weighing of the experts' inputs"] = stream + (12 - e) * rows - down - act
+    elif config.weigh_float32:  # their gradient, and two products of that: float32
+        mlps["weighing of the experts' outputs"] = stream + 12 * rows
     if config.tiles > 1:  # forward again and backward of one, beside the gradient of the MLP's input
         tile = 2 * first + inner * (1 + (GATED.get(model.mlp, 0) if config.unfused_mlp else 0))
         mlps = {"tile of the MLP": stream + branch + e * full + e * tile / config.tiles}
@@ -253,7 +255,11 @@ def _zero3(config: Config, stage: int) -> list[Line]:
     table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
     size = ceil(2 * layer + e * table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
-    gathered = Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)
+    formula = "two layers, the embeddings"
+    if config.keep_weights:
+        size, formula = e * trained_parameters(config, stage) + ceil(frozen_bytes(config, stage)), f"{e}Ψ"
+        note = "autograd's views of them hold them until their backward"
+    gathered = Line("temporaries", "gathered weights", size, formula, FULLY_SHARD, note)
     if config.lora:
         return [_not_update(gathered)]
     head = e * -(-model.vocab // config.tp) * model.hidden
