@@ -70,6 +70,7 @@ _COLLECTIVE_NAMESPACES = {
     "fsdp",
     "symm_mem",
 }
+_WAITS = {"_c10d_functional.wait_tensor.default", "_c10d_functional._wrap_tensor_autograd.default"}
 _BETWEEN_TWO = {"c10d.send.default", "c10d.recv_.default", "c10d.recv_any_source_.default"}
 IS_COLLECTIVE = "it is a collective"
 """Why an operation is not replayable that only all ranks can run again."""
@@ -115,7 +116,7 @@ class OpInfo:
             them).
         collective: it is a function of its arguments on all the ranks of a group, and can run again where all
             of them run it again.
-        waits: it returns its argument, once what is under way on it is done.
+        waits: it returns its argument, once what is under way on it is done, or in a wrapper that waits.
         sends: it sends to another rank or receives from one, which may come to it only after what this rank
             does next: it is never waited for.
     """
@@ -198,7 +199,7 @@ def op_info(func: private.OpOverload) -> OpInfo:
         returns_written=bool(returns)
         and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
         collective=name in FUNCTIONAL_COLLECTIVES,
-        waits=name == "_c10d_functional.wait_tensor.default",
+        waits=name in _WAITS,
         sends=name in _BETWEEN_TWO,
     )
 

@@ -42,6 +42,33 @@ def test_collectives_among_ranks_that_are_not_there() -> None:
         like = private.distributed_like(piece, sharded)
         assert like.shape == (8,) and private.local_tensor(like) is piece
         assert like.placements == sharded.placements
+        sharded.requires_grad_()
+        assert private.own_part(sharded * 2).grad_fn is not None and private.own_part(whole) is whole
+        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        assert private.process_group_of(gather, (piece, 4, group.group_name), {}) is group
+        assert private.process_group_of(gather, (piece, 4), {"group_name": group}) is group
+    finally:
+        dist.destroy_process_group()
+
+
+def test_who_averages_the_gradients() -> None:
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    class Asks(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            self.found = private.replicated_by(self), private.replicated_by(torch.nn.Linear(1, 1))
+            return super().forward(input)
+
+    inner = Asks(2, 2)
+    inner(torch.ones(2))
+    assert inner.found == (None, None)
+    dist.init_process_group("fake", rank=0, world_size=4, store=private.fake_store())
+    try:
+        wrapped = DistributedDataParallel(inner)
+        wrapped(torch.ones(2))
+        assert inner.found == (dist.group.WORLD, None)
+        assert private.replicated_by(wrapped) is dist.group.WORLD and private.replicated_by(inner) is None
     finally:
         dist.destroy_process_group()
 

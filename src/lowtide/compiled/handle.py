@@ -42,7 +42,7 @@ from lowtide.run.limit.need import optimizer_need
 from lowtide.run.limit.refusal import standing_by_name
 from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
-from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_inside
+from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned
 from lowtide.trace.untouched import untouched, without_history
 from lowtide.traced import honour_regions
 
@@ -432,7 +432,7 @@ class CompiledHandle(LimitHandle):
         if flow.ran_uncompiled and self.compiled is not None:
             self._tell(UNCOMPILED)
         if watch is not None:
-            watch.forward_ends(tensors_inside(result))
+            watch.forward_ends(tensors_returned(result))
         return result
 
     def _tell_above(self) -> None:

@@ -54,7 +54,10 @@ from lowtide.private.distributed import (
     fake_store,
     is_distributed,
     local_tensor,
+    own_part,
     process_group_named,
+    process_group_of,
+    replicated_by,
     wait_for_collective,
     wait_for_work,
 )

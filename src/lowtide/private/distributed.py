@@ -1,14 +1,17 @@
-"""torch.distributed: functional collectives, groups by their names, DTensors, pretended ranks.
+"""torch.distributed: functional collectives and their groups, DTensors, DistributedDataParallel, pretended
+ranks.
 
 Seen in PyTorch 2.11 to 2.13. `lowtide.parallel.pipelining` has what `torch.distributed.pipelining` hides.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from lowtide.private.dispatch import schema_of
 from lowtide.private.fake import is_fake
 
 
@@ -34,6 +37,27 @@ def wait_for_work(result: Any) -> Any:
     return result
 
 
+def process_group_of(collective: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The process group that a call of a functional collective runs over."""
+    places = [argument.name for argument in schema_of(collective).arguments]
+    place = places.index("group_name")
+    group = args[place] if place < len(args) else kwargs["group_name"]
+    return process_group_named(group) if isinstance(group, str) else group
+
+
+def replicated_by(model: torch.nn.Module) -> Any:
+    """The process group over which `DistributedDataParallel` averages all of a model's gradients: it is the
+    model, or its forward runs the model now. ``None`` where there is none.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    around: Any = model if isinstance(model, DistributedDataParallel) else None
+    if around is None:
+        active: Any = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore
+        around = active if active is not None and active.module is model else None
+    return around.process_group if around is not None else None
+
+
 def process_group_named(name: str) -> Any:
     """The process group of that name.
 
@@ -55,6 +79,11 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     ``DTensor``.
     """
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def own_part(tensor: Any) -> torch.Tensor:
+    """What this process holds of a tensor, with its history: the tensor itself unless it is a ``DTensor``."""
+    return tensor.to_local() if is_distributed(tensor) else tensor
 
 
 def distributed_like(piece: torch.Tensor, like: Any) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Bytes and seconds of a step that its graph does not show.
 
-These are collectives under way, the random states of checkpoints, the executor's own time, and the gradients
-that earlier steps left.
+These are the random states of checkpoints, the executor's own time, and the gradients that earlier steps
+left.
 """
 
 from __future__ import annotations
@@ -12,18 +12,6 @@ import torch
 
 from lowtide.graph import Event, StepGraph
 from lowtide.native import BuildError, compiler
-from lowtide.ops import FUNCTIONAL_COLLECTIVES
-
-
-def overlapped_bytes(graph: StepGraph) -> int:
-    """Bytes that collectives may hold while they overlap other operations: a gather and a reduce-scatter at a
-    time.
-
-    A trace shows them where a collective starts; when it ends depends on the other ranks.
-    """
-    collectives = [op for op in graph.operations if op.name in FUNCTIONAL_COLLECTIVES]
-    # of one name the last is the largest
-    return sum(dict(sorted((op.name, op.scratch_bytes) for op in collectives)).values())
 
 
 def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.distributions import Distribution
 
+from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import has_plain_storage
@@ -18,19 +19,25 @@ def plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     return filter(has_plain_storage, plain_parts(tensor))
 
 
-def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors in what a step returned, in containers, in the attributes of an output object, and in
-    distributions, which stand on other ones.
+def tensors_returned(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors in what a step returned, in containers, in the attributes of an output object, and in
+    distributions, which stand on other ones. A wrapper (DTensor) has the history, not what is inside it.
     """
     if isinstance(result, torch.Tensor):
-        yield from plain_leaves(result)
+        yield result
     elif isinstance(result, (tuple, list, dict)):
         for item in result.values() if isinstance(result, dict) else result:
-            yield from tensors_inside(item)
+            yield from tensors_returned(item)
     elif hasattr(result, "__dict__"):
         for item in vars(result).values():
             if isinstance(item, (torch.Tensor, tuple, list, dict, Distribution)):
-                yield from tensors_inside(item)
+                yield from tensors_returned(item)
+
+
+def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in what a step returned, found as `tensors_returned` does."""
+    for tensor in tensors_returned(result):
+        yield from plain_leaves(tensor)
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
@@ -84,7 +91,7 @@ def loss_to_plan_for(result: Any, loss_fn: Callable[[Any], torch.Tensor] | None)
     found = loss_of(result)
     if found is not None and not isinstance(result, (tuple, list)):
         return found  # itself: it may stand on more memory than a sum of it would (mse_loss)
-    outputs = [t for t in tensors_inside(result) if t.requires_grad]
+    outputs = [private.own_part(t) for t in tensors_returned(result) if t.requires_grad]
     if not outputs:
         raise TraceError("no output of the model requires a gradient: there is no backward to plan for")
     total: Any = sum((t.abs() if t.is_complex() else t).sum().float() for t in outputs)

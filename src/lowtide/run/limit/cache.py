@@ -180,21 +180,22 @@ class Cache:
             makes_graph=profiler.watch.makes_graph,
             varies=profiler.asks,
             checkpoints=profiler.checkpoints,
+            collectives_bytes=profiler.under_way.beside_bytes,
         )
         if action is Action.PLAN:
-            self._plan_together(entry, graph)
+            self._plan_together(entry, graph, profiler)
         self.latest = entry.planned or self.latest
         self._warn_above(entry)
         return taken
 
-    def _plan_together(self, entry: Entry, graph: StepGraph) -> None:
+    def _plan_together(self, entry: Entry, graph: StepGraph, profiler: Profiler) -> None:
         """Plan for a step that was just profiled.
 
         Raises:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
         refusal = None
-        graph, neighbours = self.maker.agreed(graph)
+        graph, neighbours = self.maker.agreed(graph, profiler.under_way.groups, profiler.given)
         machine.agreed(entry, graph)
         try:
             self._plan(entry, Action.PLAN)

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
-from lowtide.run.hidden_costs import checkpoint_bytes, overlapped_bytes, with_earlier_gradients
+from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
 from lowtide.run.limit.entry import Entry, Planned, State
 from lowtide.run.record.directors import PlanDirector
 
@@ -246,6 +246,7 @@ def profiled(
     makes_graph: bool = False,
     varies: bool = False,
     checkpoints: int = 0,
+    collectives_bytes: int = 0,
 ) -> Action:
     """A step was profiled: the longest one is planned for.
 
@@ -254,6 +255,7 @@ def profiled(
         graph: the step, with all of the model.
         verified: its operations were seen to reproduce, in this step or in one of the same program.
         backwards, makes_graph, varies, checkpoints: of the step, as `Entry` names them.
+        collectives_bytes: what collectives under way held beside other operations.
     """
     entry.profiles += 1
     longest = entry.graph is None or len(graph.operations) > len(entry.graph.operations)
@@ -267,7 +269,7 @@ def profiled(
         entry.backwards, entry.varies = max(entry.backwards, backwards), entry.varies or varies
     if action is Action.PLAN:
         entry.graph, entry.checkpoints, entry.makes_graph = graph, checkpoints, makes_graph
-        entry.unseen_bytes = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
+        entry.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
     return action
 
 

@@ -6,7 +6,7 @@ In: an entry whose step graph is known. Out: its `Planned`, or the refusal.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -35,7 +35,13 @@ from lowtide.run.limit.need import (
     optimizer_need,
     own_share,
 )
-from lowtide.run.limit.ranks import Agreement, agreement_of, agreement_of_shards, agreement_over
+from lowtide.run.limit.ranks import (
+    Agreement,
+    agreement_across,
+    agreement_of,
+    agreement_of_shards,
+    agreement_over,
+)
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
 from lowtide.run.limit.reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
 from lowtide.run.messages import Once
@@ -132,18 +138,27 @@ class PlanMaker:
                 made.search = BackgroundSearch(graph, plan.budget_bytes)
         return made
 
-    def agreed(self, profiled: StepGraph) -> tuple[StepGraph, Agreement | None]:
+    def agreed(
+        self, profiled: StepGraph, groups: Sequence[Any], given: Sequence[int]
+    ) -> tuple[StepGraph, Agreement | None]:
         """The step to plan for, from one that was profiled.
 
         It has all of the model and the executor's own time. Its collectives may run again where the ranks
         that share the model agree on the program.
+
+        Args:
+            profiled: the step.
+            groups: process groups over which its forward has collectives.
+            given: digests of what it was given.
 
         Returns:
             The step, and the ranks that share the model where each has to plan alone.
         """
         if not self._looked_for_ranks:
             self._looked_for_ranks = True
-            self.agreement = agreement_of(self.model) or agreement_over(self.groups())
+            self.agreement = (
+                agreement_of(self.model) or agreement_over(self.groups()) or agreement_across(groups, given)
+            )
         graph, shared = with_overhead(_with_all_of(self.model, profiled)), self.agreement
         if shared is None:
             return graph, None

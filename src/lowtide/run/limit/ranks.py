@@ -2,7 +2,8 @@
 none.
 
 Before a plan is made, the ranks of a tensor-parallel group exchange the bytes that their budgets leave for
-activations, and what the last step showed. The first rank solves for the fewest bytes and sends the plan to
+activations, and what the last step showed. The group is that of lowtide's layers, or the one that a profiled
+forward has collectives over, as DTensors do. The first rank solves for the fewest bytes and sends the plan to
 the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of the same
 values. Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
 keeps the results of collectives. Data-parallel ranks and pipeline stages share no layers, and never wait for
@@ -14,7 +15,7 @@ plan from there on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -124,16 +125,32 @@ def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
     return Agreement(group, torch.distributed.get_global_rank(group, 0), torch.distributed.get_rank(group))
 
 
+def agreement_across(groups: Sequence[Any], given: Sequence[int]) -> Agreement | None:
+    """The ranks that took part in collectives over these groups (those of a mesh's dimension, where
+    parameters are DTensors), if all were given the same: then steps of another size come to all of them at
+    once. ``None`` where there are no such ranks, or they are in several groups and not all of the world. A
+    collective.
+    """
+    named = {str(place): group for place, group in enumerate(groups)}
+    found = agreement_over(named) if len(named) < 2 else _agreement_of_world(groups)
+    return found if found is not None and len(set(found.share(tuple(given)))) == 1 else None
+
+
 def agreement_of_shards(model: torch.nn.Module) -> Agreement | None:
     """The ranks that FSDP shards ``model`` over, and those that hold the same shards; ``None`` where there
     are none, or they are in several groups and not all of the world.
     """
     groups = private.process_groups(model)
+    return agreement_over({"shards": groups[0]}) if len(groups) == 1 else _agreement_of_world(groups)
+
+
+def _agreement_of_world(groups: Sequence[Any]) -> Agreement | None:
+    """All ranks, where these groups are the dimensions of one mesh of them."""
     sizes = [torch.distributed.get_world_size(group) for group in groups]
     whole = torch.distributed.group.WORLD
     if sizes and whole is not None and math.prod(sizes) == torch.distributed.get_world_size():
         return agreement_over({"world": whole})
-    return agreement_over({"shards": groups[0]}) if len(groups) == 1 else None
+    return None
 
 
 def _is_group(group: Any) -> bool:

@@ -30,7 +30,7 @@ from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
-from lowtide.trace.results import tensors_inside
+from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
 
 _WHY = {
@@ -143,7 +143,7 @@ class PlannedStep(StepWatch):
         else:
             result = self._recorded(forward, members, stores, verify, begin)
         self.planned.steps += 1
-        self.forward_ends(tensors_inside(result))
+        self.forward_ends(tensors_returned(result))
         return result
 
     def _recorded(

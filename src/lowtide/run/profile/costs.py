@@ -16,7 +16,7 @@ import torch
 from lowtide import private
 from lowtide.interception import proceed, unseen
 from lowtide.meter import Peak, measurable, peak
-from lowtide.ops import Call, op_info, written_tensors
+from lowtide.ops import Call, enter, has_plain_storage, is_wrapper, op_info, written_tensors
 from lowtide.trace.clock import Clock
 from lowtide.trace.results import tensors_inside
 
@@ -36,15 +36,27 @@ class Cost:
         moves: they are functional collectives, which move copies here.
         is_collective: they return what a collective made.
         in_place: that is a tensor that the collective was given.
+        writes: they return what they were given.
         warm, cold: read the seconds of runs; cold ones are the first of operations that run twice.
         scratch_bytes: the most of any run.
         reproduced: how many second runs gave the same bytes as the first.
     """
 
-    __slots__ = ("cold", "in_place", "is_collective", "moves", "reproduced", "scratch_bytes", "warm")
+    __slots__ = (
+        "cold",
+        "in_place",
+        "is_collective",
+        "moves",
+        "reproduced",
+        "scratch_bytes",
+        "warm",
+        "writes",
+    )
 
-    def __init__(self, is_collective: bool = False, in_place: bool = False, moves: bool = False) -> None:
-        self.is_collective, self.in_place, self.moves = is_collective, in_place, moves
+    def __init__(
+        self, is_collective: bool = False, in_place: bool = False, moves: bool = False, writes: bool = False
+    ) -> None:
+        self.is_collective, self.in_place, self.moves, self.writes = is_collective, in_place, moves, writes
         self.scratch_bytes = self.reproduced = 0
         self.warm: list[Callable[[], float]] = []
         self.cold: list[Callable[[], float]] = []
@@ -89,8 +101,8 @@ class Costs:
         if found is None:
             space = call.info.name.partition(".")[0]
             functional, in_place = space == "_c10d_functional", space == "c10d" and not call.info.sends
-            is_collective = (functional and not call.info.written) or in_place
-            found = self._known[key] = Cost(is_collective, in_place, functional and not call.info.waits)
+            writes = functional and bool(call.info.written)
+            found = self._known[key] = Cost(functional or in_place, in_place, functional, writes)
         return found
 
     def measured(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
@@ -107,7 +119,7 @@ class Costs:
                 if self.device.type == "cpu" and cost.in_place:
                     left = self.left_bytes = _settled(seen)
                 elif self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
-                    left = sum(tensor.nbytes for tensor in tensors_inside(result))
+                    left = 0 if cost.writes else sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
             cost.scratch_bytes = max(cost.scratch_bytes, seen.peak_bytes - left)
         runs.append(seconds)
@@ -150,6 +162,50 @@ class Costs:
         return private.tree_map_only(
             torch.Tensor, lambda tensor: originals[private.storage_key(tensor)], result
         )
+
+
+class UnderWay:
+    """The functional collectives of a profiled step that have begun, until the program waits for them.
+
+    What each of them moves through counts as scratch of its own operation; beside other operations it shows
+    up nowhere in the graph.
+
+    Attributes:
+        groups: the process groups of those that may run again.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[Any] = []
+        self._begun: dict[int, tuple[tuple[str, Cost], object]] = {}  # by storage of what one returned
+        self._beside: dict[str, int] = {}  # by operation, the most that one held beside others
+
+    def begins(self, call: Call, cost: Cost, results: list[Any], may_run_again: bool) -> None:
+        """A collective has begun that costs so much, and has returned ``results``."""
+        for tensor in results:
+            if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
+                enter(self._begun, tensor.untyped_storage(), (call.info.name, cost))
+        group = private.process_group_of(call.func, call.args, call.kwargs) if may_run_again else None
+        if group is not None and group not in self.groups:
+            self.groups.append(group)
+
+    def waits(self, call: Call, result: Any) -> Any:
+        """The program has waited for a collective, or got a wrapper that will: returns that."""
+        if not is_wrapper(result):
+            for key in call.keys:
+                self._begun.pop(key, None)
+        return result
+
+    def beside(self) -> None:
+        """Another operation is about to run."""
+        for (name, cost), _ in self._begun.values():
+            self._beside[name] = max(self._beside.get(name, 0), cost.scratch_bytes)
+
+    @property
+    def beside_bytes(self) -> int:
+        """What those hold that were under way beside others: one of each kind, a gather and a reduce-scatter.
+        When one ends depends on the other ranks.
+        """
+        return sum(self._beside.values())
 
 
 def _waited_for(result: Any) -> Any:

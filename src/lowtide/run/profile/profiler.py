@@ -24,16 +24,16 @@ from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
-from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
+from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_wrapper
 from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.digest import Geometry
-from lowtide.run.profile.costs import Cost, Costs
+from lowtide.run.digest import Geometry, digest, reach
+from lowtide.run.profile.costs import Cost, Costs, UnderWay
 from lowtide.run.profile.tape import Region, Tape
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.watch import StepWatch, weakly
-from lowtide.trace.results import tensors_inside
+from lowtide.trace.results import tensors_inside, tensors_returned
 from lowtide.trace.tracer import Tracer
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
@@ -68,6 +68,8 @@ class Profiler(Interceptor):
         asks: whether the forward asked for values, which may change what it does from step to step.
         others: limited models whose forward ran within this step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
+        given: digests of the tensors that the forward was given, where other ranks may be given the same.
+        under_way: the collectives that are, and what they hold beside other operations.
     """
 
     def __init__(
@@ -91,6 +93,8 @@ class Profiler(Interceptor):
         self.blind = self.ended = self.asks = False
         self.others: list[Any] = []
         self.checkpoints = 0
+        self.given: tuple[int, ...] = ()
+        self.under_way = UnderWay()
         self._on_end = on_end
         self._stack = ExitStack()
         self._saved_in: dict[int, list[weakref.ref[_Saved]]] = {}  # storage: what autograd saved in it
@@ -109,8 +113,12 @@ class Profiler(Interceptor):
         try:
             with ExitStack() as stack:
                 stack.callback(tape.close)
-                for tensor in tensors_inside((args, kwargs)):
+                given = list(tensors_inside((args, kwargs)))
+                if private.may_shard():
+                    self.given = tuple(map(_digest_of, given))
+                for tensor in given:
                     tracer.given(tensor)
+                del given
                 stack.enter_context(tracer.following_modules())
                 model = tracer.model
                 if model is not None:
@@ -130,7 +138,7 @@ class Profiler(Interceptor):
                 self._stack.callback(private.before_storage_resizes(self._resizes))
                 result = forward(*args, **kwargs)
             tracer.in_region = False
-            self.watch.forward_ends(tensors_inside(result))
+            self.watch.forward_ends(tensors_returned(result))
         except BaseException as error:
             self.close()
             if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
@@ -169,13 +177,16 @@ class Profiler(Interceptor):
             return proceed(func, args, kwargs)
         call, backward = Call(func, args, kwargs), private.in_backward()
         info = call.info
+        if info.waits:
+            return self.under_way.waits(call, proceed(func, args, kwargs))
+        self.under_way.beside()
         reads, evicted = tracer.read_by(call), tracer.evicted_by_scope(call)
         cost = self.costs.of(call)
         if tracer.in_region:
             self.asks |= info.name in _ASKS
             self._note_checkpoint()
         reason = "" if not call.others or all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
-        records = tracer.in_region and not backward and not info.is_view and not info.waits
+        records = tracer.in_region and not backward and not info.is_view
         node = self.tape.node_of(call) if records else None
         before = self.tape.copies_of(call) if node is not None else []
         if records and call.overwritten:
@@ -205,6 +216,8 @@ class Profiler(Interceptor):
                 else:
                     node = None
         index = tracer.wrote(call, reads, made, cost, reason, returned, evicted)
+        if info.collective:
+            self.under_way.begins(call, cost, flat, may_run_again=records)
         tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
         if node is not None:
             self.tape.link(node, call, fresh)
@@ -348,7 +361,7 @@ class Profiler(Interceptor):
                 self.close()
                 alone()
 
-        for tensor in tensors_inside(result):
+        for tensor in tensors_returned(result):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
 
@@ -425,6 +438,7 @@ class _Saved:
     def _unpack(self) -> torch.Tensor:
         tracer = self.profiler.tracer
         tracer.unpacks(self.number)
+        self.profiler.under_way.beside()
         tensor = self.held.unpack()
         if isinstance(self.held, Kept):
             tracer.hands_out(self.number, None)
@@ -436,6 +450,13 @@ class _Saved:
 
     def __del__(self) -> None:
         self.profiler.released(self.number)
+
+
+def _digest_of(tensor: torch.Tensor) -> int:
+    """A digest of what the tensor shows, not of all of its storage."""
+    with unseen():
+        own = tensor if covers_storage(tensor) else tensor.detach().clone()
+        return digest(own, reach(own))
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
