@@ -31,16 +31,31 @@ def block_of(module: str) -> str:
 
 
 def default_blocks(graph: StepGraph) -> list[str]:
-    """Names of the blocks: the outermost numbered modules, or the top-level modules where nothing is
-    numbered.
+    """Names of the blocks: the outermost numbered modules. Where nothing is numbered it is all one block, the
+    empty name, if the step is a part of a larger one, else the top-level modules.
     """
     names = dict.fromkeys(block_of(op.module) for op in graph.operations if op.phase == "forward")
     names.pop("", None)
+    if not names and _hands_a_gradient_on(graph):
+        return [""]
     if not names:
         names = dict.fromkeys(
             op.module.split(".")[0] for op in graph.operations if op.phase == "forward" and op.module
         )
     return list(names)
+
+
+def _hands_a_gradient_on(graph: StepGraph) -> bool:
+    """Whether backward ends in the gradient of an input, which what ran before the step reads: in a value of
+    an input's shape that is no parameter's gradient, and that nothing in the step reads.
+    """
+    read = {value for operation in graph.operations for value in operation.reads}
+    inputs = {
+        (value.shape, value.dtype) for value in graph.values if graph.storages[value.storage].kind == "input"
+    }
+    made = (id for operation in graph.operations if operation.phase == "backward" for id in operation.writes)
+    last = (graph.values[id] for id in made if id not in read)
+    return any((v.shape, v.dtype) in inputs and not graph.storages[v.storage].name for v in last)
 
 
 def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:

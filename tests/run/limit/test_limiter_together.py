@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -365,3 +367,53 @@ def test_the_peak_of_a_step_of_several_models_is_not_given_as_that_of_one() -> N
     for _ in range(3):
         (first(batch(200)) + second(batch(200))).backward()
         assert [handle.measured_peak_bytes for handle in handles] == [None, None]
+
+
+class Wide(nn.Module):
+    """A block that is larger than what enters it: its layers have names, none a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.mid = nn.LayerNorm(N), nn.Linear(N, 8 * N), nn.Linear(8 * N, 8 * N)
+        self.down = nn.Linear(8 * N, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.mid(torch.tanh(self.up(self.norm(x))))))
+
+
+@needs_meter
+def test_limited_blocks_take_what_checkpoints_around_them_take() -> None:
+    """A block without numbered children is one region, not as many as it has layers."""
+
+    def peak(limited: bool) -> int:
+        torch.manual_seed(2)
+        blocks = [Wide() for _ in range(5)]
+        if limited:
+            for block in blocks:
+                lowtide.limit_memory(block, policy="full")
+
+        def step() -> None:
+            x = batch(400).requires_grad_()
+            for block in blocks:
+                x = block(x) if limited else checkpoint(block, x, use_reentrant=False)
+            x.square().sum().backward()
+
+        for _ in range(2):
+            step()
+        return lowtide.measure(step).peak_bytes
+
+    assert peak(limited=True) <= peak(limited=False)
+
+
+def test_a_profiled_step_leaves_no_cycle_around_the_inputs_of_blocks() -> None:
+    blocks, entered = [Wide() for _ in range(2)], list[Any]()
+    for block in blocks:
+        lowtide.limit_memory(block, policy="full")
+        block.register_forward_pre_hook(lambda _, given: entered.append(weakref.ref(given[0])))
+    gc.collect()
+    gc.disable()
+    try:
+        blocks[1](blocks[0](batch().requires_grad_())).square().sum().backward()
+        assert len(entered) == 2 and not any(reference() is not None for reference in entered)
+    finally:
+        gc.enable()

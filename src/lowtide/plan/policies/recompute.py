@@ -33,7 +33,8 @@ def full(blocks: Sequence[str] | None = None) -> Policy:
 
     Args:
         blocks: qualified names of the blocks; by default the outermost numbered children
-            (``transformer.h.0``, ``layer1.2``), or the top-level modules where nothing is numbered.
+            (``transformer.h.0``, ``layer1.2``). Where nothing is numbered, a limited part of a larger model
+            is one block, and a whole model's top-level modules are blocks.
     """
     _check_names("full(blocks=)", blocks, "names of modules")
     return _policy("full", lambda sim: full_stored(sim, blocks))
