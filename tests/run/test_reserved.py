@@ -10,10 +10,12 @@ from random_graphs import random_graph
 
 import lowtide
 from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
 from lowtide.plan import Plan, make
 from lowtide.run.limit.reserved import within_reserved
 
 MIB = 1 << 20
+GRAPH = random_graph(1)
 
 
 @dataclass
@@ -24,11 +26,12 @@ class Plans:
     smallest: int
     tried: int = 0
 
-    def smaller(self, less: int) -> Plan:
+    def policy(self, graph: StepGraph, budget: int | None = None) -> Plan:
         self.tried += 1
-        if self.limit - less < self.smallest:
-            raise BudgetError("too small")
-        return replace(make(random_graph(1), policy="full"), predicted_peak_bytes=self.limit - less)
+        assert budget is not None
+        if budget < self.smallest:
+            raise BudgetError("too small", self.smallest)
+        return replace(make(graph, policy="full"), predicted_peak_bytes=budget)
 
     def reserved(self, plan: Plan) -> int:
         return plan.predicted_peak_bytes * 3 // 2
@@ -36,21 +39,21 @@ class Plans:
 
 def test_a_plan_whose_blocks_fit_is_found() -> None:
     plans = Plans(limit=900 * MIB, smallest=100 * MIB)
-    plan = within_reserved(plans.limit, plans.smaller(0), plans.smaller, plans.reserved)
+    plan = within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
     assert 0.7 * plans.limit < plans.reserved(plan) <= plans.limit
     assert any("allocator reserves" in note for note in plan.notes) and plans.tried <= 8
 
 
 def test_the_last_plan_that_fits_is_found_beside_those_that_do_not_exist() -> None:
     plans = Plans(limit=900 * MIB, smallest=570 * MIB)  # a first step of 450 MiB less finds none
-    plan = within_reserved(plans.limit, plans.smaller(0), plans.smaller, plans.reserved)
+    plan = within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
     assert plans.reserved(plan) <= plans.limit
 
 
 def test_the_refusal_says_the_least_that_was_found() -> None:
     plans = Plans(limit=900 * MIB, smallest=700 * MIB)
     with pytest.raises(BudgetError, match="too small for what PyTorch's allocator reserves") as caught:
-        within_reserved(plans.limit, plans.smaller(0), plans.smaller, plans.reserved)
+        within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
     assert plans.smallest * 1.5 <= (caught.value.smallest_bytes or 0) < plans.limit * 1.5
     assert "expandable_segments" in str(caught.value)
 

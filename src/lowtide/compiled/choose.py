@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 from lowtide import budget as budgets
@@ -31,11 +32,11 @@ from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
+from lowtide.plan.choose import at_or_smallest, attempts
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.table import ModuleRow
 from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
-from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
 from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, STANDING
@@ -44,7 +45,7 @@ from lowtide.trace.costs.roofline import outside_modes
 T = TypeVar("T")
 
 ROUNDS = 6
-"""Plans for one budget, each corrected by what the one before would really take."""
+"""Plans for one budget: each is lowered, which takes seconds."""
 
 NEAR = 0.97
 """Share of a binding budget from which a plan uses it well."""
@@ -268,16 +269,16 @@ class Choice:
         if plain_peak <= limit:
             return self._chosen(self._plain, self._keeps_all, limit, plain_peak)
         room = limit - budgets.slack_bytes(limit)
-        correction, target, bound = Correction(room), int(FIRST * room) if self.fused else room, None
+        target = int(FIRST * room) if self.fused else room
         best = self._best(room) if self.tried else None
-        for _ in range(ROUNDS):
-            if target is None or (best is not None and self.peak(best) >= NEAR * limit):
-                break
-            plan = at_or_smallest(self.step.graph, target, self.policy)
-            took = self.peak(self._meant(plan))
-            bound = bound or Bound(plan.bound_extra_seconds, plan.bound_peak_bytes)
-            best = self._best(room) or best
-            target = correction.following(target, plan.predicted_peak_bytes, took)
+        if best is None or self.peak(best) < NEAR * limit:
+            tried = attempts(
+                self.step.graph, room, lambda plan: self.peak(self._meant(plan)), self.policy, target
+            )
+            for _ in islice(tried, ROUNDS):
+                best = self._best(room) or best
+                if best is not None and self.peak(best) >= NEAR * limit:
+                    break
         if best is None:
             smallest = with_slack(self._smallest()) + 1
             best = self._best(room)
@@ -285,6 +286,8 @@ class Choice:
                 raise self._refused(limit, smallest, plain_peak)
         plan = self.tried.get(best)
         if plan is None:
+            asked = next(iter(self.tried.values()))
+            bound = Bound(asked.bound_extra_seconds, asked.bound_peak_bytes)
             values = {value for (n, key), value in self.step.value_of.items() if key in best[n].kept}
             plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
         return self._chosen(best, plan, limit, plain_peak)
@@ -420,50 +423,6 @@ def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, pla
     )
 
 
-# ---- asking again ---------------------------------------------------------------------------------
-
-
-@dataclass
-class Correction:
-    """Finds what to ask for, so that what a plan really takes comes close to ``room`` and not above.
-
-    What is off grows with what runs again, in steps: so a target that fits and one that does not are kept,
-    and what follows lies between them; before one fits, each step down is twice the last, at least.
-
-    Args:
-        room: bytes that a plan may really take.
-
-    Attributes:
-        fits: the highest target so far whose plan fits.
-        exceeds: the lowest whose plan does not.
-    """
-
-    room: int
-    fits: int | None = None
-    exceeds: int | None = None
-    _step: int = 0
-
-    def following(self, target: int, predicted: int, took: int) -> int | None:
-        """What to ask for next; ``None`` when nothing is left to try.
-
-        Args:
-            target: what was asked for, in bytes.
-            predicted: what the planner says of its plan.
-            took: what the plan really takes.
-        """
-        found = self.room - (took - predicted)
-        if took <= self.room:
-            self.fits = max(target, self.fits or 0)
-        else:
-            self.exceeds = min(target, self.exceeds or target)
-            if self._step:
-                found = min(found, target - 2 * self._step)
-            self._step = max(0, target - found)
-        if self.fits is not None and self.exceeds is not None and not self.fits < found < self.exceeds:
-            found = (self.fits + self.exceeds) // 2
-        return None if found < 0 or found in (target, self.fits) else found
-
-
 def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: Iterable[Plan]) -> T:
     """What ``plan`` makes of a budget. Where that is a share and too small for this step, its bytes are those
     of the largest step so far: a last, small batch has room for what larger ones may take.
@@ -484,17 +443,3 @@ def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: 
         if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
             raise
     return plan(largest)
-
-
-def at_or_smallest(graph: StepGraph, target: int | None, policy: str | Policy = "optimal") -> Plan:
-    """The plan for ``target`` bytes, or the smallest one where that is larger.
-
-    Raises:
-        BudgetError: no plan is found at all.
-    """
-    try:
-        return make(graph, None if target is None else max(1, target), policy, progress=False)
-    except BudgetError as error:
-        if error.smallest_bytes is None:
-            raise
-        return make(graph, error.smallest_bytes, policy, progress=False)

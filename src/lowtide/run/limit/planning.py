@@ -5,6 +5,7 @@ In: an entry whose step graph is known. Out: its `Planned`, or the refusal.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,6 +22,7 @@ from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import gradient_of
 from lowtide.plan import make
 from lowtide.plan.background import BackgroundSearch
+from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
@@ -222,11 +224,11 @@ class PlanMaker:
         if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
-            plan = self._within_reserved(graph, plan, limit, free)
+            plan = self._within_reserved(graph, plan, limit)
         self._greatest_plain = plain_peak
         return graph, plan, limit
 
-    def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int, free: int) -> Plan:
+    def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int) -> Plan:
         """A plan within the budget with what CUDA's allocator reserves for it.
 
         Raises:
@@ -236,12 +238,8 @@ class PlanMaker:
             self.warn_once("reserved", RANKS)
             return plan
         need = self.need_of(self.optimizer) if self.optimizer is not None else None
-        plan = within_reserved(
-            limit,
-            plan,
-            lambda less: self._solve(graph, limit, free + less),
-            lambda plan: reserved_bytes(graph, plan, self.model, need),
-        )
+        price = functools.partial(reserved_bytes, graph, model=self.model, need=need)
+        plan = within_reserved(graph, limit, plan, self._policy(graph), price)
         torch.cuda.empty_cache()  # what the profiled step left in pieces
         return plan
 
@@ -315,13 +313,7 @@ class PlanMaker:
         most = limit - free
         evicts = plain(graph).peak_bytes > most
         target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
-        try:
-            return make(graph, budget=target, policy=self._policy(graph))
-        except BudgetError as error:
-            least = error.smallest_bytes
-            if least is None or least > most:
-                raise
-            return make(graph, budget=least, policy=self._policy(graph))
+        return choose(graph, most, policy=self._policy(graph), target=target)
 
     def _policy(self, graph: StepGraph) -> Policy:
         """The policy, with an end to its search: a training step waits for it."""

@@ -16,15 +16,14 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.cuda import caching_allocator
 from lowtide.meter.reserved import MIB
+from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan
+from lowtide.plan.policies.build import Policy
 from lowtide.plan.reserved import reserved_after
 from lowtide.run.limit.need import OptimizerNeed
 
 _STEPS = 3
 """Steps until what is reserved has settled."""
-
-_TRIES = 8
-"""Plans that are tried for one budget."""
 
 _MARGIN = 0.02
 """What the prediction may be short by, as a share of the budget: in which order one operation asks for its
@@ -63,48 +62,42 @@ def holds_reserved(asked: bool | None, model: torch.nn.Module, budget: str | int
 
 
 def within_reserved(
-    limit: int, plan: Plan, smaller: Callable[[int], Plan], reserved: Callable[[Plan], int]
+    graph: StepGraph, limit: int, plan: Plan, policy: str | Policy, reserved: Callable[[Plan], int]
 ) -> Plan:
     """A plan within the budget with what the allocator reserves for it.
 
     Args:
+        graph: the step.
         limit: the budget in bytes.
         plan: the plan for as many requested bytes.
-        smaller: a plan that leaves so many more bytes free; raises a `BudgetError` where none does.
+        policy: makes plans for less.
         reserved: what is reserved for a plan.
 
     Raises:
         BudgetError: none was found; says the least that one reserves.
     """
-    less, most = 0, limit  # what is left free; what no plan leaves
-    found = dict[int, Plan]()
-    for _ in range(_TRIES):
-        taken = reserved(plan)
-        found.setdefault(taken, plan)
-        excess = taken - int(limit * (1 - _MARGIN))
-        if excess <= 0:
-            note = f"PyTorch's allocator reserves {format_bytes(taken)} for its steps, as predicted"
-            return replace(plan, notes=(*plan.notes, note))
-        step = max(excess, 2 * MIB)
-        while 2 * MIB <= step < most - less:
-            try:
-                plan = smaller(less + step)
-            except BudgetError:
-                most, step = less + step, step // 2
-            else:
-                break
-        else:
-            break
-        less += step
-    least = min(found)
-    raise BudgetError(
-        f"the budget of {format_bytes(limit)} is too small for what PyTorch's allocator reserves: "
-        f"{format_bytes(least)} for {format_bytes(found[least].predicted_peak_bytes)} requested",
-        least,
-        "The rest is lost between blocks: with PYTORCH_ALLOC_CONF=expandable_segments:True it is often less.",
-        budget_bytes=limit,
-        remedies=[f"give a budget of {format_bytes(least + MIB)} or more, or leave reserved=True out"],
-    )
+    tried: list[tuple[int, int]] = []  # what is reserved and requested, of each plan
+
+    def price(plan: Plan) -> int:
+        tried.append((reserved(plan), plan.predicted_peak_bytes))
+        return tried[-1][0]
+
+    room = int(limit * (1 - _MARGIN))
+    try:
+        plan = choose(graph, room, price, policy=policy, target=plan.predicted_peak_bytes, first=plan)
+    except BudgetError:
+        least, requested = min(tried)
+        raise BudgetError(
+            f"the budget of {format_bytes(limit)} is too small for what PyTorch's allocator reserves: "
+            f"{format_bytes(least)} for {format_bytes(requested)} requested",
+            least,
+            "The rest is lost between blocks: with PYTORCH_ALLOC_CONF=expandable_segments:True it is often "
+            "less.",
+            budget_bytes=limit,
+            remedies=[f"give a budget of {format_bytes(least + MIB)} or more, or leave reserved=True out"],
+        ) from None
+    note = f"PyTorch's allocator reserves {format_bytes(tried[-1][0])} for its steps, as predicted"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: OptimizerNeed | None) -> int:

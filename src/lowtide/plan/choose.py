@@ -1,0 +1,149 @@
+"""Choose a plan by what a step under it really takes.
+
+In: a step graph, a budget in bytes, and a price: a function from a plan to the bytes that a step under it
+really takes. Out: a plan whose price is within the budget. An eager step takes what is simulated. The graphs
+of a compiled step are lowered and read, and what CUDA's caching allocator reserves follows from the order of
+the blocks: there plan, price, ask again is one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.plan import make
+from lowtide.plan.data import Plan
+from lowtide.plan.policies.build import Policy
+
+Price = Callable[[Plan], int]
+
+TRIES = 8
+"""Plans that are tried for one budget."""
+
+
+def simulated(plan: Plan) -> int:
+    """The price of an eager step's plan: its steps take what was predicted."""
+    return plan.predicted_peak_bytes
+
+
+def choose(
+    graph: StepGraph,
+    budget: int,
+    price: Price = simulated,
+    *,
+    policy: str | Policy = "optimal",
+    target: int | None = None,
+    first: Plan | None = None,
+) -> Plan:
+    """The first plan that is found within the budget by its price.
+
+    Args:
+        graph: the step.
+        budget: the most bytes that a step may really take.
+        price: the bytes that a step under a plan really takes.
+        policy: makes each plan, or its name.
+        target: the bytes to plan for first; ``None`` for the budget.
+        first: the plan for the target, where it is known.
+
+    Raises:
+        BudgetError: no plan that was tried fits; its ``smallest_bytes`` is the lowest price of any.
+
+    Example:
+        >>> import lowtide, torch
+        >>> model = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())] * 3)
+        >>> graph = lowtide.trace(lambda: model(torch.ones(64, 8)).sum())
+        >>> plan = choose(graph, 20_000, lambda plan: plan.predicted_peak_bytes + 5_000)
+        >>> plan.predicted_peak_bytes <= 15_000
+        True
+    """
+    prices: list[int] = []
+    for plan, took in islice(attempts(graph, budget, price, policy, target, first), TRIES):
+        if took <= budget:
+            return plan
+        prices.append(took)
+    least = min(prices)
+    raise BudgetError(f"no plan takes {budget:,} bytes or less: the lowest takes {least:,}", least)
+
+
+def attempts(
+    graph: StepGraph,
+    budget: int,
+    price: Price,
+    policy: str | Policy = "optimal",
+    target: int | None = None,
+    first: Plan | None = None,
+) -> Iterator[tuple[Plan, int]]:
+    """Plans and their prices: each is asked for as many bytes less or more as the one before was off, until
+    nothing is left to ask for. The arguments are those of `choose`.
+
+    Raises:
+        BudgetError: no plan is found at all, or none whose simulated peak, which is the price, fits.
+    """
+    correction = Correction(budget)
+    asked = budget if target is None else target
+    while asked is not None:
+        plan, first = first, None
+        try:
+            plan = plan or make(graph, max(1, asked), policy, progress=False)
+        except BudgetError as error:
+            least = error.smallest_bytes
+            if least is None or (price is simulated and least > budget):
+                raise
+            plan = make(graph, least, policy, progress=False)
+        took = price(plan)
+        yield plan, took
+        asked = correction.following(asked, plan.predicted_peak_bytes, took)
+
+
+def at_or_smallest(graph: StepGraph, target: int, policy: str | Policy = "optimal") -> Plan:
+    """The plan for ``target`` bytes, or the smallest one where that is larger.
+
+    Raises:
+        BudgetError: no plan is found at all.
+    """
+    plan, _ = next(attempts(graph, target, lambda _: 0, policy))
+    return plan
+
+
+@dataclass
+class Correction:
+    """Finds what to ask for, so that what a plan really takes comes close to ``room`` and not above.
+
+    What is off grows with what runs again, in steps: so a target that fits and one that does not are kept,
+    and what follows lies between them; before one fits, each step down is twice the last, at least.
+
+    Args:
+        room: bytes that a plan may really take.
+
+    Attributes:
+        fits: the highest target so far whose plan fits.
+        exceeds: the lowest whose plan does not.
+    """
+
+    room: int
+    fits: int | None = None
+    exceeds: int | None = None
+    _step: int = 0
+
+    def following(self, target: int, predicted: int, took: int) -> int | None:
+        """What to ask for next; ``None`` when nothing is left to try.
+
+        Args:
+            target: what was asked for, in bytes.
+            predicted: what the planner says of its plan.
+            took: what the plan really takes.
+        """
+        found = self.room - (took - predicted)
+        if took <= self.room:
+            self.fits = max(target, self.fits or 0)
+        else:
+            self.exceeds = min(target, self.exceeds or target)
+            if self._step:
+                found = min(found, target - 2 * self._step)
+            self._step = max(0, target - found)
+        if self.fits is not None and self.exceeds is not None and not self.fits < found < self.exceeds:
+            found = (self.fits + self.exceeds) // 2
+        return None if found < 0 or found in (target, self.fits) else found
