@@ -30,6 +30,17 @@ def test_everything_is_looked_at() -> None:
     assert all(finding.means for finding in here.values())
 
 
+def test_the_allocator_is_recommended_by_what_a_step_reserves() -> None:
+    default, expandable = 6 << 30, 5 << 30
+    told = doctor._reserves("", 4 << 30, default, expandable)
+    assert told.state == "note" and "expandable_segments:True" in told.fix
+    assert "4 GiB" in told.means and "would reserve 6 GiB for its steps, 5 GiB with" in told.means
+    assert doctor._reserves("expandable_segments:True", 4 << 30, default, expandable).state == "ok"
+    assert doctor._reserves("", 4 << 30, default, default).state == "ok"
+    peak, default, expandable = doctor._reserved_by_a_step()
+    assert peak < expandable < default
+
+
 def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.native.shutil.which", lambda name: None)
     compiler = found()["C++ compiler"]

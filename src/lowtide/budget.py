@@ -198,6 +198,19 @@ def slack_bytes(limit: int | None) -> int:
     return 0 if limit is None else math.ceil(min(limit * SLACK_SHARE, SLACK_BYTES))
 
 
+def would_reserve(default: int, expandable: int) -> str:
+    """What is reserved either way, in words.
+
+    >>> would_reserve(6 << 30, 5 << 30)
+    "PyTorch's allocator would reserve 6 GiB for its steps, 5 GiB with \
+PYTORCH_ALLOC_CONF=expandable_segments:True"
+    """
+    return (
+        f"PyTorch's allocator would reserve {format_bytes(default)} for its steps, "
+        f"{format_bytes(expandable)} with PYTORCH_ALLOC_CONF=expandable_segments:True"
+    )
+
+
 def with_slack(peak_bytes: float) -> int:
     """The smallest budget of which a plan may use ``peak_bytes``."""
     return math.ceil(min(peak_bytes / (1 - SLACK_SHARE), peak_bytes + SLACK_BYTES))

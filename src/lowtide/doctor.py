@@ -167,6 +167,36 @@ def _devices() -> list[Finding]:
     return found
 
 
+def _reserved_by_a_step() -> tuple[int, int, int]:
+    """Of a step of GPT-2 in bfloat16 that recomputes each block, traced on fake tensors: its peak, and what PyTorch's
+    allocator would reserve for it by default, and with expandable segments.
+    """
+    import torch
+
+    from lowtide.models import build_model
+    from lowtide.models.build import untouched
+    from lowtide.plan import make
+    from lowtide.plan.reserved import reserved_either_way
+    from lowtide.trace.fake import trace_fake
+
+    model = untouched(lambda: build_model("gpt2").bfloat16(), torch.device("cpu"))
+    tokens = torch.zeros(8, 1024, dtype=torch.long)
+    graph = trace_fake(lambda one: model(one, one).loss, (tokens,), {}, [model], "cpu", lambda specs: {})
+    plan = make(graph, policy="full")
+    return plan.predicted_peak_bytes, *reserved_either_way(graph, plan.stored)
+
+
+def _reserves(named: str, peak: int, default: int, expandable: int) -> Finding:
+    """What the allocator's settings mean, by what one step would reserve under either."""
+    from lowtide.budget import format_bytes, would_reserve
+
+    means = f"a step of GPT-2 that requests {format_bytes(peak)}: {would_reserve(default, expandable)}"
+    if "expandable_segments:True" in named or default <= expandable:
+        return Finding("CUDA allocator", named or "PyTorch's defaults", means)
+    fix = "PYTORCH_ALLOC_CONF=expandable_segments:True, or limit_memory(..., reserved=True)"
+    return Finding("CUDA allocator", named or "PyTorch's defaults", means, "note", fix)
+
+
 def _allocator() -> list[Finding]:
     """Settings that decide what stands between live bytes and what the system sees."""
     import torch
@@ -174,12 +204,7 @@ def _allocator() -> list[Finding]:
     found = []
     if torch.cuda.is_available():
         named = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-        if "expandable_segments:True" in named:
-            found.append(Finding("CUDA allocator", named, "reserved memory stays near live memory"))
-        else:
-            means = "fragmentation may reserve more than the budget, which counts live bytes"
-            fix = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-            found.append(Finding("CUDA allocator", named or "PyTorch's defaults", means, "note", fix))
+        found.append(_reserves(named, *_reserved_by_a_step()))
     if platform.libc_ver()[0] == "glibc":
         preloaded = os.environ.get("LD_PRELOAD", "")
         if "jemalloc" in preloaded or "tcmalloc" in preloaded:

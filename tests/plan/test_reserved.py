@@ -12,7 +12,7 @@ from synthetic import transformer
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.reserved import CachingAllocator
-from lowtide.plan.reserved import block_changes, reserved_after, standing
+from lowtide.plan.reserved import block_changes, reserved_after, reserved_either_way, standing
 from lowtide.plan.simulate import Simulation, Simulator, plain
 
 
@@ -62,6 +62,17 @@ def test_what_is_reserved_settles_and_a_smaller_plan_reserves_less() -> None:
         assert reserved[-1] >= simulator.simulate(stored).peak_bytes - graph.resident_bytes + before
         after[name] = reserved[-1]
     assert after["evicted"] < after["kept"]
+
+
+def test_what_is_reserved_either_way_counts_the_blocks_of_libraries_once() -> None:
+    graph = transformer()
+    stored = Simulator(graph).close(())
+    alone = CachingAllocator()
+    settled = max(reserved_after(graph, stored, standing(graph, alone)))
+    default, expandable = reserved_either_way(graph, stored)
+    assert default == settled and expandable % (2 << 20) == 0
+    beside = replace(graph, resident_bytes=graph.resident_bytes + (64 << 20))
+    assert reserved_either_way(beside, stored, (32 << 20, 32 << 20))[0] == default + (64 << 20)
 
 
 def test_a_step_that_does_not_fit_says_so() -> None:

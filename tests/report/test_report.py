@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from synthetic import transformer
 
+from lowtide.budget import would_reserve
 from lowtide.errors import LowtideError, PlanError
 from lowtide.plan import make
 from lowtide.plan.simulate import plain
@@ -54,6 +55,16 @@ def test_decisions_sum_to_the_plans_own_table() -> None:
         sums = {name: sum(row.saved_bytes[k] for row in rows) for k, name in enumerate(DECISIONS)}
         assert (sums["recomputed"] > 0) == (policy != "keep_all")
         assert (sums["kept"] == sum(sums.values())) == (policy == "keep_all")
+
+
+def test_what_a_card_would_reserve_is_said_either_way() -> None:
+    graph = transformer(3)
+    plan = make(graph, "70%")
+    assert "reserved_bytes" not in make_report(graph, plan, points=()).summary
+    on_card = make_report(replace(graph, device="cuda:0"), plan, points=()).summary
+    default, expandable = on_card["reserved_bytes"], on_card["reserved_expandable_bytes"]
+    assert default >= plan.predicted_peak_bytes and expandable >= plan.predicted_peak_bytes
+    assert on_card["notes"] == [*plan.notes, would_reserve(default, expandable)]
 
 
 def test_other_budgets_cost_more_the_smaller_they_are() -> None:

@@ -446,13 +446,12 @@ def estimate_command(
 def _traced(path: Path, why: str, given: dict[str, Any], json_out: bool) -> None:
     """The estimate of a model without a formula."""
     from lowtide.estimate.devices import device as find_device
-    from lowtide.estimate.fitted import fitted
     from lowtide.estimate.simulation.any_model import any_model
 
     device, memory = given.pop("device", None), given.pop("memory", None)
     room = parse_memory(memory) if memory else find_device(device).memory_bytes if device else None
     config, stage, parts = any_model(path, **given)
-    held = int(stage.cached_bytes * (1 + fitted()["reserved"]["plain"]))
+    held = int(stage.total_bytes * max(one.reserved for one in parts))
     counts = ", ".join(f"{one.name}: {one.operations:,} operations" for one in parts)
     told = f"found by tracing on fake tensors ({counts}): {why}"
     fits = None if room is None else held <= room

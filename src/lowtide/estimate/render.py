@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lowtide.budget import format_bytes
+from lowtide.budget import format_bytes, would_reserve
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, MOMENTS, Stage
@@ -189,7 +189,8 @@ def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None
                 style=style,
             )
         )
-    parts += [Text(f"note: {note}", style="dim") for note in found.notes]
+    notes = (would_reserve(found.reserved_bytes, found.reserved_expandable_bytes), *found.notes)
+    parts += [Text(f"note: {note}", style="dim") for note in notes]
     return Group(*parts)
 
 

@@ -76,6 +76,11 @@ class Estimate:
         return max(reserved(self.config, stage) for stage in self.stages)
 
     @property
+    def reserved_expandable_bytes(self) -> int:
+        """The same under ``PYTORCH_ALLOC_CONF=expandable_segments:True``."""
+        return max(reserved(self.config, stage, expandable=True) for stage in self.stages)
+
+    @property
     def mean_states_bytes(self) -> float:
         """Weights, gradients and optimizer state of a device on average over the pipeline: what 2205.05198,
         Figure 1 shows.
@@ -145,6 +150,7 @@ class Estimate:
             "moments": self.moments,
             "loss": self.loss,
             "reserved_bytes": self.reserved_bytes,
+            "reserved_expandable_bytes": self.reserved_expandable_bytes,
             "mean_states_bytes": self.mean_states_bytes,
             "fits": self.fits,
             "model_flops": self.flops.model,
@@ -161,11 +167,14 @@ class Estimate:
         }
 
 
-def reserved(config: Config, stage: Stage) -> int:
+def reserved(config: Config, stage: Stage, expandable: bool = False) -> int:
     """What the allocator reserves on a device of a stage: the share on top is fitted to runs that print it
-    (``efficiency.json``), and larger where gathered weights of many sizes come and go.
+    (``efficiency.json``), and larger where gathered weights of many sizes come and go. Expandable segments
+    join what is freed: neither these nor gradients leave blocks that nothing else fits in.
     """
     shares = fitted()["reserved"]
+    if expandable:
+        return ceil(stage.total_bytes * (1 + shares["plain"]))
     gathered = config.zero == 3 and config.shards > 1
     return ceil(stage.cached_bytes * (1 + shares["gathered" if gathered else "plain"]))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.graph import StepGraph
@@ -140,3 +141,27 @@ def reserved_after(
             allocator.free(block)
         reserved.append(allocator.reserved_bytes)
     return reserved
+
+
+def reserved_either_way(
+    graph: StepGraph, stored: Collection[int], workspaces: Collection[int] = (), steps: int = 10
+) -> tuple[int, int]:
+    """The most bytes that are reserved for steps under a plan: by PyTorch's defaults, and with expandable
+    segments.
+
+    Args:
+        graph: of the step.
+        stored: ids of the values that the plan stores.
+        workspaces: bytes of blocks among the graph's resident ones that the device's libraries keep.
+        steps: how many.
+    """
+    from lowtide.meter.reserved import CachingAllocator
+
+    found: list[int] = []
+    for expandable in (False, True):
+        allocator = CachingAllocator(expandable_segments=expandable)
+        for bytes in workspaces:
+            allocator.allocate(bytes)
+        step = replace(graph, resident_bytes=graph.resident_bytes - sum(workspaces))
+        found.append(max(reserved_after(step, stored, standing(step, allocator), steps)))
+    return found[0], found[1]

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from lowtide.budget import would_reserve
 from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
+from lowtide.plan.reserved import reserved_either_way
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import planned_holders
 from lowtide.remedies import Holder, in_lines
@@ -73,7 +75,8 @@ class Report:
     Attributes:
         title: which step, in words.
         summary: the plan's numbers and words by the names of `lowtide.Plan`, and ``by_operation``: whether
-            the timelines have other peaks than these, since a compiler fuses operations.
+            the timelines have other peaks than these, since a compiler fuses operations; on CUDA also
+            ``reserved_bytes`` and ``reserved_expandable_bytes``: what PyTorch's allocator takes for them.
         plain, planned: what stands in memory when, forecast.
         decided: what the plan does, a row a module, in the order of the forward.
         holders: what holds most at the planned step's peak, the largest first.
@@ -159,11 +162,16 @@ def make_report(
     planned = timeline(graph, plan, optimizer_bytes)
     numbers = {f.name: getattr(plan, f.name) for f in fields(plan)}
     summary = {k: v for k, v in numbers.items() if isinstance(v, int | float | str) or v is None}
+    notes = list(plan.notes)
+    if graph.device.startswith("cuda") and not plan.moves:  # what moves has memory of its own
+        either = reserved_either_way(graph, plan.stored)
+        summary |= dict(zip(("reserved_bytes", "reserved_expandable_bytes"), either, strict=True))
+        notes += [told for told in (would_reserve(*either),) if told not in notes]
     peaks = plan.plain_peak_bytes, plan.predicted_peak_bytes  # of compiled code, what it allocates
     summary["by_operation"] = (plain.peak_bytes, planned.peak_bytes) != peaks
     return Report(
         title,
-        {**summary, "notes": list(plan.notes), "changes_nothing": plan.changes_nothing},
+        {**summary, "notes": notes, "changes_nothing": plan.changes_nothing},
         plain,
         planned,
         decided(graph, plan),

@@ -18,12 +18,11 @@ from lowtide.estimate.fitted import fitted
 from lowtide.estimate.simulation.pricing import pricer
 from lowtide.estimate.suggest import RESERVE
 from lowtide.graph import StepGraph
-from lowtide.meter.reserved import CachingAllocator
 from lowtide.models import build_model
 from lowtide.models.build import untouched
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
-from lowtide.plan.reserved import reserved_after, standing
+from lowtide.plan.reserved import reserved_either_way
 from lowtide.progress import working
 from lowtide.run.hidden_costs import with_overhead
 from lowtide.trace.costs.measure import measure_costs
@@ -214,18 +213,8 @@ def _reserved(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
     """What PyTorch's allocator takes for the plan's steps, where the device is a CUDA card."""
     if plan.moves or not (graph.device.startswith("cuda") or card is not None):
         return []
-    either, workspaces = list[list[int]](), 0 if card is None else card.workspaces_bytes
-    for expandable in (False, True):
-        allocator = CachingAllocator(expandable_segments=expandable)
-        for _ in range(2 if workspaces else 0):  # forward's thread has one, and backward's
-            allocator.allocate(workspaces // 2)
-        step = replace(graph, resident_bytes=graph.resident_bytes - workspaces)
-        either.append(reserved_after(step, plan.stored, standing(step, allocator)))
-    default, expandable = (budgets.format_bytes(max(reserved)) for reserved in either)
-    return [
-        f"PyTorch's allocator would reserve {default} for its steps, {expandable} with "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True"
-    ]
+    workspaces = () if card is None else (card.workspaces_bytes // 2,) * 2  # one a thread
+    return [budgets.would_reserve(*reserved_either_way(graph, plan.stored, workspaces))]
 
 
 def _no_optimizer(model: nn.Module) -> str:

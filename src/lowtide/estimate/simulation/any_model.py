@@ -27,6 +27,7 @@ from lowtide.estimate.simulation.pieces import DTYPES
 from lowtide.estimate.simulation.traced import default_dtype, precision
 from lowtide.estimate.states import model_states
 from lowtide.models.build import config_from_file, untouched
+from lowtide.plan.reserved import reserved_either_way
 from lowtide.plan.simulate import plain
 from lowtide.trace.fake import trace_fake
 
@@ -50,7 +51,8 @@ _SOURCE = "trace on fake tensors"
 @dataclass(frozen=True)
 class Part:
     """What was traced of a model or its tower: parameters, and bytes above them and the inputs: kept as
-    backward begins, and the most before and after that.
+    backward begins, and the most before and after that; and what PyTorch's allocator reserves for its steps
+    over its peak.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Part:
     kept: int
     loss: int
     backward: int
+    reserved: float
 
 
 def any_model(path: Path, **settings: Any) -> tuple[Config, Stage, list[Part]]:
@@ -152,7 +155,8 @@ def _traced(config: Config, name: str, build: Callable[[], nn.Module], found: An
     before, after = max(done.top_bytes[:split]), max(done.top_bytes[split:])
     above = (int(size) - graph.resident_bytes for size in (done.live_bytes[split - 1], before, after))
     count = sum(one.numel() for one in model.parameters())
-    return Part(name, count, len(graph.operations), *above)
+    held, _ = reserved_either_way(graph, {saved.value for saved in graph.saved}, steps=3)
+    return Part(name, count, len(graph.operations), *above, reserved=held / max(done.top_bytes))
 
 
 def _lines(config: Config, parts: list[Part]) -> list[Line]:
