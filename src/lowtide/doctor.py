@@ -168,8 +168,8 @@ def _devices() -> list[Finding]:
 
 
 def _reserved_by_a_step() -> tuple[int, int, int]:
-    """Of a step of GPT-2 in bfloat16 that recomputes each block, traced on fake tensors: its peak, and what PyTorch's
-    allocator would reserve for it by default, and with expandable segments.
+    """Of a step of GPT-2 in bfloat16 that recomputes each block, traced on fake tensors: its peak, and what
+    PyTorch's allocator would reserve for it by default, and with expandable segments.
     """
     import torch
 
