@@ -78,14 +78,6 @@ def test_a_program_that_is_gone_on_with_has_the_answer_of_a_new_one() -> None:
     assert again.solve(budget)[0] == pytest.approx(fresh, rel=1e-9)
 
 
-def test_a_plan_whose_search_ended_early_says_how_to_search_on() -> None:
-    graph = transformer(6)
-    smallest = Search(graph).smallest.simulation.peak_bytes
-    early, whole = (policies.optimal(seconds)(graph, smallest) for seconds in (1e-9, None))
-    assert any("lowtide.policies.optimal()" in note for note in early.notes) and not whole.notes
-    assert whole.predicted_extra_seconds < early.predicted_extra_seconds
-
-
 def test_seconds_are_a_positive_number() -> None:
     for wrong in (0, -1.0, "2"):
         with pytest.raises(PlanError, match="more than 0"):

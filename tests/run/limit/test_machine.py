@@ -55,7 +55,7 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.STALE, E.PLAN_REFUSED, ("planned",), S.STALE, A.RAISE),
     (S.STALE, E.PLAN_REFUSED, ("borrowed",), S.NEW, A.RAISE),
     (S.STALE, E.PLAN_REFUSED, (), S.REFUSED, A.RAISE),
-    (S.PLANNED, E.PLAN_SHARED, (), S.PLANNED, A.RUN),
+    (S.PLANNED, E.BETTER_FOUND, (), S.PLANNED, A.RUN),
     # a planned step has ended within its budget
     (S.PLANNED, E.ENDED, ("departed", "unseen", "accepted"), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
@@ -76,7 +76,7 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.PLANNED, E.ENDED, ("above", "unseen"), S.PLANNED, A.WARN_LESS),
     (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.WARN_LESS),
     # the end
-    (S.PLANNED, E.REMOVED, (), S.GONE, A.NOTHING),
+    (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
     (S.GONE, E.PROFILED, (), S.GONE, A.NOTHING),
 ]
 
@@ -212,7 +212,7 @@ def test_what_a_graph_does_not_show_is_left_free_when_the_margin_goes() -> None:
 def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
-    machine.plan_shared(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
+    machine.better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
     assert machine.ended(entry, step) is A.WARN_NEWER
     assert entry.margin_bytes == 0
 

@@ -16,10 +16,7 @@ from lowtide.plan.search.mix import MixedSearch
 from lowtide.plan.search.search import search_of
 from lowtide.plan.supply import Codec
 
-ENDED_EARLY = (
-    "the search ended early, and a longer one may find a plan with less extra time: "
-    "policy=lowtide.policies.optimal() takes up to half a minute"
-)
+ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
 """What a plan notes that is not the best that a search could find."""
 
 _FREED = (

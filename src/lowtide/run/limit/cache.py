@@ -93,6 +93,8 @@ class Cache:
         with self.lock:
             self._ask_peers(entry)
             action = self._plan(entry, machine.called(entry, self.maker.version, hidden))
+            if action is Action.RUN and entry.planned is not None and (better := entry.planned.better()):
+                machine.better_found(entry, better)
             self.latest = entry.planned or self.latest
             self._warn_above(entry)  # of one whose budget was refused
             return action
@@ -234,7 +236,8 @@ class Cache:
             peak = plan.predicted_peak_bytes + resident - theirs
             budget = planned.plan.budget_bytes
             plan = replace(plan, predicted_peak_bytes=peak, budget_bytes=budget)
-            machine.plan_shared(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
+            planned.stop()
+            machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
         return found
 
     # ---- warnings --------------------------------------------------------------------------------

@@ -9,11 +9,12 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from lowtide.graph import StepGraph
+from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.native import compiled_program
@@ -45,6 +46,7 @@ class Planned:
         profiled: the step graph that was planned for, the optimizer aside.
         graph: the same with all that exists beside it.
         plan: its plan.
+        search: goes on for a better plan, or ``None``.
         steps: how many steps have run under the plan.
         timed: the step that is being timed, or ``None``.
         seconds: of the steps that were timed, and of recording and replaying in them where the host knows.
@@ -54,10 +56,30 @@ class Planned:
     profiled: StepGraph
     graph: StepGraph
     plan: Plan
+    search: BackgroundSearch | None = field(default=None, repr=False)
     steps: int = 0
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
     _program: tuple[Sequence[ProgramStep], Any] | None = None
+
+    def better(self) -> Planned | None:
+        """The plan that the search has found by now, if that adds less time and holds as much; asked for once
+        the search is over.
+        """
+        if self.search is None or not self.search.is_over:
+            return None
+        search, self.search = self.search, None
+        found, plan = search.plan(), self.plan
+        if found is None or found.predicted_extra_seconds >= plan.predicted_extra_seconds:
+            return None
+        better = replace(found, budget_bytes=plan.budget_bytes)
+        return Planned(self.key, self.profiled, self.graph, better)
+
+    def stop(self) -> None:
+        """End the search."""
+        if self.search is not None:
+            self.search.stop()
+            self.search = None
 
     def program(self) -> tuple[Sequence[ProgramStep], Any]:
         """The plan's program, and the same as the compiled recorder knows it."""

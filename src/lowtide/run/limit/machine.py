@@ -40,8 +40,8 @@ class Evidence(Enum):
     PLAN_MADE = auto()
     PLAN_REFUSED = auto()
     """No plan fits."""
-    PLAN_SHARED = auto()
-    """The ranks that shard the model hold one plan."""
+    BETTER_FOUND = auto()
+    """A search that went on has found a better plan."""
     ENDED = auto()
     """A backward of a planned step has ended."""
     REMOVED = auto()
@@ -86,6 +86,8 @@ class Action(Enum):
     """Raise the refusal."""
     ACCEPT = auto()
     """Warn that the plan stays, and run the step under it."""
+    CLOSE = auto()
+    """End what goes on for it."""
     WARN_NEWER = auto()
     WARN_GRAPH = auto()
     WARN_ACCEPTED = auto()
@@ -137,7 +139,7 @@ TABLE: tuple[Row, ...] = (
     Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
     Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
-    Row((_S.PLANNED,), _E.PLAN_SHARED, (), None, _A.RUN),
+    Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
     Row(_IN_FORCE, _E.ENDED, ("replaced",), None, _A.WARN_NEWER),
     Row(_IN_FORCE, _E.ENDED, ("above", "second derivatives"), None, _A.WARN_GRAPH),
     Row(_IN_FORCE, _E.ENDED, ("above", "accepted"), None, _A.WARN_ACCEPTED),
@@ -146,7 +148,7 @@ TABLE: tuple[Row, ...] = (
     Row(_IN_FORCE, _E.ENDED, ("above", "more backwards"), None, _A.WARN_BACKWARDS),
     Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
     Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
-    Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.NOTHING),
+    Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
 )
 """The first row that fits holds; where none does, nothing follows."""
 
@@ -278,6 +280,8 @@ def agreed(entry: Entry, graph: StepGraph) -> None:
 
 def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     """A plan was made for this version of budget and optimizer, less the margin."""
+    if entry.planned is not None:
+        entry.planned.stop()
     entry.planned, entry.planned_for = planned, (version, entry.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
     return _take(entry, Evidence.PLAN_MADE, {})
@@ -305,9 +309,9 @@ def plan_refused(entry: Entry, version: int) -> Action:
     return action
 
 
-def plan_shared(entry: Entry, planned: Planned) -> Action:
-    """The ranks that shard the model hold this plan."""
-    action = _take(entry, Evidence.PLAN_SHARED, {})
+def better_found(entry: Entry, planned: Planned) -> Action:
+    """A search that went on has found a better plan."""
+    action = _take(entry, Evidence.BETTER_FOUND, {})
     if action is Action.RUN:
         entry.planned = planned
     return action
@@ -363,4 +367,5 @@ def ended(entry: Entry, step: Ended) -> Action:
 
 def removed(entry: Entry) -> None:
     """The limit was removed, or the entry has made room for another."""
-    _take(entry, Evidence.REMOVED, {})
+    if _take(entry, Evidence.REMOVED, {}) is Action.CLOSE and entry.planned is not None:
+        entry.planned.stop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import gradient_of
 from lowtide.plan import make
+from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
@@ -131,7 +133,12 @@ class PlanMaker:
                 raise
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
-        return Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
+        made = Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
+        # ranks that share a plan would find a better one at different times
+        if self.agreement is None and plan.budget_bytes is not None and _ended_early(plan):
+            with suppress(OSError):  # where no process can be started the plan stays
+                made.search = BackgroundSearch(graph, plan.budget_bytes)
+        return made
 
     def agreed(
         self, profiled: StepGraph, groups: Sequence[Any], given: Sequence[int]
@@ -387,6 +394,15 @@ class PlanMaker:
 
         share = optimizer.choose_host_fraction(extra_seconds)
         self._moved_bytes = everything - optimizer.device_state_bytes(share)
+
+
+def _ended_early(plan: Plan) -> bool:
+    """Whether a longer search may find a better plan."""
+    if plan.policy != "optimal":
+        return False
+    from lowtide.plan.policies.chosen import ENDED_EARLY
+
+    return ENDED_EARLY in plan.notes
 
 
 def _with_resident(graph: StepGraph, more: int) -> StepGraph:
