@@ -154,7 +154,7 @@ def train(
         typer.Option(
             "--compare/--no-compare",
             help="Measure the plain and the planned step side by side at the end. [default: yes, but not "
-            "with --pp or --shard-parameters]",
+            "with --pp]",
         ),
     ] = None,
     tp: Annotated[
@@ -172,6 +172,10 @@ def train(
             help="The --dp processes share parameters, gradients and optimizer state, too (FSDP2).",
         ),
     ] = False,
+    dp_replicate: Annotated[
+        int,
+        typer.Option(help="Copies of these shards: --dp 8 --dp-replicate 2 are two groups of four (HSDP)."),
+    ] = 1,
     pp: Annotated[
         int,
         typer.Option(

@@ -33,10 +33,6 @@ from lowtide.train.planning import PlanOptions
             {"report": Path("a.html"), "pp": 2, "grad_accum": 2},
             "without comparing them: leave out --pp or --report$",
         ),
-        (
-            {"report": Path("a.png"), "dp": 2, "shard_parameters": True, "policy": "full"},
-            "leave out --shard-parameters or --report$",
-        ),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),
         ({"lr_schedule": "steep"}, "--lr-schedule steep: choose one of cosine, linear, constant"),
         ({"device": "tpu9"}, "--device tpu9"),

@@ -85,6 +85,68 @@ def test_a_budget_holds_for_the_whole_step(text: Path) -> None:
             assert rank["predicted_peak_bytes"] <= rank["budget_bytes"] < max(kept[0]["step_peak_bytes"])
 
 
+SHARDED: dict[str, Any] = {
+    "policy": None,
+    "steps": 2,
+    "batch": 32,
+    "seq": 64,
+    "grad_accum": 1,
+    "eval_every": 0,
+    "compare": None,
+    "dp": 2,
+    "shard_parameters": True,
+}
+
+
+def compared(text: Path, changes: dict[str, Any]) -> tuple[Any, bool, list[float]]:
+    """What was compared, whether it was shown, and the losses."""
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    result = train(options(text, **{**SHARDED, **changes}))
+    return result.comparison, result.report is not None, result.losses
+
+
+def holds(text: Path, changes: dict[str, Any]) -> list[bool]:
+    """On which of two ranks the step was shown, once it is known that it held its budget on both."""
+    alone = train(options(text, **{**SHARDED, "dp": 1, "shard_parameters": False, "budget": "100%"})).losses
+    found = on_ranks(2, compared, text, changes)
+    for comparison, _, losses in found:
+        assert comparison.different == () and comparison.within_budget
+        assert comparison.planned.peak_bytes < 0.85 * comparison.plain.peak_bytes
+        assert losses == pytest.approx(alone, rel=1e-5)
+    return [shown for _, shown, _ in found]
+
+
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_a_sharded_step_is_compared_and_shown(text: Path, tmp_path: Path) -> None:
+    assert holds(text, {"budget": "60%", "report": tmp_path / "page.html"}) == [True, False]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_a_sharded_step_is_compiled(text: Path) -> None:
+    assert not any(holds(text, {"budget": "80%", "compile": True, "compile_backend": "aot_eager"}))
+
+
+def hybrid(text: Path, folder: Path) -> tuple[list[float], list[float], list[Any]]:
+    """The losses of two groups of two that share the model each, and that go on in another layout."""
+    asked = options(text, steps=4, batch=32, seq=64, compare=None, checkpoint_dir=folder, budget="60%")
+    asked = dataclasses.replace(asked, policy=None, dp=4, grad_accum=1)
+    alone = train(dataclasses.replace(asked, checkpoint_dir=None, policy="keep_all", budget=None))
+    first = train(dataclasses.replace(asked, shard_parameters=True, dp_replicate=2, stop_after=3))
+    again = train(dataclasses.replace(asked, dp=2, tp=2, resume=True))
+    return (
+        alone.losses,
+        first.losses + again.losses,
+        [first.comparison is not None and first.comparison.within_budget, first.budget_bytes],
+    )
+
+
+@pytest.mark.slow
+def test_two_groups_share_the_model_each(text: Path, tmp_path: Path) -> None:
+    for alone, found, (within, budget) in on_ranks(4, hybrid, text, tmp_path):
+        assert found == pytest.approx(alone, rel=2e-5) and within and budget
+
+
 def resumed(text: Path, folder: Path) -> tuple[list[float], list[float], list[float]]:
     """A whole run, and one in three parts: sharded, in another layout, sharded among more."""
     asked = options(
@@ -120,7 +182,8 @@ def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
         ({"dp": 1}, "--shard-parameters: .* pass --dp 2 or more"),
         ({"pp": 2, "grad_accum": 2}, "--shard-parameters: .* leave out --pp, or this"),
         ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
-        ({"compare": True}, "--compare: .* leave it out with --shard-parameters"),
+        ({"dp_replicate": 2}, "--dp-replicate 2: so many groups of the --dp 2 processes"),
+        ({"dp_replicate": 2, "shard_parameters": False}, "--dp-replicate 2: .* pass that, too"),
         ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: the budget of --shard"),
     ]:
         with pytest.raises(OptionError, match=expected):

@@ -30,6 +30,10 @@ KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recompute
 by running operations again, ``moved`` what waits encoded or is on its way from or to another place,
 ``temporary`` everything that lives for a moment: gradients of activations, and the scratch of operations."""
 
+_STANDING = {"buffer": "parameter", "gathered": "parameter"}
+"""Kinds of what exists before the step, where they have another name here."""
+_NAMES = {"gathered": "gathered weights"}
+
 Phase = Literal["forward", "backward", "replay"]
 
 
@@ -279,9 +283,11 @@ class _Walker:
             until = max(self.sim.natural_end[storage.id], self.result.held_until.get(storage.id, -1))
             gone = end if until >= self.sim.end else self._at(until)
             if storage.producer is None:
-                kind = "parameter" if storage.kind == "buffer" else storage.kind
+                kind = _STANDING.get(storage.kind, storage.kind)
+                gone = gone if kind == "input" else end
                 module, _, name = storage.name.rpartition(".")
-                self._add(0, gone if kind == "input" else end, storage.bytes, kind, module, name or kind)
+                for there in self._filled(storage, 0, gone):
+                    self._add(*there, storage.bytes, kind, module, name or _NAMES.get(storage.kind, kind))
                 continue
             operation = self.graph.operations[storage.producer]
             born = self._at(self.sim.op_event[storage.producer])
@@ -289,15 +295,31 @@ class _Walker:
             if operation.phase == "backward" and until >= self.sim.end:
                 module, _, name = storage.name.rpartition(".") if storage.name else (module, "", "")
                 name = f"gradient of {name}" if name else short(operation.name)
-                self._add(born, gone, storage.bytes, "gradient", module, name)
+                what = "gradient", module, name
             else:
                 saved = operation.phase == "forward" and storage.id in self.saved
                 kind = "activation" if saved else "temporary"
-                self._add(born, gone, storage.bytes, kind, module, short(operation.name), form, decision)
+                what = kind, module, short(operation.name), form, decision
+            for there in self._filled(storage, born, gone):
+                self._add(*there, storage.bytes, *what)
+
+    def _filled(self, storage: Storage, born: int, gone: int) -> Iterator[tuple[int, int]]:
+        """The ticks between ``born`` and ``gone`` at which the storage has its bytes, as (first, end): the
+        program may empty and fill it.
+        """
+        there = storage.id not in self.sim.begin_empty
+        for event, filled in self.sim.resizes.get(storage.id, ()):
+            at = min(max(born, self._at(event)), gone)
+            if there and not filled:
+                yield born, at
+            born, there = at, filled
+        if there:
+            yield born, gone
 
     def _standing(self) -> None:
         """What the graph counts as resident and no storage stands for: the step never touched it."""
-        known = sum(s.bytes for s in self.graph.storages if s.producer is None)
+        stand = (s for s in self.graph.storages if s.producer is None)
+        known = sum(s.bytes for s in stand if s.id not in self.sim.begin_empty)
         rest = self.graph.resident_bytes - known
         state = min(self.optimizer_bytes, max(0, rest))
         gradients = min(self._added_bytes(), max(0, rest - state))

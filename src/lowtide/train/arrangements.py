@@ -41,17 +41,8 @@ def check_compiled_run(options: Settings) -> None:
     Raises:
         OptionError: with what to do.
     """
-    for name, given in (
-        ("tp", options.tp > 1),
-        ("pp", options.pp > 1),
-        ("shard-parameters", options.shard_parameters),
-    ):
-        require(
-            not given,
-            "compile",
-            "",
-            f"each process compiles and plans a whole model by itself: leave out --{name}, or this",
-        )
+    what = "a stage is planned for its micro-batches in flight, and compiled code is not: leave out --pp"
+    require(options.pp == 1, "compile", "", f"{what}, or this")
     require(options.budget is not None, "compile", "", "it holds a budget: pass --budget, 100% for all")
     require(
         options.optimizer_host_fraction is None,
@@ -73,7 +64,11 @@ def check_sharding(options: Settings) -> None:
     Raises:
         OptionError: with what to do.
     """
-    name = "shard-parameters"
+    name, copies = "shard-parameters", options.dp_replicate
+    if not options.shard_parameters:
+        what = "these are copies of what --shard-parameters shares: pass that, too"
+        require(copies == 1, "dp-replicate", copies, what)
+        return
     require(
         options.dp > 1,
         name,
@@ -87,10 +82,10 @@ def check_sharding(options: Settings) -> None:
         "every micro-batch of a pipeline would gather the stage anew: leave out --pp, or this",
     )
     require(
-        not options.compare,
-        "compare",
-        "",
-        "the comparison is of one plan for the whole model: leave it out with --shard-parameters",
+        options.dp % copies == 0 and copies < options.dp,
+        "dp-replicate",
+        copies,
+        f"so many groups of the --dp {options.dp} processes share the parameters, two or more in each",
     )
     require(
         options.policy is not None or options.budget is not None,

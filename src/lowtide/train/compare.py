@@ -19,6 +19,7 @@ from lowtide import meter
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.plan.data import Plan
 from lowtide.report.picture import Curve
+from lowtide.run.limit.need import own_share
 from lowtide.trace.untouched import gpus_of
 from lowtide.train.memory import free_bytes
 
@@ -191,5 +192,5 @@ def _digests(model: nn.Module, loss: Tensor) -> dict[str, bytes]:
 
 def _digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(
-        tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+        own_share(tensor.detach()).contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
     ).digest()

@@ -1,4 +1,6 @@
-"""The whole model in one process, its step compiled within the budget (``lowtide train --compile``)."""
+"""The whole model, or what this process has of it, its step compiled within the budget (``lowtide train
+--compile``).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.progress import working
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, WholeModel, raised, reduced_over
+from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks
 
 
 class CompiledModel(WholeModel):
-    """Every layer, compiled by `lowtide.compile` with the loss as one step.
+    """The whole model, compiled by `lowtide.compile` with the loss as one step.
 
     Gradients that later micro-batches find are put in place as zeros before the first one, so that what is
     compiled for it is planned beside them.
@@ -51,7 +53,7 @@ class CompiledModel(WholeModel):
         assert budget is not None  # checked with the options
         self._call = lowtide.compile(self.model, budget, optimizer=optimizer, backend=self._backend)
         self._handle = lowtide.handle_of(self._call)
-        self._handle.reduced_bytes = reduced_over(self.model.parameters(), self.ranks)
+        self._handle.reduced_bytes = self.reduced_bytes
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
         if len(batches) > 1:
@@ -108,7 +110,7 @@ class CompiledModel(WholeModel):
             optimizer,
             lambda: self._loss(tokens, targets),
             self.ranks.device,
-            agree=lambda flag: self.ranks.any(flag, self.ranks.tensor),
+            agree=self.any_rank,
             clear=clear,
         )
 

@@ -29,7 +29,7 @@ class TrainOptions(Settings):
     """
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
+        for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp", "dp_replicate"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
@@ -121,8 +121,7 @@ class TrainOptions(Settings):
                 self.seq,
                 f"--sequence-parallel shares it among --tp {self.tp}, which must divide it",
             )
-        if self.shard_parameters:
-            check_sharding(self)
+        check_sharding(self)
         if self.pp == 1:
             require(
                 self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more"
@@ -136,7 +135,6 @@ class TrainOptions(Settings):
         given = {
             "--no-compare": self.compare is False,
             "--pp": self.pp > 1,
-            "--shard-parameters": self.shard_parameters,
         }
         if not any(given.values()):
             return "install a C++ compiler, to measure memory,"

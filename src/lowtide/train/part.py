@@ -137,6 +137,10 @@ class WholeModel(Part):
         self.model = shared_model(spec, options, ranks).to(ranks.device)
         self.modules = (self.model,)
         self.parameters = count_parameters(spec, self.model, ranks)
+        if options.shard_parameters:
+            from lowtide.train.sharded import shard  # importing FSDP takes seconds
+
+            shard(self.model, options, ranks)
         self._handle: Any = None
 
     @property
@@ -154,7 +158,9 @@ class WholeModel(Part):
 
     @property
     def reduced_bytes(self) -> int:
-        """What gradients take once more while ranks add them up after backward."""
+        """What gradients take once more while ranks add them up after backward; FSDP averages within it."""
+        if self.options.shard_parameters:
+            return reduced_bytes(partial_gradients(self.model.parameters()))
         return reduced_over(self.model.parameters(), self.ranks)
 
     def _raise_budget(self, error: BudgetError) -> None:
@@ -205,26 +211,32 @@ class WholeModel(Part):
     def reduce(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the gradients those of the whole batch, after backward."""
         allreduce_sequence_parallel_gradients(optimizer)
-        average_gradients(self.model.parameters(), self.ranks.data)
+        if not self.options.shard_parameters:
+            average_gradients(self.model.parameters(), self.ranks.data)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch]) -> float:
         self.model.eval()
         losses = [self._loss(*self.own(batch)).item() for batch in batches]
         self.model.train()
+        if self.options.shard_parameters:
+            self.model.reshard()  # type: ignore[operator]  # no backward follows that would let go of weights
         return sum(losses) / len(losses)
 
     def compare(self, batch: Batch, optimizer: torch.optim.Optimizer) -> Comparison:
         tokens, targets = self.own(batch)
-        agree = lambda flag: self.ranks.any(flag, self.ranks.tensor)  # noqa: E731
         return compare(
             self.model,
             self._handle,
             optimizer,
             lambda: self._loss(tokens, targets),
             self.ranks.device,
-            agree=agree,
+            agree=self.any_rank,
         )
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` holds on any of the ranks that have to run the same steps."""
+        return self.ranks.any(flag, None if self.options.shard_parameters else self.ranks.tensor)
 
     def report(self, comparison: Comparison) -> Report | None:
         options, plain, planned = self.options, comparison.plain, comparison.planned

@@ -23,7 +23,7 @@ _OWN = {
     "report",
     "tensorboard",
 }
-_LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
+_LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "dp_replicate", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 
 _TOGETHER = ({"budget", "raise_budget", "policy"}, {"compile", "compile_backend"})

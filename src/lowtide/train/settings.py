@@ -51,10 +51,11 @@ class Settings:
         resume: go on from the newest checkpoint.
         stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
         compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be
-            done (where one plan rules the step: without a pipeline and without ``shard_parameters``).
+            done (where one plan rules the step: without a pipeline).
         tp, dp, pp: processes that share every layer, the batch, and the stages of the model.
         sequence_parallel: the ``tp`` processes share the sequence, too.
         shard_parameters: the ``dp`` processes share parameters, gradients and optimizer state, too (FSDP2).
+        dp_replicate: copies of these shards: groups of ``dp / dp_replicate`` processes share each one (HSDP).
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
         compile: compile the step within the budget (`lowtide.compile`).
         compile_backend: ``inductor`` or ``aot_eager``; ``None`` is ``inductor``.
@@ -100,6 +101,7 @@ class Settings:
     pp: int = 1
     sequence_parallel: bool = False
     shard_parameters: bool = False
+    dp_replicate: int = 1
     schedule: str | None = None
     compile: bool = False
     compile_backend: str | None = None
@@ -117,7 +119,12 @@ class Settings:
         """How the processes are arranged, as the flags that say so."""
         flags = [
             f"--{name} {count}"
-            for name, count in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp))
+            for name, count in (
+                ("tp", self.tp),
+                ("dp", self.dp),
+                ("dp-replicate", self.dp_replicate),
+                ("pp", self.pp),
+            )
             if count > 1
         ]
         flags += ["--sequence-parallel"] * self.sequence_parallel + [
@@ -135,7 +142,7 @@ class Settings:
         """Whether the run ends with a comparison, by default where there is a meter for it."""
         if self.compare is not None:
             return self.compare
-        return self.pp == 1 and not self.shard_parameters and (self.device != "cpu" or available())
+        return self.pp == 1 and (self.device != "cpu" or available())
 
     def spec(self, vocabulary: int = BYTES) -> ModelSpec:
         """The model for texts of so many different tokens, with the changes that the options ask for, checked

@@ -7,57 +7,43 @@ gradients are averaged into this process's share as backward goes. One limit on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
-from lowtide.models import ModelSpec
-from lowtide.parallel.gradients import (
-    allreduce_sequence_parallel_gradients,
-    mark_partial_gradients,
-    partial_gradients,
-    reduced_bytes,
-)
+from lowtide.parallel.gradients import mark_partial_gradients
 from lowtide.train.errors import require
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, WholeModel
 from lowtide.train.ranks import Ranks
 
 
-class ShardedModel(WholeModel):
-    """Every layer, or this process's share of every layer, of which it holds some rows only."""
+def shard(model: nn.Module, options: TrainOptions, ranks: Ranks) -> None:
+    """Share the model's parameters among the data-parallel processes; with ``dp_replicate`` among so many
+    groups of them, each of which holds all of the model (HSDP).
 
-    def __init__(self, spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> None:
-        from torch.distributed.device_mesh import DeviceMesh
-        from torch.distributed.fsdp import fully_shard
+    Raises:
+        OptionError: the model has no list of blocks.
+    """
+    from torch.distributed.fsdp import fully_shard
 
-        super().__init__(spec, options, ranks)
-        mesh = DeviceMesh.from_group(ranks.data.process_group, ranks.device.type)
-        blocks = _blocks_of(self.model)
-        require(
-            bool(blocks),
-            "model",
-            options.model,
-            "--shard-parameters shards it block by block, and it has no list of blocks",
-        )
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-        mark_partial_gradients(self.model)
+    mesh = _mesh(options, ranks)
+    blocks = _blocks_of(model)
+    why = "--shard-parameters shards it block by block, and it has no list of blocks"
+    require(bool(blocks), "model", options.model, why)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mark_partial_gradients(model)
 
-    @property
-    def reduced_bytes(self) -> int:
-        """As the base's; FSDP averages within backward."""
-        return reduced_bytes(partial_gradients(self.model.parameters()))
 
-    def reduce(self, optimizer: torch.optim.Optimizer) -> None:
-        allreduce_sequence_parallel_gradients(optimizer)
+def _mesh(options: TrainOptions, ranks: Ranks) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-    def evaluate(self, batches: Sequence[Batch]) -> float:
-        loss = super().evaluate(batches)
-        self.model.reshard()  # type: ignore[operator]  # no backward follows that would let go of the weights
-        return loss
+    copies = options.dp_replicate
+    if copies == 1:
+        return DeviceMesh.from_group(ranks.data.process_group, ranks.device.type)
+    sizes, names = (copies, options.dp // copies, options.tp), ("replicate", "shard", "tp")
+    return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names)["replicate", "shard"]
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:

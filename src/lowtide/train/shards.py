@@ -108,7 +108,8 @@ def _pieces(
     for name, (tensor, where) in _targets(modules):
         cut = where is not None and where.dimension is not None
         sharded = _is_sharded(tensor)
-        if (not cut and ranks.tensor.rank) or (not sharded and ranks.data.rank):
+        first = _is_first_copy(tensor) if sharded else not ranks.data.rank
+        if (not cut and ranks.tensor.rank) or not first:
             continue
         tensors = {_WEIGHT: tensor.detach()}
         tensors |= {key: item for key, item in states.get(tensor, {}).items() if isinstance(item, Tensor)}
@@ -182,11 +183,18 @@ def _is_sharded(tensor: Any) -> bool:
     return hasattr(tensor, "to_local")
 
 
+def _is_first_copy(tensor: Any) -> bool:
+    """Whether no process before this one holds the same rows (HSDP has copies)."""
+    placed = enumerate(tensor.placements)
+    return all(not (kind.is_replicate() and tensor.device_mesh.get_local_rank(k)) for k, kind in placed)
+
+
 def _rows(tensor: Any) -> tuple[int, int]:
     """The rows of a sharded tensor that this process holds: those of ``torch.chunk``, as FSDP deals them."""
     mesh, length = tensor.device_mesh, tensor.shape[0]
-    each = -(-length // mesh.size())
-    start = min(length, mesh.get_local_rank() * each)
+    last = mesh.ndim - 1  # copies come first
+    each = -(-length // mesh.size(last))
+    start = min(length, mesh.get_local_rank(last) * each)
     stop = min(length, start + each)
     assert tensor.to_local().shape[0] == stop - start, (
         f"{tuple(tensor.shape)} is not sharded by rows: {tensor.placements}"

@@ -73,7 +73,9 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
     spec = options.spec(corpus.vocabulary)
     # weights are a quarter of what training holds, and each process makes all of its share of the layers
     # before others take some over
-    sharded = min(options.dp, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
+    sharded = (
+        min(options.dp // options.dp_replicate, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
+    )
     check_room(spec, device, options.tp * options.pp * sharded, options.optimizer_host_fraction)
     loader = batches(Blocks(corpus.train, options.seq), options.batch, options.seed)
     validation = Blocks(corpus.validation, options.seq, "validation")
@@ -230,10 +232,6 @@ def due(done: int, every: int) -> bool:
 
 def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
     """This process's part of the model, with the weights that one process alone would have."""
-    if options.shard_parameters:
-        from lowtide.train.sharded import ShardedModel
-
-        return ShardedModel(spec, options, ranks)
     if options.pp > 1:
         from lowtide.train.stages import Stages
 
