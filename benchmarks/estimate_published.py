@@ -46,13 +46,16 @@ BOUNDS = {
     "fused_passes": (3.0, 1.0, 12.0),
     "float8": (1.7, 1.0, 2.0),  # the ratio of the peaks
     "flash_3": (1.5, 1.0, 1.75),  # arXiv 2407.08608: up to 1.75 in backward, which is most of it
-    "ceiling": (0.98, 0.5, 1.2),  # estimate_runs fits it: of the peak, a causal mask not counted
-    "launch": (0.0052, 0.001, 0.02),  # estimate_runs fits it
     "links": (0.8, 0.3, 0.95),
     "interference": (0.3, 0.001, 1.0),
     "exposed": (0.3, 0.02, 1.0),
 }
 """Where the fit begins, and what it stays near where no run tells; the least and the most."""
+
+
+HELD = {"ceiling": 0.99, "launch": 0.0052, "collective": 0.0006}
+FLASH_2 = {"b200": 0.73}
+"""What ``estimate_runs`` fits, to runs of 2026: for all devices, and by device."""
 
 
 @dataclass(frozen=True)
@@ -170,15 +173,19 @@ def fit(runs: Iterable[Run], names: list[str]) -> dict[str, Efficiency]:
         for run in timed
         if run.tokens_per_second
     ]
-    common = [name for name in Efficiency.__slots__ if name not in ("products", "attention")]
+    common = [
+        name for name in Efficiency.__slots__ if name not in ("products", "attention", "flash_2", *HELD)
+    ]
 
     def unpack(values: Any) -> dict[str, Efficiency]:
         numbers = [math.exp(value) for value in values]
-        shared = dict(zip(common, numbers, strict=False))
+        shared = dict(zip(common, numbers, strict=False)) | HELD
         found = {}
         for name in names:
             at = len(common) + 2 * names.index(name)
-            found[name] = Efficiency(products=numbers[at], attention=numbers[at + 1], **shared)
+            found[name] = Efficiency(
+                products=numbers[at], attention=numbers[at + 1], flash_2=FLASH_2.get(name, 1.0), **shared
+            )
         return found
 
     def residuals(values: Any) -> list[float]:
@@ -306,12 +313,15 @@ def main() -> None:
     runs = [run for source in SOURCES for run in read(source)]
     found = fit(runs, sorted({device(run.device).measured for run in runs}))
     one = next(iter(found.values()))
-    common = [name for name in Efficiency.__slots__ if name not in ("products", "attention")]
+    common = [name for name in Efficiency.__slots__ if name not in ("products", "attention", "flash_2")]
     data = {
         "sources": list(SOURCES.values()),
         "common": {name: round(getattr(one, name), 4) for name in common},
         "devices": {
-            name: {"products": round(own.products, 4), "attention": round(own.attention, 4)}
+            name: {
+                part: round(getattr(own, part), 4)
+                for part in ("products", "attention", *(("flash_2",) if name in FLASH_2 else ()))
+            }
             for name, own in found.items()
         },
         "reserved": fit_reserve(runs),

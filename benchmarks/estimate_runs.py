@@ -221,7 +221,9 @@ def _loss(row: dict[str, str], given: dict[str, str], found: dict[str, Any]) -> 
             tokens = found.get("micro_batch", 1) * found["seq"] // found.get("cp", 1)
             return kind, {"loss_chunks": max(2, tokens // _TRL_PIECE)}
         if source.startswith("prime-rl") and kind == "chunked-vocabulary":
-            return kind, {"loss_chunks": -(-configure(**MODELS[row["model"]]).model.vocab // _RL_PIECE)}
+            return "vocabulary-eager", {
+                "loss_chunks": -(-configure(**MODELS[row["model"]]).model.vocab // _RL_PIECE)
+            }
         return kind, {}
     if "ce" in given.get("fused_kernels", "").split("+"):
         return "in-place-copy", {}
@@ -395,13 +397,26 @@ def _long(run: Run) -> bool:
     return run.config.seq >= 32768 and run.config.attention == "flash-3" and not run.config.model.experts
 
 
+def _flash_2(run: Run) -> bool:
+    new = run.device is not None and run.device.measured == "b200"
+    return (
+        new and run.config.seq >= 32768 and run.config.attention == "fused" and not run.config.model.experts
+    )
+
+
+def _adapters_apart(run: Run) -> bool:
+    return run.config.zero == 3 and run.config.shards > 1 and run.config.single_adapters
+
+
 def _small(run: Run) -> bool:
     return run.config.model.parameters() < TOY
 
 
 FITTED: dict[str, tuple[Callable[[Run], bool], tuple[float, ...]]] = {
     "ceiling": (_long, tuple(0.7 + 0.01 * step for step in range(51))),
+    "flash_2": (_flash_2, tuple(0.4 + 0.01 * step for step in range(61))),
     "launch": (_small, tuple(0.002 + 0.0002 * step for step in range(51))),
+    "collective": (_adapters_apart, tuple(0.00001 * step for step in range(101))),
 }
 """What of `lowtide.estimate.speed.Efficiency` is fitted here: to which runs, and the values tried."""
 

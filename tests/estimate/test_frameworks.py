@@ -221,7 +221,7 @@ def test_reserved_is_more_than_allocated_and_has_to_fit() -> None:
         (dict(no_sync=True, zero=3, dp=8), "1 micro-batch:"),
         (dict(no_sync=True, zero=1, dp=8, global_batch=32), "--zero 2 or 3"),
         (dict(no_sync=True, zero=3, dp=8, pp=2, global_batch=32), "--no-sync with --zero=3 --pp=2"),
-        (dict(loss="liger"), "choose auto, torch, torch-uncast, upcast, transformers, in-place"),
+        (dict(loss="liger"), "choose auto, torch, torch-uncast, upcast, float32, transformers, in-place"),
         (dict(recompute="op"), "selective-op"),
     ],
 )

@@ -7,19 +7,17 @@ from benchmarks.estimate_published import Run
 from published_runs import check_speed, name, unfitted
 
 MISSED_SPEED = {
-    "a100_7B_tp1_zero1=-1_x128": +17,
-    "a100_7B_tp1_zero1=-1_x256": +30,
-    "a100_7B_tp1_zero1=-1_x512": +46,
-    "a100_7B_tp1_zero1=-1_x1024": +83,
-    "a100_7B_tp2_zero1=-1_x64": +16,
-    "a100_7B_tp2_zero1=-1_x128": +20,
-    "a100_7B_tp2_zero1=-1_x256": +28,
-    "a100_7B_tp2_zero1=-1_x512": +32,
-    "a100_7B_tp2_zero1=-1_x1024": +42,
-    "a100_7B_checkpointed_mbs2_x1024": +20,
-    "a100_7B_accumulating_2_x512": +23,
-    "a100_7B_accumulating_1_x1024": +37,
-    "a100_7B_accumulating_2_x1024": +35,
+    "a100_7B_tp1_zero1=-1_x256": +28,
+    "a100_7B_tp1_zero1=-1_x512": +43,
+    "a100_7B_tp1_zero1=-1_x1024": +81,
+    "a100_7B_tp2_zero1=-1_x128": +18,
+    "a100_7B_tp2_zero1=-1_x256": +26,
+    "a100_7B_tp2_zero1=-1_x512": +30,
+    "a100_7B_tp2_zero1=-1_x1024": +39,
+    "a100_7B_checkpointed_mbs2_x1024": +17,
+    "a100_7B_accumulating_2_x512": +19,
+    "a100_7B_accumulating_1_x1024": +29,
+    "a100_7B_accumulating_2_x1024": +30,
 }
 
 

@@ -90,7 +90,37 @@ def test_data_parallel_collectives_hide_behind_their_compute() -> None:
         cover = share * (took.products + took.attention + took.pointwise)
         seconds = sent / (1e9 * KNOWN.links)
         assert seconds > cover
-        assert took.data == pytest.approx(seconds - (1 - KNOWN.interference) * cover)
+        started = KNOWN.collective * 3 * (32 * 4 if pp == 1 else 16)  # two gathers and a reduction a layer
+        assert took.data == pytest.approx(seconds - (1 - KNOWN.interference) * cover + started)
+
+
+def test_adapters_of_another_dtype_are_gathered_by_themselves() -> None:
+    """FSDP: an A and a B of each target, beside the layer, whose frozen weights are not split alike."""
+    usual: dict[str, Any] = dict(dp=2, zero=3, dtype="bf16-true", lora=16, lora_targets="q,k,v,o")
+    own, same = (
+        step_time(configure("llama3-8b", **usual, lora_dtype=kind), H100).data for kind in ("fp32", "same")
+    )
+    assert own - same == pytest.approx(KNOWN.collective * 3 * 2 * 4 * 32, rel=0.05)
+
+
+def test_narrow_heads_wait_for_their_softmax() -> None:
+    """A score's exponential stands beside 64 columns of products, or 128: a fifth more time."""
+    wide, narrow = (
+        step_time(configure("llama3-8b", heads=heads, kv_heads=8, head_width=4096 // heads), H100).attention
+        for heads in (32, 64)
+    )
+    assert narrow == pytest.approx(1.2 * wide)
+
+
+def test_flash_attention_2_is_not_written_for_blackwell() -> None:
+    card = device("b200")
+    known = efficiencies()["b200"]
+    two, three = (
+        step_time(configure("llama3-8b", seq=8192, attention=kind), card).attention
+        for kind in ("fused", "flash-3")
+    )
+    assert 0 < known.flash_2 < 1 == efficiencies()["h100"].flash_2
+    assert two / three == pytest.approx(known.flash_3 / known.flash_2)
 
 
 def test_a_small_model_waits_for_its_host() -> None:

@@ -208,7 +208,7 @@ def _check_training(config: Config) -> None:
             f"--tiles={config.tiles}: it is for the MLP of a dense model whose weights are all trained, and "
             "not for --recompute selective-op; leave it out"
         )
-    if config.loss_chunks != 8 and config.loss not in ("chunked", "chunked-vocabulary"):
+    if config.loss_chunks != 8 and config.loss not in ("chunked", "chunked-vocabulary", "vocabulary-eager"):
         raise EstimateError(
             f"--loss-chunks={config.loss_chunks} without --loss chunked or chunked-vocabulary: give both or "
             "neither"

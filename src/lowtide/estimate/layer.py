@@ -290,20 +290,3 @@ def segment_layers(config: Config) -> int:
     inner = config.mean_layer(lambda kind: total(layer_terms(kind))) - kept
     flying = min(config.pp, config.micro_batches)
     return min(range(1, layers + 1), key=lambda k: (flying * kept * -(-layers // k) + k * inner, k))
-
-
-def gelu_layer_equation(config: Config) -> Fraction:
-    """Bytes of one layer by the closed formula of the matching row of 2205.05198, Table 2.
-
-    An independent statement of what the terms of `layer_terms` add up to; only for the paper's own kind of
-    layer.
-    """
-    s, b, h, a, t = config.seq, config.micro_batch, config.model.hidden, config.model.heads, config.tp
-    sbh = Fraction(s * b * h)
-    scores = Fraction(5 * a * s, h)
-    if config.recompute == "full":
-        return 2 * sbh
-    selective = config.recompute == "selective"
-    if config.sequence_parallel:
-        return sbh * (Fraction(34, t) + (0 if selective else scores / t))
-    return sbh * (10 + Fraction(24, t) + (0 if selective else scores / t))

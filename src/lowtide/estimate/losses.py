@@ -8,7 +8,8 @@ from typing import Literal
 
 Loss = Literal[
     "auto", "torch", "torch-uncast", "upcast", "float32", "transformers", "in-place", "in-place-copy",
-    "in-place-fused",    "compiled", "chunked", "chunked-vocabulary", "fused-linear",
+    "in-place-fused", "compiled", "chunked", "chunked-vocabulary", "vocabulary-eager",
+    "fused-linear",
 ]  # fmt: skip
 
 
@@ -26,6 +27,7 @@ class Form:
         pieces: ``tokens`` or ``vocabulary`` where the logits are only there piece by piece: ``above`` is of
             a piece then.
         again: whether backward runs the output layer's product again.
+        moved: bytes a logit that its operations move, forward and backward; where 0 twice what stands.
         input_gradient: whether the gradient of the output layer's input is made in forward, and kept.
     """
 
@@ -35,6 +37,7 @@ class Form:
     parallel: Callable[[int], int] = lambda e: 0
     pieces: Literal["", "tokens", "vocabulary"] = ""
     again: bool = False
+    moved: int = 0
     input_gradient: bool = False
 
 
@@ -83,10 +86,14 @@ LOSSES: dict[str, Form] = {
         "vocabulary in pieces: log-sum-exp kept, logits computed again in backward (cut cross entropy)",
         lambda e, low: 0, lambda e, low: 4 + e, pieces="vocabulary", again=True,
     ),
+    "vocabulary-eager": Form(
+        "the same in separate float32 operations (prime-rl's)",
+        lambda e, low: 0, lambda e, low: 16 + e, pieces="vocabulary", again=True, moved=112,
+    ),
     "fused-linear": Form(
         "with the output layer, tokens in pieces, their gradients made in forward (Liger)",
         lambda e, low: 0, lambda e, low: e, pieces="tokens", input_gradient=True,
     ),
 }  # fmt: skip
-"""By name; the liveness of each. In bfloat16 14, 8, 18, 16, 12, 6, 8, 10 and 6 bytes a logit, and 12, 6 and 2
-of a piece's."""
+"""By name; the liveness of each. In bfloat16 14, 8, 18, 16, 12, 6, 8, 10 and 6 bytes a logit, and 12, 6, 18
+and 2 of a piece's."""

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any, get_args
 
-from lowtide.estimate.adapters import adapter_traffic, layer_bytes, unadapted
+from lowtide.estimate.adapters import adapted, adapter_traffic, layer_bytes, unadapted
 from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import logit_elements, loss_bytes
@@ -55,7 +55,12 @@ ATTENTION_BACKWARD = 2.5
 """
 
 _SHORT = 8192
-"""Tokens up to which `Efficiency.flash_3` holds."""
+"""Tokens up to which `Efficiency.attention` holds."""
+
+_SOFTMAX = 32
+"""What a score's softmax takes beside its products, in columns of a head (A100: 16 exponentials a cycle for
+1,024 multiplications).
+"""
 
 FLOAT8_CAST_BYTES = 7
 """What casting an element of bfloat16 moves: read for the largest value, read and written as one byte, and
@@ -88,9 +93,11 @@ class Efficiency:
         flash_3: how many times faster attention is with ``--attention flash-3``, up to 8,192 tokens.
         ceiling: what it nears with longer sequences, where what a kernel does once a row weighs less.
         launch: seconds in which the host starts a layer's forward and backward: less the device cannot take.
+        collective: seconds that each gather and reduction of a fully sharded unit takes of the host.
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
         exposed: share of a tensor-parallel collective's time that shows though it runs beside products.
+        flash_2: share of ``attention`` that FlashAttention 2 has: less on Blackwell, not written for it.
     """
 
     products: float
@@ -101,9 +108,11 @@ class Efficiency:
     flash_3: float
     ceiling: float
     launch: float
+    collective: float
     links: float
     interference: float
     exposed: float
+    flash_2: float = 1.0
 
 
 def efficiencies() -> dict[str, Efficiency]:
@@ -211,9 +220,15 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     rate = device.flops * known.products
     logits = work.logits / rate
     products = work.layers / (known.float8 if config.float8 else 1.0) / rate + logits
-    hopper, short = known.attention * known.flash_3, min(1.0, _SHORT / config.seq)
+    width, short = config.model.head_width, min(1.0, _SHORT / config.seq)
+    hopper = known.attention * known.flash_3
     hopper = 1 / (1 / known.ceiling + max(0.0, 1 / hopper - 1 / known.ceiling) * short)
-    kernel = {"unfused": known.products, "fused": known.attention, "flash-3": hopper}
+    slower = (1 + _SOFTMAX / width) / (1 + _SOFTMAX / 128)
+    kernel = {
+        "unfused": known.products,
+        "fused": known.attention * known.flash_2 / slower,
+        "flash-3": hopper / slower,
+    }
     attention = work.attention / (device.flops * kernel[config.attention])
     passes = known.fused_passes if config.compile else known.eager_passes
     pointwise = (work.activations * passes + work.moved) / device.memory_bandwidth
@@ -231,7 +246,8 @@ def priced(work: Work, known: Efficiency) -> StepTime:
         if config.cp_exchange == "all-to-all" else max(0.0, sent["context"] - attention),
         expert=sent["expert"],
         pipeline=_beside(sent["pipeline"], compute if config.interleave > 1 else 0.0, known),
-        data=_beside(sent["data"], compute * _data_cover(config), known),
+        data=_beside(sent["data"], compute * _data_cover(config), known)
+        + known.collective * _collectives(config),
         optimizer=work.optimizer / device.memory_bandwidth,
         host=max(0.0, work.sent["host"] / device.host_bandwidth - compute * 2 / 3) + work.host_optimizer,
     )  # fmt: skip
@@ -244,6 +260,16 @@ def _data_cover(config: Config) -> float:
     if config.zero == 3:
         return 1.0 if config.pp == 1 else 1 / config.micro_batches
     return 2 / 3 / config.micro_batches
+
+
+def _collectives(config: Config) -> int:
+    """Gathers, forward and backward, and reductions of a step's fully sharded units: layers, and adapters,
+    whose dtype is not that of their layer.
+    """
+    if config.zero < 3 or config.shards == 1:
+        return 0
+    units = 1 + (2 * len(adapted(config)) if config.single_adapters else 0)
+    return 3 * units * config.stage_layers * (config.micro_batches if config.pp == 1 else 1)
 
 
 def _beside(seconds: float, cover: float, known: Efficiency) -> float:
@@ -281,7 +307,8 @@ def _loss_bytes(config: Config) -> float:
     kept, above = loss_bytes(config)
     if config.loss_form.pieces:
         kept = 4
-    return 2 * float(logit_elements(config)) * (kept + above) * config.micro_batches
+    moved = config.loss_form.moved or 2 * (kept + above)
+    return float(logit_elements(config)) * moved * config.micro_batches
 
 
 def _frozen_bytes(config: Config) -> float:

@@ -187,13 +187,3 @@ def _host(config: Config, stage: int) -> list[Traffic]:
         name, source = "activations to and from the host", f"{ZERO} Sec. 8 (P_a+cpu)"
         found.append(Traffic("host", name, size, "2 x what is kept", source))
     return found
-
-
-def zero_volume_elements(parameters: int, zero: int) -> int:
-    """Elements that data parallelism moves in a step as 1910.02054, Section 7 counts them: 2Ψ, and 3Ψ in
-    stage 3.
-
-    >>> zero_volume_elements(10, 2), zero_volume_elements(10, 3)
-    (20, 30)
-    """
-    return (3 if zero == 3 else 2) * parameters
