@@ -27,6 +27,7 @@ NAMES = (
     "mixes",
     "disk_tier",
     "parallel_memory",
+    "sharded",
     "layer_times",
     "long_sequence",
     "recorder",

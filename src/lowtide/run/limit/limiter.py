@@ -49,7 +49,7 @@ from lowtide.run.profile.step import profile_aside
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.verify import Verify
-from lowtide.run.watch import StepWatch, weakly
+from lowtide.run.watch import StepWatch, open_peak, weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
 
@@ -277,8 +277,20 @@ class Limiter:
         again, to save what the first one has shown to that checkpoint.
         """
         again = private.in_backward() and not keeps_nothing() and not governed() and not self.visible
-        with self._inside(), unseen_by_checkpoint() if again else nullcontext():
+        with self._inside(), self._metered(), unseen_by_checkpoint() if again else nullcontext():
             return self.step(*args, **kwargs)
+
+    @contextmanager
+    def _metered(self) -> Iterator[None]:
+        """Have main memory's meter count what FSDP gathers weights into, in later steps, too: a storage that
+        is filled again asks the allocator that it first had.
+        """
+        seen = open_peak(torch.device("cpu")) if private.is_root(self.model) else None
+        try:
+            yield
+        finally:
+            if seen is not None:
+                seen.__exit__(None, None, None)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -1,0 +1,447 @@
+"""One limit on the root of a model that FSDP2 shards, whatever FSDP2 is asked for beside it: losses and
+gradients bit by bit, as many gathers as without a limit, and what is predicted is what is measured.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import needs_gloo, on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide import meter, private
+
+pytestmark = needs_gloo
+
+LAYERS, WIDTH, BATCH, LENGTH, WORDS, STEPS = 2, 32, 4, 64, 32, 3
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.mix(self.norm(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in parts)
+        found = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.mlp(x + found.transpose(1, 2).flatten(2))
+
+
+class Scoped(Block):
+    """A block that says itself that it is checkpointed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with lowtide.checkpointing():
+            return super().forward(x)
+
+
+class Adapted(Block):
+    """A block with an adapter, which alone is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
+class Model(nn.Module):
+    def __init__(self, kind: type[Block] = Block, repeats: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.repeats = nn.Embedding(WORDS, WIDTH), repeats
+        self.blocks = nn.ModuleList(kind() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if kind is Adapted:
+            for part in (self.tokens, self.norm, self.head):
+                part.requires_grad_(False)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        for block in list(self.blocks) * self.repeats:
+            x = self.run(block, x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+class ByMethod(Model):
+    """Its blocks are called by a method of their own name."""
+
+    def run(self, block: Any, x: Tensor) -> Tensor:
+        return block.mixed(x)
+
+
+def sharded(model: Any, each: Any = None, **options: Any) -> Any:
+    """Each block a unit, and the root."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block, **options)
+        if each is not None:
+            each(block)
+    return fully_shard(model, **{name: item for name, item in options.items() if "reshard" not in name})
+
+
+def local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def batch(number: int) -> Tensor:
+    seed = torch.Generator().manual_seed(100 * number + dist.get_rank())
+    return torch.randint(WORDS, (BATCH, LENGTH), generator=seed)
+
+
+# ---- Gloo's threads, and gathers -----------------------------------------------------------------
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """The number of gathers so far, in a list. Collectives return when Gloo's threads have let go of what
+    they moved: when they do is up to the machine's load.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    count, own = [0], groups.foreach_all_gather
+    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+    collectives = {name: getattr(dist, name) for name in (*names, "all_reduce") if hasattr(dist, name)}
+
+    def settled(collective: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = [item.untyped_storage() for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+        before = [private.storage_use_count(storage) for storage in moved]
+        with meter.peak("cpu") as seen:
+            result = collective(*args, **kwargs)
+            for _ in range(100_000 if result is None else 0):
+                if seen.live_bytes <= 0 and [private.storage_use_count(one) for one in moved] == before:
+                    break
+        return result
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "foreach_all_gather", counted)
+        for name, collective in collectives.items():
+            patch.setattr(dist, name, partial(settled, collective))
+        yield count
+
+
+# ---- ways to train -------------------------------------------------------------------------------
+
+Train = Callable[[Any, torch.optim.Optimizer], list[Tensor]]
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def steps(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Losses and gradients of a few steps."""
+    found: list[Tensor] = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(batch(number))
+        loss.backward()
+        found += [loss.detach().clone(), *gradients(model)]
+        optimizer.step()
+    return found
+
+
+def set_in_turn(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What may be set between two steps, one after the other."""
+    found = steps(model, optimizer)
+    for name, argument in (
+        ("set_reshard_after_forward", False),
+        ("set_unshard_in_backward", True),
+        ("set_modules_to_forward_prefetch", [model.blocks[0]]),
+        ("set_reshard_after_forward", True),
+        ("set_reduce_scatter_unused_params", True),
+        ("set_reduce_scatter_max_input_buffers", 2),
+    ):
+        if hasattr(model, name):  # not in every version
+            getattr(model, name)(argument)
+            found += steps(model, optimizer)
+    return found
+
+
+def accumulated(model: Any, optimizer: torch.optim.Optimizer, reshards: bool = True) -> list[Tensor]:
+    """Gradients are reduced after every third micro-batch; without ``reshards`` weights stay until then."""
+    found: list[Tensor] = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            model.set_requires_gradient_sync(part == 2)
+            if not reshards:
+                model.set_is_last_backward(part == 2)
+                model.set_reshard_after_backward(part == 2)
+            loss = model(batch(3 * number + part))
+            loss.backward()
+            found.append(loss.detach().clone())
+        found += gradients(model)
+        optimizer.step()
+    return found
+
+
+def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """A forward without gradients within each step, and evaluation between them."""
+    found: list[Tensor] = []
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            found.append(model(batch(number)).clone())
+        model(batch(number)).backward()
+        found += gradients(model)
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found.append(model(batch(50 + number)).clone())
+        model.train()
+    return found
+
+
+def in_backward(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Each parameter has an optimizer, which runs when its gradient is there; no gradient stays."""
+    found: list[Tensor] = []
+    optimizers = {p: torch.optim.SGD([p], 0.1) for p in model.parameters()}
+
+    def update(parameter: Tensor) -> None:
+        found.append(local(parameter.grad).clone())
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for number in range(STEPS):
+        loss = model(batch(number))
+        loss.backward()
+        found.append(loss.detach().clone())
+    return found
+
+
+def saved_beside(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """A checkpoint is written while the next step runs, in a process group of its own."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+    group, under_way, found = dist.new_group(backend="gloo"), None, list[Tensor]()
+    folders: Any = [TemporaryDirectory() if dist.get_rank() == 0 else None for _ in range(STEPS)]
+    for number in range(STEPS):
+        found += steps(model, optimizer)
+        names = [folders[number].name if folders[number] else None]
+        dist.broadcast_object_list(names)
+        state = get_model_state_dict(model)
+        kept = {name: local(item).clone() for name, item in state.items()}
+        if under_way is not None:
+            under_way.result()
+        under_way = dcp.async_save(state, checkpoint_id=names[0], process_group=group)
+        found += steps(model, optimizer)
+        under_way.result()
+        dcp.load(state, checkpoint_id=names[0], process_group=group)
+        assert all(torch.equal(local(item), kept[name]) for name, item in state.items())
+        if number == 0:
+            break
+    return found
+
+
+# ---- what FSDP2 is asked for ---------------------------------------------------------------------
+
+
+def mixed_precision() -> Any:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharded(Model(), mp_policy=policy)
+
+
+def offloaded() -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return sharded(Model(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def prefetching() -> Any:
+    model = sharded(Model())
+    for one, other in zip(model.blocks, model.blocks[1:], strict=False):
+        one.set_modules_to_forward_prefetch([other])
+        other.set_modules_to_backward_prefetch([one])
+    return model
+
+
+def grouped() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    fully_shard([model.norm, model.head])
+    return sharded(model)
+
+
+def nested() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block.mlp)
+    return sharded(model)
+
+
+def blocks_alone() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    model = Model()
+    for block in model.blocks:
+        fully_shard(block)
+    return model
+
+
+def tied() -> Any:
+    model = Model()
+    model.head.weight = model.tokens.weight
+    return sharded(model)
+
+
+def from_meta() -> Any:
+    with torch.device("meta"):
+        model = Model()
+    sharded(model).to_empty(device="cpu")
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(local(parameter), 0, 0.02)
+    return model
+
+
+def other_dimension() -> Any:
+    from torch.distributed.tensor import Shard
+
+    return sharded(Model(), shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+
+
+def hybrid(reshard: bool | int = True) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    half = dist.get_world_size() // 2
+    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("replicate", "shard"))
+    return sharded(Model(), mesh=mesh, reshard_after_forward=reshard)
+
+
+def by_method() -> Any:
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    def register(block: Any) -> None:
+        block.__class__.mixed = Block.forward
+        register_fsdp_forward_method(block, "mixed")
+
+    return sharded(ByMethod(), each=register)
+
+
+def divided() -> Any:
+    model = sharded(Model())
+    for name, argument in (
+        ("set_gradient_divide_factor", 3.0),
+        ("set_reduce_scatter_divide_factor", 3.0),
+        ("set_force_sum_reduction_for_comms", True),
+    ):
+        if hasattr(model, name):
+            for unit in (*model.blocks, model):
+                getattr(unit, name)(argument)
+    return model
+
+
+Case = tuple[Callable[[], Any], Train]
+FAST: dict[str, Case] = {
+    "evaluation": (lambda: sharded(Model()), evaluated),
+    "weights resharded to one rank": (lambda: sharded(Model(), reshard_after_forward=1), steps),
+    "a registered forward method": (by_method, steps),
+    "gradients divided": (divided, steps),
+    "scopes inside": (lambda: sharded(Model(Scoped)), steps),
+    "optimizer in backward": (lambda: sharded(Model()), in_backward),
+}
+SLOW: dict[str, Case] = {
+    "settings between steps": (lambda: sharded(Model()), set_in_turn),
+    "a checkpoint beside steps": (lambda: sharded(Model()), saved_beside),
+    "mixed precision": (mixed_precision, steps),
+    "CPU offload": (offloaded, steps),
+    "micro-batches": (lambda: sharded(Model()), accumulated),
+    "micro-batches, weights stay": (lambda: sharded(Model()), partial(accumulated, reshards=False)),
+    "prefetching": (prefetching, steps),
+    "groups": (grouped, steps),
+    "nested units": (nested, steps),
+    "blocks alone": (blocks_alone, steps),
+    "tied": (tied, steps),
+    "LoRA": (lambda: sharded(Model(Adapted)), steps),
+    "meta": (from_meta, steps),
+    "blocks run twice": (lambda: sharded(Model(repeats=2)), steps),
+    "another dimension": (other_dimension, steps),
+    "HSDP": (hybrid, steps),
+}
+
+
+def compared(names: list[str], budgets: tuple[str, ...]) -> None:
+    """Each case without a limit and within budgets."""
+    for name in names:
+        build, train = {**FAST, **SLOW, **ON_FOUR}[name]
+        with watched() as gathers:
+            plain = build()
+            expected = train(plain, torch.optim.AdamW(plain.parameters()))
+            asked = gathers[0]
+            for budget in budgets:
+                model = build()
+                optimizer = torch.optim.AdamW(model.parameters())
+                handle = lowtide.limit_memory(model, budget, optimizer=optimizer, progress=False)
+                gathers[0] = 0
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", message=".*from which lowtide plans, took")
+                    warnings.filterwarnings("ignore", message=".*int.*instead of reshard_after_forward")
+                    found = train(model, optimizer)
+                told = f"{name}, {budget}"
+                assert len(found) == len(expected) and all(map(torch.equal, found, expected)), (
+                    told,
+                    "differs",
+                )
+                assert gathers[0] == asked, (told, gathers[0], asked)
+                plan, measured = handle.plan, handle.measured_peak_bytes
+                assert plan is not None and plan.budget_bytes is not None and measured is not None, told
+                assert plan.replayed, (told, "nothing runs again")
+                assert measured <= plan.budget_bytes, (told, measured, plan.budget_bytes)
+                off = abs(measured - plan.predicted_peak_bytes)
+                assert off <= 0.01 * measured, (told, measured, plan.predicted_peak_bytes)
+                handle.remove()
+
+
+ON_FOUR: dict[str, Case] = {
+    "HSDP of two by two": (hybrid, steps),
+    "HSDP resharded to fewer": (partial(hybrid, 1), steps),
+    "weights resharded to half the ranks": (lambda: sharded(Model(), reshard_after_forward=2), steps),
+}
+
+
+def test_what_fsdp_is_asked_for() -> None:
+    on_ranks(2, compared, list(FAST), ("min",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_everything_that_fsdp_is_asked_for(name: str) -> None:
+    share = "90%" if name == "LoRA" else "70%"  # little of it is recomputed
+    on_ranks(2, compared, [name], (share, "min"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(ON_FOUR))
+def test_on_four_ranks(name: str) -> None:
+    on_ranks(4, compared, [name], ("70%", "min"))
