@@ -270,9 +270,12 @@ class _Kernel:
 
 
 class _RecordStream(_Kernel):
-    """The kernel of ``tensor.record_stream(stream)``. PyTorch's allocator keeps only memory of its own until
-    a stream has read it: bytes that the storage shares with a lazy clone become its own before, and of a
-    borrowed storage those are meant that it was borrowed from.
+    """The kernel of ``tensor.record_stream(stream)``, which no interceptor sees: by its schema it writes, but
+    the tensor's bytes stay as they are.
+
+    PyTorch's allocator keeps only memory of its own until a stream has read it: bytes that the storage shares
+    with a lazy clone become its own before, and of a borrowed storage those are meant that it was borrowed
+    from.
     """
 
     __slots__ = ()
@@ -284,7 +287,8 @@ class _RecordStream(_Kernel):
             args = (lender, *args[1:])
         elif has_plain_storage(args[0]) and not isinstance(args[0], private.FakeTensor):
             private.unshare(storage)
-        return super().__call__(keyset, *args, **kwargs)
+        with unseen():
+            return _run(_overload(self.name), keyset & _BELOW, args, kwargs)
 
 
 def _overload(name: str) -> Any:
@@ -409,12 +413,14 @@ def _register() -> None:
         if name in views or is_made_of_others(name):
             continue
         namespace, _, rest = name.partition("::")
-        ours.append((namespace, rest))
         if namespace not in libraries:
             libraries[namespace] = private.kernel_library(namespace)
+        if name == "aten::record_stream":
+            libraries[namespace].impl(rest, _KEY, _RecordStream(name), True)
+            continue
+        ours.append((namespace, rest))
         key = _KEY if registered.native is None else _PYTHON_KEY
-        kernel = _RecordStream if name == "aten::record_stream" else _Kernel
-        libraries[namespace].impl(rest, key, kernel(name), True)
+        libraries[namespace].impl(rest, key, _Kernel(name), True)
         if registered.native is None and name in mutable:
             libraries[namespace].impl(rest, writes.KEY, _Writes(name), False)
     if registered.native is not None:

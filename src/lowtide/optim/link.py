@@ -77,7 +77,7 @@ class Link(ABC):
         work()
 
     def settle(self) -> None:  # noqa: B027
-        """What the device is asked to do from now on sees everything that went up."""
+        """An update is over, what went up has arrived: copies wait again for what the device was asked."""
 
     def synchronize(self) -> None:  # noqa: B027
         """Return when the device has done all it was asked to."""
@@ -143,7 +143,6 @@ class CudaLink(Link):
         self._ready = (self.streams.mark(self.streams.current()),)
 
     def settle(self) -> None:
-        self.streams.order(self.streams.current(), self.streams.mark(self._up.stream))
         self._ready = ()
 
     def synchronize(self) -> None:

@@ -290,8 +290,7 @@ class GradientStream:
         held.norm = None
         if held.scales:
             held.rescale()
-        if self.link.direct:
-            held.wait()
+        if self.link.direct:  # it has arrived
             held.elements.add_(elements[slot.cut :])
             self._norm(slot, held)
             return

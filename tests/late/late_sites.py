@@ -1,0 +1,64 @@
+"""Of every wait and every recorded event (`late_mutations.sites`) a scenario that fails without it."""
+
+from __future__ import annotations
+
+FAILS = {
+    "optim/background.py: BackgroundUpdater.finish_early: transfer.wait()": "updated_beside_backward",
+    "optim/background.py: BackgroundUpdater.update_late: task.arriving.wait()": "gradients_zeroed_in_place",
+    "optim/background.py: BackgroundUpdater.wait_late: self._late.wait()": "updated_late",
+    "optim/background.py: BackgroundUpdater.quiet: transfer.wait()": "loaded_while_updating",
+    "optim/checkpoint.py: load: optimizer.link.settle()": "updates_that_fail",
+    "optim/host.py: HostOptimizer.step: link.settle()": "gradients_streamed",
+    "optim/host.py: HostOptimizer._or_torn: self.link.synchronize()": "updates_that_fail",
+    "optim/host.py: HostOptimizer._finish_late: self.link.settle()": "updated_late",
+    "optim/link.py: CudaLink.ready: self.streams.mark(self.streams.current())": "gradients_streamed",
+    "optim/link.py: CudaLink.begin_step: self.streams.mark(self.streams.current())": "optimizer_on_host",
+    "optim/link.py: CudaLink.synchronize: self.streams.synchronize()": "updates_that_fail",
+    "optim/pipeline.py: _wait: transfer.wait()": "optimizer_split",
+    "optim/pipeline.py: Updater._arrived: transfer.wait()": "optimizer_on_host",
+    "optim/pipeline.py: Updater._arrived: arriving.wait()": "updated_beside_backward",
+    "optim/pipeline.py: Updater._refresh: self.link.down(near, values).wait()": "optimizer_on_host",
+    "optim/slots.py: HostGradient.wait: transfer.wait()": "gradients_streamed",
+    "optim/slots.py: HostGradient.rescale: self.wait()": "clipped_then_more",
+    "optim/stream.py: GradientStream._memory: slot.gradient.wait()": "gradients_forgotten",
+    "optim/stream.py: GradientStream.add: self.link.ready()": "gradients_streamed",
+    "optim/stream.py: GradientStream._fetch: before.wait()": "gradients_streamed",
+    "optim/stream.py: GradientStream._fetch.add: coming.wait()": "gradients_streamed",
+    "optim/stream.py: GradientStream._bound: self._sums.popleft()[0].wait()": "gradients_in_flight",
+    "optim/stream.py: GradientStream.zero: held.wait()": "gradients_zeroed_in_place",
+    "optim/stream.py: GradientStream._fly: transfer.wait()": "gradients_in_flight",
+    "optim/stream.py: GradientStream._fly: transfer.join()": "gradients_in_flight",
+    "run/move.py: InTier.settle: writing.join()": "report",
+    "run/move.py: InTier.get: reading.join()": "encoded",
+    "run/move.py: TransferEngine.out: self._waiting.popleft()[1].settle()": "report",
+    "run/move.py: TransferEngine.begin: self._waiting.popleft()[1].settle()": "report_wide",
+    "run/record/tape.py: LiveValue._follow: now.wait_stream(before)": "streams_of_the_user",
+    "run/record/tape.py: LiveValue._follow: before.wait_stream(now)": "offload_from_two_streams",
+    "run/record/tape.py: LiveValue._follow: copy.record_stream(now)": "streams_of_the_user",
+    "store/disk.py: _Staging.copy: self._lane.copy([(target, source)], held, [ready]).wait()": "offload_disk",
+    "store/host.py: Host.read: lane.streams.mark(lane.streams.current())": "offload_wide",
+    "store/lanes.py: Transfer.wait: self._done.wait()": "offload_disk",
+    "store/lanes.py: Transfer.join: self.wait()": "offload_disk",
+    "store/lanes.py: Streams.mark: event.record(stream)": "offload_host",
+    "store/lanes.py: Streams.order: stream.wait_event(event)": "offload_host",
+    "store/lanes.py: Streams.synchronize: self._module.synchronize(self.device)": "updates_that_fail",
+    "store/lanes.py: StreamLane.copy: self.streams.mark(origin)": "offload_host",
+    "store/lanes.py: StreamLane.copy: self.streams.order(self.stream, event)": "offload_host",
+    "store/lanes.py: StreamLane.close: self.streams.mark(self.stream).synchronize()": "stores_closed",
+    "store/lanes.py: StreamLane.close: self.streams.mark(self.stream)": "stores_closed",
+    "store/lanes.py: Queued.__init__: lane.streams.mark(lane.stream)": "offload_host",
+    "store/lanes.py: Queued.wait: self.event.synchronize()": "offload_disk",
+    "store/lanes.py: Queued.join: self._streams.order(current, self.event)": "offload_host",
+    "store/lanes.py: Queued._release: self._streams.order(self._origin, self.event)": "tier_reused",
+    "store/tier.py: Tier._move: self.streams.mark(self.streams.current())": "offload_disk",
+    "store/tier.py: Tier._move.job: read_from.writing.wait()": "read_at_once",
+}
+
+ELSEWHERE = {
+    "optim/clip.py: norm_of: stand_in.stream.link.down(elements[:cut], stand_in.device_elements).wait()": (
+        "CUDA copies at once into memory that is not page-locked; another device may not"
+    ),
+    "optim/stream.py: GradientStream.add.finish: one.wait()": "it is over: what went wrong is raised",
+    "run/move.py: Gathered.get: gather.join()": "a collective: tests/store/test_shard.py",
+}
+"""Those that no stream of a single process can show, and why."""

@@ -1,0 +1,376 @@
+"""Limited steps on devices whose streams run late: bit by bit what a plain model computes."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from typing import Any
+
+import torch
+from late_scenarios import Run, check, scenario
+from moving_net import LOSSLESS, X, both, net, same, step
+from torch import Tensor, nn
+
+import lowtide
+from lowtide import meter, policies
+from lowtide.graph import StepGraph
+from lowtide.plan.data import Plan
+from lowtide.store.gradients import GradientSlab
+from lowtide.store.host import Host, host_bytes
+from lowtide.store.stores import Stores
+
+FOLDER = tempfile.gettempdir()
+
+
+def _limited(policy: Any = None, device: str = "cuda:0", drop: float = 0.1, **options: Any) -> Run:
+    """Steps of a limited model beside a plain one's bits."""
+    x = X[:64].to(device)
+    plain, limited = (net(layers=2).to(device) for _ in range(2))
+    for module in (*plain.modules(), *limited.modules()):
+        if isinstance(module, nn.Dropout):
+            module.p = drop
+    wanted = [step(plain, x, seed) for seed in range(3)]
+    if policy is not None:
+        options["policy"] = policy
+    handle = lowtide.limit_memory(limited, **options)
+    step(limited, x, 0)
+    step(limited, x, 0)
+    plan = handle.plan
+    check(plan and (plan.moves or plan.replayed), "there is nothing to do")
+
+    def run(seed: int) -> None:
+        check(same(wanted[seed % 3], step(limited, x, seed % 3)), "other gradients than the plain step's")
+
+    return run
+
+
+@scenario
+def recompute() -> Run:
+    """A budget that recomputes, on the second device while the first is current."""
+    return _limited(budget="86%", device="cuda:1")
+
+
+@scenario
+def offload_host() -> Run:
+    """Every saved value goes to page-locked memory and is fetched ahead of need."""
+    return _limited(policies.offload("host", min_bytes=1, window_bytes=20_000, slab=True))
+
+
+@scenario
+def offload_wide() -> Run:
+    """The same with a window that never holds a copy up."""
+    return _limited(policies.offload("host", min_bytes=1, window_bytes=100_000), device="cuda:1")
+
+
+@scenario
+def offload_disk() -> Run:
+    """Through a staging buffer, on two threads."""
+    return _limited(policies.offload("disk", FOLDER, min_bytes=1))
+
+
+@scenario
+def recompute_and_offload() -> Run:
+    """Some of the kept values to the host, some to disk."""
+    return _limited(both("full"))
+
+
+@scenario
+def encoded() -> Run:
+    """Masks are packed, and what is packed leaves the device."""
+    return _limited(LOSSLESS["masks on disk"])
+
+
+class Sides(nn.Module):
+    """Branches on a stream of the user's own, ordered as PyTorch asks for; backward runs there, too: the last
+    one first, which recomputes what all read, then the one beside it, then the first, which reuses memory.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.left, self.right, self.other = (nn.Linear(48, 48) for _ in range(4))
+        self.side = torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.nn.functional.gelu(self.first(x))
+        current = torch.cuda.current_stream()
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            other = torch.nn.functional.gelu(self.other(x).sin())
+        right = torch.nn.functional.gelu(self.right(h).cos())
+        with torch.cuda.stream(self.side):
+            left = torch.nn.functional.gelu(self.left(h).sin())
+            h.record_stream(self.side)
+        current.wait_stream(self.side)
+        left.record_stream(current)
+        other.record_stream(current)
+        return (left + right + other).sum()  # whose backward needs none of them
+
+
+def _sides(policy: Any) -> Run:
+    x = X[:64].cuda()
+    plain, limited = Sides().cuda(), Sides().cuda()
+    wanted = step(plain, x)
+    handle = lowtide.limit_memory(limited, policy=policy)
+    step(limited, x)
+    step(limited, x)
+    plan = handle.plan
+    check(plan and len(plan.moves or plan.replayed) >= 6, "`record_stream` keeps values where they are")
+
+    def run(seed: int) -> None:
+        check(same(wanted, step(limited, x)), "other gradients than the plain step's")
+
+    return run
+
+
+def _keep_nothing(graph: StepGraph, budget: int | None = None) -> Plan:
+    return policies.make_plan(graph, stored=())
+
+
+@scenario
+def plain_streams_of_the_user() -> Run:
+    """No limit: the scenario itself is in order."""
+    x, plain = X[:64].cuda(), Sides().cuda()
+    wanted = step(plain, x)
+
+    def run(seed: int) -> None:
+        check(same(wanted, step(plain, x)), "other gradients than before")
+
+    return run
+
+
+@scenario
+def streams_of_the_user() -> Run:
+    """What is recomputed on one stream is read on another."""
+    return _sides(_keep_nothing)
+
+
+@scenario
+def offload_from_two_streams() -> Run:
+    """What leaves from one stream comes back on another, into a slab."""
+    return _sides(policies.offload("host", min_bytes=1, window_bytes=20_000, slab=True))
+
+
+@scenario
+def retained_graph() -> Run:
+    """Backward runs twice: each saved tensor is asked for again."""
+    x = X[:64].cuda()
+    limited = net(layers=2).cuda()
+    wanted = _twice(net(layers=2).cuda(), x)
+    lowtide.limit_memory(limited, policy=both("full"))
+
+    def run(seed: int) -> None:
+        check(same(wanted, _twice(limited, x)), "other gradients than the plain step's")
+
+    run(0)
+    return run
+
+
+def _twice(model: nn.Module, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(3)
+    loss = model(x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@scenario
+def abandoned() -> Run:
+    """A forward that no backward follows, while its copies are under way; then a step."""
+    x = X[:64].cuda()
+    plain, limited = net(layers=2).cuda(), net(layers=2).cuda()
+    wanted = step(plain, x)
+    lowtide.limit_memory(limited, policy=policies.offload("host", min_bytes=1, window_bytes=100_000))
+    step(limited, x)
+
+    def run(seed: int) -> None:
+        torch.manual_seed(0)
+        limited(x)
+        check(same(wanted, step(limited, x)), "other gradients than the plain step's")
+
+    return run
+
+
+@scenario
+def stores_closed() -> Run:
+    """Stores end while copies are under way: page-locked memory outlives what copies from it."""
+    x = torch.arange(5000, device="cuda", dtype=torch.float32).view(torch.uint8)
+
+    def run(seed: int) -> None:
+        host = Host(torch.device("cuda", 0))
+        data = x * 1
+        lease = host.take(data.numel())
+        out = torch.empty_like(data)
+        writing = host.write(data, lease)
+        del data
+        reading = host.read(lease, out)
+        if seed % 2:
+            writing.join()
+        host.close()
+        reading.join()
+        check(torch.equal(out, x), "another value came back")
+
+    return run
+
+
+@scenario
+def tier_reused() -> Run:
+    """Values go out and come back through the same places, while the program never waits."""
+    stores = Stores()
+    tier = stores.tier("host", "", torch.device("cuda"))
+    tier.expect([0, 2048], [2000, 2000])
+    base = torch.arange(2000, device="cuda").to(torch.uint8)
+
+    def run(seed: int) -> None:
+        seen: list[Tensor] = []
+        for turn in range(4):
+            data, lease = base + turn, tier.take(2000, turn % 2)
+            writing = tier.write(data, lease)
+            if seed % 3:
+                writing.join()
+            del writing, data
+            other = base * 2  # in the freed memory, if it is free
+            out = torch.empty_like(base)
+            reading = tier.read(lease, out)
+            if turn % 2 or seed % 2:
+                reading.join()
+                seen += [out - turn, other]
+            del reading, out, other
+        check(all(torch.equal(a, base) for a in seen[::2]), "another value came back")
+
+    return run
+
+
+@scenario
+def read_at_once() -> Run:
+    """What a thread still writes to disk is asked for."""
+    tier = Stores().tier("disk", FOLDER, torch.device("cuda"))
+    base = torch.arange(5000, device="cuda").to(torch.uint8)
+
+    def run(seed: int) -> None:
+        lease, out = tier.take(5000), torch.empty_like(base)
+        data = base + seed
+        tier.write(data, lease)
+        tier.read(lease, out).join()
+        check(torch.equal(out, data), "another value came back")
+
+    return run
+
+
+@scenario
+def two_devices() -> Run:
+    """A model on each device, in turns and on threads of their own."""
+    runs = [
+        _limited(
+            policies.offload("host", min_bytes=1, window_bytes=20_000), f"cuda:{at}", drop=0.0
+        )  # they have one generator
+        for at in (0, 1)
+    ]
+    seen: list[BaseException] = []
+
+    def one(at: int, seed: int) -> None:
+        try:
+            runs[at](seed)
+        except BaseException as error:
+            seen.append(error)
+
+    def run(seed: int) -> None:
+        threads = [threading.Thread(target=one, args=(at, 0)) for at in (0, 1)]
+        for thread in threads if seed % 2 else ():
+            thread.start()
+        for at, thread in enumerate(threads):
+            if seed % 2:
+                thread.join()
+            else:
+                one(at, 0)
+        if seen:
+            raise seen.pop()
+
+    return run
+
+
+@scenario
+def pinned_inputs() -> Run:
+    """Batches from page-locked memory, copied beside the steps of a limited model."""
+    plain, limited = net(layers=1).cuda(), net(layers=1).cuda()
+    batches = [X[16 * i : 16 * (i + 1)] for i in range(3)]
+    wanted = [step(plain, batch.cuda()) for batch in batches]
+    lowtide.limit_memory(limited, policy="full")
+
+    def run(seed: int) -> None:
+        found = []
+        for batch in batches:
+            memory = batch.pin_memory()
+            found.append(step(limited, memory.to("cuda", non_blocking=True)))
+            del memory
+        check(all(map(same, wanted, found)), "other gradients than the plain step's")
+
+    run(0)
+    return run
+
+
+@scenario
+def gradient_slab() -> Run:
+    """Gradients move into one slab as backward makes them."""
+    x = X[:64].cuda()
+    plain, limited = net(layers=1).cuda(), net(layers=1).cuda()
+    wanted = step(plain, x)
+    GradientSlab(limited.parameters())
+    lowtide.limit_memory(limited, policy="full")
+    step(limited, x)
+
+    def run(seed: int) -> None:
+        check(same(wanted, step(limited, x)), "other gradients than the plain step's")
+
+    return run
+
+
+@scenario
+def report() -> Run:
+    """A limited step under the meter: its timeline, and the bytes that the plan predicts."""
+    return _reported(20_000)
+
+
+@scenario
+def report_wide() -> Run:
+    """The same where much is under way when backward begins."""
+    return _reported(100_000)
+
+
+def _reported(window: int) -> Run:
+    x = X[:64].cuda()
+    model = net(layers=2).cuda()
+    handle = lowtide.limit_memory(model, policy=policies.offload("host", min_bytes=1, window_bytes=window))
+    step(model, x)
+    step(model, x)
+    gradients = sum(p.nbytes for p in model.parameters())
+    standing = meter.resident_bytes(model) - gradients + x.nbytes
+
+    def run(seed: int) -> None:
+        model.zero_grad()
+        torch.manual_seed(0)
+        found = meter.measure(lambda: model(x).backward(), timeline=bool(seed % 2), device="cuda:0")
+        plan = handle.plan
+        assert plan is not None
+        taken = standing + plan.slab_bytes + found.peak_bytes
+        check(taken == plan.predicted_peak_bytes, f"{taken} bytes, not {plan.predicted_peak_bytes}")
+
+    run(0)
+    return run
+
+
+@scenario
+def locked_memory() -> Run:
+    """Page-locked memory is let go of while a copy from it may be under way; who copies waits."""
+
+    def run(seed: int) -> None:
+        memory = host_bytes(1000, pin=True)
+        memory.fill_(seed % 200)
+        out = torch.empty(1000, dtype=torch.uint8, device="cuda")
+        out.copy_(memory, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        del memory
+        check(bool((out == seed % 200).all()), "other bytes")
+
+    return run
