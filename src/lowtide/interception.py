@@ -42,7 +42,7 @@ class Interceptor:
 
     @property
     def governs(self) -> bool:
-        """Whether it decides now what autograd keeps of this thread's operations."""
+        """Whether this interceptor decides now what autograd keeps of this thread's operations."""
         return False
 
     core: Any = None
@@ -67,7 +67,7 @@ class Interceptor:
         return self._thread_state is not None
 
     def stop(self) -> None:
-        """See nothing more, wherever among the active ones this is, and whichever thread says so."""
+        """See no more operations. Any thread may call this, also while later interceptors are active."""
         thread, self._thread_state = self._thread_state, None
         if thread is None:
             return
@@ -130,7 +130,7 @@ def _known_thread() -> _Thread | None:
 
 
 def interceptors() -> list[Interceptor]:
-    """Those that are active on this thread, outermost first."""
+    """The interceptors that are active on this thread, outermost first."""
     thread = _known_thread()
     return thread.active if thread is not None else []
 

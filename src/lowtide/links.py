@@ -24,15 +24,15 @@ class Link:
     busy: float = 0.0
 
     def seconds_out(self, bytes_: int) -> float:
-        """What writing so many bytes takes."""
+        """Seconds that writing so many bytes takes."""
         return self.latency_seconds + bytes_ / self.write_bytes_per_second
 
     def seconds_in(self, bytes_: int) -> float:
-        """What reading so many bytes takes."""
+        """Seconds that reading so many bytes takes."""
         return self.latency_seconds + bytes_ / self.read_bytes_per_second
 
     def there_and_back(self, bytes_: int) -> float:
-        """The same for both ways, the latencies aside."""
+        """Seconds that writing and reading so many bytes take, the latencies aside."""
         return bytes_ * (1 / self.write_bytes_per_second + 1 / self.read_bytes_per_second)
 
 

@@ -191,7 +191,7 @@ def muted() -> Iterator[None]:
 
 
 def current() -> Work:
-    """The work that is under way in this thread, or one that nobody sees."""
+    """The work that this thread is showing; where there is none, a `Work` that shows nothing."""
     return _current.get() or Work("", "", "nowhere")
 
 

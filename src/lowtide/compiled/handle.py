@@ -141,7 +141,7 @@ class CompiledHandle(LimitHandle):
 
     @property
     def plannings(self) -> int:
-        """How many plans were made so far for this budget, those among them that lay beside cached code."""
+        """How many plans there are for this budget: made here, or found beside cached code."""
         return len(self.plans)
 
     @property
@@ -368,7 +368,7 @@ class CompiledHandle(LimitHandle):
         return flow
 
     def _choose_flow(self) -> None:
-        """A step begins: what it runs follows from the gradients that stand."""
+        """Choose the code and plans of a step that begins, by the gradients that stand."""
         stand = self._stood.gradient_bytes = self._stood.gradients_now()
         found = self._flows.get(stand > 0, self._flow)
         if found is not self._flow or stand > found.gradients_bytes:

@@ -59,7 +59,7 @@ def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload
 
 
 class Stored:
-    """What is stored of one value.
+    """A saved value that waits in a tier.
 
     Args:
         x: the value, dense.
@@ -123,7 +123,7 @@ def stores() -> Stores:
 
 @cache
 def _known() -> weakref.WeakValueDictionary[int, Stored | Arriving]:
-    """Number on a ticket -> what it stands for."""
+    """Number on a ticket -> the stored or arriving value that the ticket stands for."""
     return weakref.WeakValueDictionary()
 
 

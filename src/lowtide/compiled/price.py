@@ -376,7 +376,7 @@ class Candidates:
 
     @property
     def priced(self) -> list[Candidate]:
-        """Those of which it is known what they take."""
+        """The candidates whose halves were lowered, so that their bytes and seconds are known."""
         return [one for one in self._by_kept.values() if one.code.priced]
 
     @functools.cached_property
@@ -410,7 +410,7 @@ class Candidates:
         moves: Mapping[Key, Decision] = _NO_MOVES,
         plan: Plan | None = None,
     ) -> Candidate:
-        """The cut that stores these; with ``None`` that of `torch.compile` itself.
+        """The candidate that stores these storages; with ``None`` the cut of `torch.compile` itself.
 
         Args:
             stored: storages.
@@ -443,7 +443,7 @@ class Candidates:
         return Generated(self.joint, self.options, self._known_scratch, halves)
 
     def _seconds(self, halves: Halves, more: float, profiles: tuple[Profile, Profile]) -> float:
-        """Time of two halves, by what their kernels are given, and ``more``."""
+        """Seconds of two halves, by the traffic of their kernels, plus ``more`` seconds for moves."""
         both = zip(halves, profiles, strict=True)
         return more + sum(
             half_seconds(half, seen.traffic, self._parts, self.device, self._room) for half, seen in both

@@ -75,16 +75,20 @@ class Moment:
 
     @property
     def calls(self) -> tuple[int, ...]:
-        """Calls that take memory: those that wait, and the one that runs."""
+        """The calls that take memory: those whose backward is to come, and the call that runs."""
         return self.waiting if self.call is None else (*self.waiting, self.call)
 
     def held(self, call: GraphCall, kept: Mapping[Key, int]) -> int:
-        """What a call that waits holds here, beyond what stands anyway."""
+        """Bytes that a call whose backward is to come holds at this moment, and that nobody else holds."""
         standing = self.alive.difference(self.own.values())
         return sum(count for key, count in kept.items() if call.lies.get(key) not in standing)
 
     def lent_beside(self, others: Iterable[tuple[GraphCall, Mapping[Key, int]]]) -> frozenset[Key] | None:
-        """What others hold to its end of what a backward is handed, where calls that wait keep this."""
+        """The storages of a backward's inputs that others hold until the backward has ended.
+
+        Args:
+            others: calls whose backward is to come, and what each keeps for it.
+        """
         held = {call.lies[key] for call, kept in others for key in kept if key in call.lies}
         more = {key for key, number in self.own.items() if number in held}
         return self.lent | more if more and self.lent is not None else self.lent
@@ -107,7 +111,7 @@ class Timeline:
     moments: list[Moment] = field(default_factory=list)
 
     def ending_with(self, after_bytes: int) -> Timeline:
-        """The same step where so many bytes are live when its backward has ended; 0 for what it says."""
+        """The same step with so many live bytes when its backward has ended; with 0 the step itself."""
         if not after_bytes:
             return self
         return replace(self, moments=[*self.moments, Moment("gap", None, after_bytes)])
@@ -317,7 +321,7 @@ class Stood:
         self._always: tuple[int, int] | None = None  # parameters with state, and the bytes that do not change
 
     def __call__(self, *given: Any) -> int:
-        """Bytes that stand before a step that is given these arguments."""
+        """The bytes that stand when a step with these arguments begins."""
         gradients = self.gradients_now()
         states = len(self._optimizer.state) if self._optimizer is not None else 0
         if self._always is None or self._always[0] != states:

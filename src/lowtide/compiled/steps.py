@@ -116,12 +116,12 @@ class _Shared:
         return {} if moment.call is None else {(moment.call, key): n for key, n in moment.own.items()}
 
     def number_of(self, place: Place) -> int | None:
-        """The number of a storage that is one of them."""
+        """The number of a shared storage; ``None`` for any other."""
         number = self._timeline.calls[place[0]].lies.get(place[1])
         return number if number in self.sizes else None
 
     def given(self, moment: Moment) -> list[Place]:
-        """Those that a graph is given, and has not been given before."""
+        """The shared storages among the inputs of a moment's graph."""
         if moment.call is None:
             return []
         joint = self._joints[moment.call]
@@ -194,7 +194,7 @@ class _Writer:
             self._tell("free", self._ending.pop(key))
 
     def _reads(self, moment: Moment) -> set[Key]:
-        """What the calls of a half read of what they are given."""
+        """The storages that the calls of a moment's half read or return."""
         if moment.call is None:
             return set()
         joint, forward = self.joints[moment.call], moment.kind == "forward"
@@ -203,7 +203,7 @@ class _Writer:
         )
 
     def _end(self, numbers: Iterable[int]) -> None:
-        """Nobody but autograd holds these shared storages any more."""
+        """End these shared storages: from here on they are there only as far as a plan stores them."""
         for number in list(numbers):
             self._tell("free", self._there.pop(number))
 

@@ -55,7 +55,7 @@ class Block:
 
     @property
     def most(self) -> int:
-        """Its bytes, and those that could be mapped behind it."""
+        """The block's bytes, and the unmapped bytes behind the block that it could grow into."""
         return self.bytes + (self.next.bytes if self.next and not self.next.mapped else 0)
 
 

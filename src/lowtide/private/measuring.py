@@ -96,7 +96,7 @@ def blas_workspace_bytes(device: torch.device) -> int:
 
 
 def take_blas_workspaces(device: torch.device) -> None:
-    """Multiply matrices on this thread, so that it has what `blas_workspace_bytes` counts."""
+    """Multiply matrices, so that cuBLAS has this thread's workspaces, which `blas_workspace_bytes` counts."""
     with torch.cuda.device(device):
         torch.cuda.current_blas_handle()
         some = torch.ones(16, 16, device=device)

@@ -80,8 +80,7 @@ class Once:
 
 
 class Overruns:
-    """Says of each step that took more than its budget that it did: the first ones at length, later ones in
-    short.
+    """The warnings of steps that took more than their budget: long ones at first, short ones later.
 
     Attributes:
         steps: how many took more, by why.

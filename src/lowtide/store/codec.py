@@ -166,7 +166,7 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """What `pack_bits` packed, one a byte."""
+    """The codes that `pack_bits` packed, one in each byte."""
     each = 8 // bits
     whole = packed.to(_WORDS[each])
     codes = whole & ((1 << bits) - 1)

@@ -79,7 +79,7 @@ class ThreadLane:
         self._executor = ThreadPoolExecutor(1, f"lowtide-{name}", lambda: own.add(threading.get_ident()))
 
     def do(self, work: Callable[[], object]) -> Transfer:
-        """Do it after everything before it; the transfer raises what it raises."""
+        """Queue ``work`` behind all earlier work. Waiting for the transfer raises what ``work`` raises."""
         transfer = Transfer()
         given = [work]  # released before `finish`: its bytes are free by then
 
@@ -95,7 +95,7 @@ class ThreadLane:
         return transfer
 
     def close(self) -> None:
-        """Finish what is queued, then end."""
+        """Finish the queued work, then end the thread."""
         self._executor.shutdown(wait=threading.get_ident() not in self._own)
 
 
@@ -115,7 +115,7 @@ class Streams:
         return self._module.Stream(self.device)
 
     def current(self) -> Any:
-        """The stream that computes, as this thread has it."""
+        """The stream on which this thread computes now."""
         return self._module.current_stream(self.device)
 
     def mark(self, stream: Any) -> Event:

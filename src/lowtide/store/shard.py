@@ -51,7 +51,7 @@ class Replicas:
         return Gather(self, work, part)
 
     def explain(self, error: BaseException) -> StoreError:
-        """An error that says what to do."""
+        """The error to raise for a gather that failed with ``error``: it says what to do."""
         ranks = ", ".join(str(dist.get_global_rank(self.group, number)) for number in range(self.size))
         return StoreError(
             f"the parts of a saved value could not be gathered over the ranks {ranks}: one of them has ended "

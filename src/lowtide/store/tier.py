@@ -181,4 +181,4 @@ class Tier(ABC):
 
     @abstractmethod
     def _explain(self, what: str, error: BaseException) -> StoreError:
-        """An error that says what to do."""
+        """The error to raise for a transfer that failed with ``error``: it says what to do."""

@@ -25,7 +25,7 @@ def _read(op: Operation, index: int, shown: Mapping[int, int], gathers: bool) ->
 
 
 def with_gathered(graph: StepGraph, gathered: Collection[int]) -> StepGraph:
-    """The same step, these storages gathered.
+    """The same step with these storages marked as gathered.
 
     A first step allocates them. No later one does, so the operations that did are left out.
 

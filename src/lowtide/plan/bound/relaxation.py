@@ -118,7 +118,7 @@ class Relaxation:
     # ---- what a decision costs and allows --------------------------------------------------------
 
     def _seconds_of(self, index: int) -> float:
-        """What one more run of an operation costs."""
+        """Seconds of one more run of an operation, the executor's own included."""
         return self.sim.graph.operations[index].seconds + self.sim.graph.replay_overhead_seconds
 
     def seconds_to_move(self, m: Move) -> float:

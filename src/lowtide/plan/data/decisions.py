@@ -191,23 +191,23 @@ class Move:
 
     @property
     def shard(self) -> Shard | None:
-        """Over what it is sharded, if it is."""
+        """The group that the value is sharded over, or ``None``."""
         first, _ = form_and_tier(self.decision)
         return first if isinstance(first, Shard) else None
 
     @property
     def link_in(self) -> str:
-        """The tier or group that it comes back from ahead of need; empty for neither."""
+        """The tier or group that the value comes back from ahead of need; empty for neither."""
         return self.tier or (self.shard.group if self.shard else "")
 
     @property
     def bytes_in(self) -> int:
-        """What comes back over that link."""
+        """The bytes that come back over `link_in`."""
         return self.encoded_bytes if self.tier else self.bytes
 
     @property
     def gather_bytes(self) -> int:
-        """What gathering its parts may allocate on the way: Gloo copies its input and its output."""
+        """The most that gathering the value's parts allocates: Gloo copies its input and its output."""
         return self.encoded_bytes * (self.shard.size + 1) if self.shard else 0
 
     @property
@@ -226,5 +226,5 @@ class Move:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of the value that has come back; a gathered one has its padding behind it."""
+        """Bytes of the value once it has come back, with the padding of a gathered one."""
         return self.encoded_bytes * self.shard.size if self.shard else self.bytes

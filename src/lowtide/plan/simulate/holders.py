@@ -39,7 +39,7 @@ FETCHED, SCRATCH = "activations that came back", "scratch of an operation"
 
 
 class _Piece(NamedTuple):
-    """One block of memory: what it is, its bytes, who made it, its shape and dtype."""
+    """One block of memory: its kind, its bytes, the module and line that made it, its shape and dtype."""
 
     name: str
     bytes: int

@@ -68,11 +68,11 @@ def replay_set(
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """Where evicted values come back from: what made them runs again, or what fetches them.
+    """Where evicted values come back from: their producers, which run again, or fetches.
 
     Attributes:
-        operations: those of the step, and behind them one that reads nothing for each value that moves.
-        own: how many of them are the step's own.
+        operations: the step's, and behind them for each value that moves one that reads nothing: its fetch.
+        own: how many operations are the step's own.
         producer: value -> the operation that brings it back, or -1.
         reads: operation -> what it reads that may be missing.
         held_reads: operation -> what it reads that the program itself may let go of.
@@ -328,8 +328,8 @@ class StepIndex:
 
     @cached_property
     def all_kept(self) -> frozenset[int]:
-        """What is stored where memory is no matter: what a plan decides about, and what enters scopes.
-        `Simulator.close` takes away what these evict, and what nobody reads.
+        """The values that are stored where memory does not matter: all that a plan decides about, and those
+        that enter scopes. `Simulator.close` takes away those that scopes evict and those that nobody reads.
         """
         return self.kept_by_scopes.union(self.droppable)
 
@@ -385,7 +385,7 @@ class StepIndex:
 
     @cached_property
     def gathered_reads(self) -> list[tuple[int, ...]]:
-        """operation -> the gathered storages that it reads"""
+        """Operation -> the gathered storages that the operation reads."""
         kinds, storage_of = [s.kind for s in self.graph.storages], self.storage_of
         return [
             tuple({storage_of[u] for u in op.reads if kinds[storage_of[u]] == "gathered"})
@@ -398,7 +398,7 @@ class StepIndex:
         return resizes[place - 1][1] if place else sid not in self.begin_empty
 
     def asked(self, evicted: Iterable[int]) -> Iterator[tuple[int, int]]:
-        """(value, event) for each time that replays bring one of these back."""
+        """(value, event) for each time that a replay brings an evicted value back."""
         for v in evicted:
             unpacked = [at for at, what, _ in self.happenings[v] if what == "unpack"]
             yield from ((v, at) for at in sorted(unpacked)[:1])

@@ -163,7 +163,7 @@ class Walk:
                 self.seen.append(Held(event, -1, frozenset(cached), self.live, 0))
 
     def _needed(self, value: int) -> list[int]:
-        """The operations that bring it back; most often the one that makes it."""
+        """The operations that bring a value back: most often its producer alone."""
         sources, there = self.sources, self.there
         index = sources.producer[value]
         for u in sources.reads[index]:

@@ -406,7 +406,7 @@ def _ended_early(plan: Plan) -> bool:
 
 
 def _with_resident(graph: StepGraph, more: int) -> StepGraph:
-    """The step with more bytes that exist before it."""
+    """The step with so many more resident bytes."""
     return replace(graph, resident_bytes=graph.resident_bytes + more)
 
 

@@ -202,8 +202,8 @@ class UnderWay:
 
     @property
     def beside_bytes(self) -> int:
-        """What those hold that were under way beside others: one of each kind, a gather and a reduce-scatter.
-        When one ends depends on the other ranks.
+        """The bytes of collectives that run beside other operations: of the largest gather and the largest
+        reduce-scatter, since when each ends depends on the other ranks.
         """
         return sum(self._beside.values())
 

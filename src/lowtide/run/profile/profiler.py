@@ -270,8 +270,8 @@ class Profiler(Interceptor):
         return node
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
-        """Run code whose operations nobody sees: what it returns and what autograd saves in it shows up as
-        written by one hidden operation each.
+        """Run code whose operations are not intercepted (a compiled submodule). Each tensor that the code
+        returns, or that autograd saves in it, is written down as the result of one hidden operation.
         """
         tracer = self.tracer
         cost = self._hidden.setdefault(len(tracer.operations), Cost())
@@ -404,7 +404,7 @@ class Profiler(Interceptor):
 
 
 class _Saved:
-    """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
+    """Autograd holds this in place of a saved tensor, and deletes it when it releases the saved tensor."""
 
     __slots__ = ("__weakref__", "held", "number", "profiler")
 
@@ -412,11 +412,11 @@ class _Saved:
         self.profiler, self.number, self.held = profiler, number, held
 
     def is_behind(self) -> bool:
-        """Whether it is evicted, and its version counter says that it was not overwritten."""
+        """Whether the tensor is evicted, and its version counter does not show that it was overwritten."""
         return isinstance(self.held, Evicted) and private.version(self.held.witness) == self.held.version
 
     def lies_in(self, where: Geometry, nbytes: int) -> bool:
-        """Whether what is written at ``where`` in its storage of ``nbytes`` is a part of it."""
+        """Whether a write at ``where``, in the tensor's storage of ``nbytes``, overwrites a part of it."""
         return not isinstance(self.held, Evicted) or where.overlaps(self.held.ref, nbytes)
 
     def keep(self, storage: torch.UntypedStorage) -> None:

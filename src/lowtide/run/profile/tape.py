@@ -95,8 +95,8 @@ class Tape:
         return [(tensor, copy_of(tensor)) for tensor in call.overwritten] if self.verify else []
 
     def overwrites(self, call: Call) -> None:
-        """A call is about to overwrite tensors: what replays start from is copy_of, unless the step made it,
-        for then it is a copy.
+        """A call is about to overwrite tensors: copy those that replays start from. Those that the step made
+        are held as copies already.
         """
         for tensor in call.overwritten:
             storage = self._tracer.storage_of(tensor)
@@ -250,8 +250,8 @@ class Tape:
     def close(self) -> None:
         """The forward is over: autograd's graph holds what saved tensors need, and nobody else anything.
 
-        From here on others see operations: what replays start from is copy_of before it is overwritten, and
-        what was evicted of storages that live on is read from them once they were.
+        From here on `lowtide.writes` watches: tensors that replays start from are copied before they are
+        overwritten, and an evicted value whose storage lives on is read from the storage once that was.
         """
         living = [s for s in self._tracer.living() if s.held is not None and not s.gathered]
         self._starts.add({s.key: s.held for s in living if s.held is not None})

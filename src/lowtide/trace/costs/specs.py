@@ -68,7 +68,7 @@ class TensorSpec:
 
     @property
     def extent_bytes(self) -> int:
-        """Bytes that its storage needs at least."""
+        """The fewest bytes that the tensor's storage can have."""
         if 0 in self.shape:
             return 0
         last = self.offset + sum(
