@@ -12,10 +12,10 @@ from torch import fx, nn
 
 from lowtide.compiled import price
 from lowtide.compiled.alone import forecast
-from lowtide.compiled.choose import told
+from lowtide.compiled.choose import with_prices
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated, Traffic
-from lowtide.compiled.price import Candidates, costs_of, half_seconds, parts_of
+from lowtide.compiled.price import CandidateCuts, costs_of, half_seconds, parts_of
 from lowtide.private import inductor, partitioning
 
 ROWS, WIDTH = 64, 48
@@ -75,7 +75,7 @@ def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: 
 
 
 def test_masks_that_are_handed_over_are_likely_to_cost_what_kernels_take_for_them(look: Look) -> None:
-    cuts = Candidates(look.joint, {})
+    cuts = CandidateCuts(look.joint, {})
     with mock.patch.object(price, "MASK_SECONDS", (0.0, 0.0)):
         without = cuts.likely_seconds(cuts.plain)
         assert without > 0
@@ -132,7 +132,7 @@ def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
 def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
     plan = forecast(Loss(), "90%", torch.randn(2, 256, 256))
     plan = replace(plan, predicted_extra_seconds=0.5, bound_extra_seconds=0.25)
-    found = told(plan, 3, 2, 4, seconds=3.0, plain_seconds=4.0)
+    found = with_prices(plan, 3, 2, 4, seconds=3.0, plain_seconds=4.0)
     assert (found.plain_seconds, found.predicted_extra_seconds) == (4.0, -1.0)
     assert found.gap_seconds == 0.25
 
@@ -143,7 +143,7 @@ def test_the_table_adds_up_to_the_forecast(seconds: float) -> None:
     plan = forecast(Loss(), "90%", torch.randn(2, 256, 256))
     assert plan.modules
     for rows in (plan.modules, ()):
-        found = told(replace(plan, modules=rows), 3, 2, 4, seconds=seconds, plain_seconds=4.0)
+        found = with_prices(replace(plan, modules=rows), 3, 2, 4, seconds=seconds, plain_seconds=4.0)
         total = sum(row.extra_seconds for row in found.modules)
         assert total == pytest.approx(found.predicted_extra_seconds) == seconds - 4.0
 

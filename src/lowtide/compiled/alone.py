@@ -29,7 +29,7 @@ from lowtide.compiled.cut import Halves
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated, Size
-from lowtide.compiled.price import Candidate
+from lowtide.compiled.price import CandidateCut
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
@@ -114,7 +114,7 @@ class Partitioner(Cutter):
                 self._unseen = unseen = _Unseen()
                 try:
                     compiled = compile_graph(module, inputs, options, self, unseen.compile, at_once=True)
-                except _Refused:
+                except _CutRefused:
                     texts.clear()
                 finally:
                     self._unseen = None
@@ -195,7 +195,7 @@ class Partitioner(Cutter):
         return int(math.log(budgets.available_bytes(device, standing) or 1, 1.05))
 
 
-class _Refused(BaseException):
+class _CutRefused(BaseException):
     """A cut that was compiled unseen is not good. No `Exception`: PyTorch's compiler would catch that."""
 
 
@@ -208,7 +208,7 @@ class _Unseen:
         accepted: the cut with what it takes, once that is known.
     """
 
-    candidate: Candidate | None = None
+    candidate: CandidateCut | None = None
     accepted: Chosen | None = None
     _choice: Choice
     _first: First
@@ -226,7 +226,7 @@ class _Unseen:
         """What Inductor makes of a half.
 
         Raises:
-            _Refused: the cut is not good; before the kernels are compiled that the half's text names.
+            _CutRefused: the cut is not good; before the kernels are compiled that the half's text names.
         """
         if self.candidate is None:
             return inductor.compile_half(half, inputs, **how)
@@ -246,17 +246,17 @@ class _Unseen:
         """A half's text was read.
 
         Raises:
-            _Refused: what it takes is above the budget, or both halves leave much of it.
+            _CutRefused: what it takes is above the budget, or both halves leave much of it.
         """
         candidate, choice, first = self.candidate, self._choice, self._first
         assert candidate is not None
         standing = choice.timeline.standing_bytes
         if standing + code.forward_at(candidate.size).peak_bytes > first.most_bytes:
-            raise _Refused
+            raise _CutRefused
         if code.priced:
             self.accepted, self.candidate = choice.accepted(first), None
             if self.accepted is None:
-                raise _Refused
+                raise _CutRefused
 
 
 # ---- on disk --------------------------------------------------------------------------------------

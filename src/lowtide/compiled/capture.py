@@ -19,7 +19,7 @@ from torch import fx
 
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.price import Candidates
+from lowtide.compiled.price import CandidateCuts
 from lowtide.compiled.profile import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
@@ -167,8 +167,8 @@ class Graph:
         self.captured, self.options = captured, options
         self._choose, self._recording = choose, recording
         self._open = captured.open_sizes
-        self.candidates: Candidates | None = None  # none for what has no backward
-        self._at_sizes: dict[Sizes, Candidates] = {}
+        self.candidates: CandidateCuts | None = None  # none for what has no backward
+        self._at_sizes: dict[Sizes, CandidateCuts] = {}
         self._compiled: dict[frozenset[Key] | None, Run] = {}
         self.smallest: Run = self._compile_call_by_call()
         if self.candidates is None:
@@ -177,14 +177,14 @@ class Graph:
     def __call__(self, *args: Any) -> Any:
         return self._choose(self, tuple(args[at] for at in self._open))(*args)
 
-    def candidates_at(self, sizes: Sizes) -> Candidates:
+    def candidates_at(self, sizes: Sizes) -> CandidateCuts:
         """The candidate cuts of the graph, with what they take at these sizes."""
         assert self.candidates is not None
         if not sizes:
             return self.candidates
         if sizes not in self._at_sizes:
             joint = replace(self.candidates.joint, size=self.captured.sizes_at(sizes))
-            self._at_sizes = {sizes: Candidates(joint, self.options)}
+            self._at_sizes = {sizes: CandidateCuts(joint, self.options)}
         return self._at_sizes[sizes]
 
     def run_as(self, stored: frozenset[Key] | None) -> Run:
@@ -204,15 +204,17 @@ class Graph:
         options = None if self.options is None else {**self.options, **inductor.UNCACHED}
         cutter = Cutter(self.options, self._meet)
         return self.captured.compile(
-            lambda module, inputs: compile_graph(module, inputs, options, cutter, self._told)
+            lambda module, inputs: compile_graph(module, inputs, options, cutter, self._run_by_call)
         )
 
     def _meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
-        self.candidates = Candidates(joint, self.options)
+        self.candidates = CandidateCuts(joint, self.options)
         return cut(joint, self.candidates.smallest)
 
-    def _told(self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any) -> Run:
+    def _run_by_call(
+        self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any
+    ) -> Run:
         """Runs a half call by call, and tells the recording."""
         run = inductor.boxed_nop(module, inputs)
         names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
@@ -239,9 +241,9 @@ class Graph:
                 recording.backward_ended(call)
             return found
 
-        told = backward if is_backward else forward
-        told._boxed_call = True  # type: ignore[attr-defined]
-        return told
+        half = backward if is_backward else forward
+        half._boxed_call = True  # type: ignore[attr-defined]
+        return half
 
     def _by_key(self, names: Sequence[str], tensors: Sequence[Any]) -> dict[Key, torch.Tensor]:
         assert self.candidates is not None

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from lowtide import budget as budgets
 from lowtide.budget import with_slack
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.price import Candidate, Candidates
+from lowtide.compiled.price import CandidateCut, CandidateCuts
 from lowtide.compiled.profile import Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
 from lowtide.errors import BudgetError
@@ -84,8 +84,8 @@ class Chosen:
         graph: that graph.
     """
 
-    cuts: tuple[Candidate, ...]
-    plain: tuple[Candidate, ...]
+    cuts: tuple[CandidateCut, ...]
+    plain: tuple[CandidateCut, ...]
     plan: Plan
     graph: StepGraph
 
@@ -102,7 +102,7 @@ class First:
     """
 
     plan: Plan
-    cuts: tuple[Candidate, ...]
+    cuts: tuple[CandidateCut, ...]
     limit: int | None
     plain_peak: int | None
 
@@ -132,7 +132,7 @@ def choice_alone(
         tiers: where saved values may wait.
         after_bytes: the most live bytes when backward has ended; 0 for none but the graph's.
     """
-    candidates = Candidates(joint, options, standing_bytes, budget, after_bytes)
+    candidates = CandidateCuts(joint, options, standing_bytes, budget, after_bytes)
     policy: Any = "optimal"
     if ways := tuple(map(decision_of, tiers)):
         with outside_modes():  # AOTAutograd calls us among fake tensors
@@ -141,7 +141,7 @@ def choice_alone(
     return Choice(candidates.timeline, [candidates], candidates.step, budget, policy)
 
 
-def choice_of(timeline: Timeline, candidates: Sequence[Candidates], budget: str | int) -> Choice:
+def choice_of(timeline: Timeline, candidates: Sequence[CandidateCuts], budget: str | int) -> Choice:
     """How to cut every call of a recorded step.
 
     Args:
@@ -170,7 +170,7 @@ class Choice:
     def __init__(
         self,
         timeline: Timeline,
-        candidates: Sequence[Candidates],
+        candidates: Sequence[CandidateCuts],
         step: Step,
         budget: str | int,
         policy: Any = "optimal",
@@ -179,11 +179,11 @@ class Choice:
         self.budget, self.policy = budget, policy
         self.fused = any(one.options is not None for one in candidates)
         self._share = isinstance(budget, str) and budget.strip().endswith("%")
-        self.tried: dict[tuple[Candidate, ...], Plan] = {}
+        self.tried: dict[tuple[CandidateCut, ...], Plan] = {}
 
     # ---- what cuts take --------------------------------------------------------------------------
 
-    def peaks(self, cuts: Sequence[Candidate]) -> list[int]:
+    def peaks(self, cuts: Sequence[CandidateCut]) -> list[int]:
         """The most live bytes at each moment when each call is cut so."""
         calls, found = self.timeline.calls, []
         for moment in self.timeline.moments:
@@ -192,11 +192,11 @@ class Choice:
             found.append(moment.bytes + sum(takes))
         return found
 
-    def peak(self, cuts: Sequence[Candidate]) -> int:
+    def peak(self, cuts: Sequence[CandidateCut]) -> int:
         """The most live bytes at any moment when each call is cut so."""
         return max(self.peaks(cuts))
 
-    def _bytes(self, moment: Moment, number: int, cut: Candidate, lent: frozenset[Key] | None) -> int:
+    def _bytes(self, moment: Moment, number: int, cut: CandidateCut, lent: frozenset[Key] | None) -> int:
         """What a call takes at a moment: while it runs, or while its backward is to come.
 
         Args:
@@ -213,7 +213,7 @@ class Choice:
         return cut.backward_bytes(lent)
 
     @functools.cached_property
-    def _plain(self) -> tuple[Candidate, ...]:
+    def _plain(self) -> tuple[CandidateCut, ...]:
         return tuple(one.plain for one in self.candidates)
 
     @functools.cached_property
@@ -318,7 +318,7 @@ class Choice:
             made=holders_at_peak(sim, simulation),
         )
 
-    def _meant(self, plan: Plan) -> tuple[Candidate, ...]:
+    def _meant(self, plan: Plan) -> tuple[CandidateCut, ...]:
         """What a plan of the step means for each call."""
         meant = tuple(one.of(plan, self.step, n) for n, one in enumerate(self.candidates))
         self.tried.setdefault(meant, plan)
@@ -337,17 +337,17 @@ class Choice:
         assert found is not None
         return self.peak(found)
 
-    def _chosen(self, cuts: tuple[Candidate, ...], plan: Plan, limit: int, plain_peak: int) -> Chosen:
+    def _chosen(self, cuts: tuple[CandidateCut, ...], plan: Plan, limit: int, plain_peak: int) -> Chosen:
         seconds = plain_seconds = sum(one.seconds for one in cuts)
         if all(one.code.priced for one in self._plain):
             plain_seconds = sum(one.seconds for one in self._plain)
         elif cuts != self._plain:
             both = zip(self.candidates, cuts, self._plain, strict=True)
             plain_seconds -= sum(one.likely_seconds(a) - one.likely_seconds(b) for one, a, b in both)
-        plan = told(plan, limit, self.peak(cuts), plain_peak, seconds, plain_seconds)
+        plan = with_prices(plan, limit, self.peak(cuts), plain_peak, seconds, plain_seconds)
         return Chosen(cuts, self._plain, plan, self.step.graph)
 
-    def _best(self, room: int | None) -> tuple[Candidate, ...] | None:
+    def _best(self, room: int | None) -> tuple[CandidateCut, ...] | None:
         """A candidate for each call, of those that are priced: the least seconds within ``room`` bytes at
         every moment, or with ``None`` the smallest peak; nothing where none fits.
         """
@@ -361,7 +361,7 @@ class Choice:
         weight, most = (1e3, math.inf) if room is None else (0.0, room / unit)
         peak = program.column(weight, most)
         used: dict[int, dict[int, int]] = {}  # graph -> candidate -> whether any call is cut so
-        ways: list[list[tuple[Candidate, int]]] = []  # of each call
+        ways: list[list[tuple[CandidateCut, int]]] = []  # of each call
         for one in self.candidates:
             cuts = known[id(one)]
             if id(one) not in used:
@@ -399,7 +399,9 @@ class Choice:
         return replace(before, plan=plan)
 
 
-def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:
+def with_prices(
+    plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float
+) -> Plan:
     """The plan with what its cuts take, and those of `torch.compile`, in place of what the planner predicted.
 
     Its distance from the bound stays the planner's. What each module adds is scaled to the extra time.

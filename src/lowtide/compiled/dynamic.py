@@ -17,7 +17,7 @@ from lowtide import budget as budgets
 from lowtide.compiled.choose import Chosen
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Size
-from lowtide.compiled.price import Candidate
+from lowtide.compiled.price import CandidateCut
 from lowtide.errors import BudgetError
 from lowtide.private import partitioning
 from lowtide.private.partitioning import FreeSize, SizesAt
@@ -95,7 +95,7 @@ def plan_range(
     return planned
 
 
-def _peak(cuts: tuple[Candidate, ...], size_of: Size) -> int:
+def _peak(cuts: tuple[CandidateCut, ...], size_of: Size) -> int:
     return max(part.peak_bytes for one in cuts for part in one.at(size_of))
 
 

@@ -80,14 +80,14 @@ class _Known:
 class _Begun:
     """Hangs on a forward's result: says when its backward begins, and is gone when that never will."""
 
-    def __init__(self, told: Callable[[], None]) -> None:
+    def __init__(self, on_begin: Callable[[], None]) -> None:
         self.begun = False
-        self._told = told
+        self._on_begin = on_begin
 
     def __call__(self, _: Any) -> None:
         if not self.begun:
             self.begun = True
-            self._told()
+            self._on_begin()
 
 
 class Flow:
@@ -151,7 +151,7 @@ class Flow:
         self._forwards = self._planned_forwards = 0  # of a step
         self._backwards = 0
         self._several = False  # more forwards before a backward than any plan knows of
-        self._tell = Once()
+        self._warn_once = Once()
 
     # ---- what is known ---------------------------------------------------------------------------
 
@@ -280,7 +280,7 @@ class Flow:
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if limit_hit:
-                    self._tell(_LIMIT_HIT)
+                    self._warn_once(_LIMIT_HIT)
                 self.ran_uncompiled = not (self.codes or limit_hit)
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
@@ -292,7 +292,7 @@ class Flow:
         if self._recording is None and self._backwards > max(self._planned_forwards, 1):
             self._several = self._wanted = True
         if captured.keeps_graph():
-            self._tell(
+            self._warn_once(
                 "retained",
                 "backward(retain_graph=True) keeps all that the forwards stored until the graph goes: this "
                 "budget is planned for steps whose backward runs once, and is not held in this one",
@@ -319,7 +319,7 @@ class Flow:
     def _record(self, inputs: int) -> None:
         self._wanted = False
         if not measurable(self.device):
-            self._tell(
+            self._warn_once(
                 "unmeasured",
                 f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
                 "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "

@@ -327,7 +327,7 @@ class CompiledHandle(LimitHandle):
 
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""
-        self._tell = Once()
+        self._warn_once = Once()
         standing = self._weakly(CompiledHandle._standing, 0)
         self._stood = Stood(self.model, self._optimizer, self._device, standing)
         self._runs: dict[Flow, tuple[Callable[..., Any], list[Any]]] = {}  # the forward, and calls of blocks
@@ -430,7 +430,7 @@ class CompiledHandle(LimitHandle):
             raise
         flow.end(result, recompile_limit_hits() > hits)
         if flow.ran_uncompiled and self.compiled is not None:
-            self._tell(UNCOMPILED)
+            self._warn_once(UNCOMPILED)
         if watch is not None:
             watch.forward_ends(tensors_returned(result))
         return result

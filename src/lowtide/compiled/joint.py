@@ -1,9 +1,9 @@
 """A joint graph as the planner sees it: which operations there are, what they read and write by storage.
 
 In: the FX graph in which AOTAutograd has traced forward and backward as one. Out: a `Joint`, plain lists of
-`Call`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory: they
-are computed again inside each kernel that reads them. Such calls are left out, and who reads them reads what
-they rest on.
+`JointCall`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory:
+they are computed again inside each kernel that reads them. Such calls are left out, and their readers read
+what these calls read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Key = str
 
 
 @dataclass(eq=False)
-class Call:
+class JointCall:
     """An operation of the joint graph.
 
     Attributes:
@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Cost:
+class CallCost:
     """What one run of a call costs.
 
     Attributes:
@@ -83,7 +83,7 @@ class Joint:
     key_of: dict[fx.Node, Key] = field(default_factory=dict, init=False)
     bytes: dict[Key, int] = field(default_factory=dict, init=False)
     root: dict[Key, fx.Node] = field(default_factory=dict, init=False)
-    calls: list[Call] = field(default_factory=list, init=False)
+    calls: list[JointCall] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
@@ -114,7 +114,7 @@ class Joint:
                 self.root[key] = node
                 self.bytes[key] = self.size(value.untyped_storage().nbytes())
 
-    def bytes_at(self, call: Call, size_of: Callable[[Any], int]) -> int:
+    def bytes_at(self, call: JointCall, size_of: Callable[[Any], int]) -> int:
         """What a call touches, for other sizes than the joint's own."""
         return sum(self.bytes_of(key, size_of) for key in dict.fromkeys((*call.reads, *call.writes)))
 
@@ -160,9 +160,9 @@ class Joint:
         return {node.name for node in nodes if storages is None or self.key_of.get(node) in storages}
 
     @cached_property
-    def readers(self) -> dict[Key, list[Call]]:
+    def readers(self) -> dict[Key, list[JointCall]]:
         """Storages -> the calls of the backward that read them."""
-        found: dict[Key, list[Call]] = {}
+        found: dict[Key, list[JointCall]] = {}
         for call in self.calls:
             for key in () if call.forward else call.reads:
                 found.setdefault(key, []).append(call)
@@ -247,7 +247,7 @@ class Joint:
             self.calls.append(self._call(node, (self.key_of[node],)))
         self.calls.sort(key=lambda call: self.place[call.node.name])
 
-    def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> Call:
+    def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> JointCall:
         """The call that a node makes. It reads storages that are in memory; inputs that no kernel writes to
         memory are computed within it.
         """
@@ -268,7 +268,7 @@ class Joint:
         reason = next((why for one in (node, *within) if (why := self._fixed(one))), "")
         if not reason and not self.overwritten.isdisjoint(reads):
             reason = "it reads what the step overwrites"
-        return Call(node, tuple(reads), writes, forward, within, reason)
+        return JointCall(node, tuple(reads), writes, forward, within, reason)
 
     def _fixed(self, node: fx.Node) -> str:
         """Why a call may not run again, or nothing."""

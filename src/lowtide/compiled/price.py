@@ -18,7 +18,7 @@ from torch import fx
 
 from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves, cut
-from lowtide.compiled.joint import Call, Cost, Joint, Key, described
+from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, described
 from lowtide.compiled.lower import Generated, Profile, Profiles, Size, Traffic
 from lowtide.compiled.moving import arriving_bytes, moved
 from lowtide.compiled.profile import GraphCall, Moment, Timeline
@@ -53,8 +53,8 @@ def room_for_timing(joint: Joint, budget: str | int | None = None, standing_byte
 
 def costs_of(
     joint: Joint, time_budget: float = 0.7, memory_limit_bytes: int | None = None
-) -> dict[str, Cost]:
-    """A `Cost` for every call of a graph, by the name of its node. Equal calls are timed once, on made-up
+) -> dict[str, CallCost]:
+    """A `CallCost` for every call of a graph, by the name of its node. Equal calls are timed once, on made-up
     inputs.
 
     Args:
@@ -70,27 +70,27 @@ def costs_of(
             keys[node] = repr(spec)
             specs.setdefault(keys[node], spec)
     measured = measure_costs(specs, time_budget=time_budget, memory_limit_bytes=memory_limit_bytes)
-    found: dict[str, Cost] = {}
+    found: dict[str, CallCost] = {}
     for call in joint.calls:
         own = measured.get(keys.get(call.node))
         fused = joint.fusible is not None and joint.fusible(call.node)
         parts = {one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys}
         if own is None:
-            cost = Cost(0.0, 0, parts=parts)
+            cost = CallCost(0.0, 0, parts=parts)
         elif fused:
             parts[call.node.name] = own.seconds * _FUSED_SHARE
-            cost = Cost(
+            cost = CallCost(
                 _moving_seconds(joint, call, memory_limit_bytes) + sum(parts.values()), 0, parts=parts
             )
         else:
             parts[call.node.name] = own.seconds
             surplus = own.surplus_bytes if len(call.writes) == 1 else 0
-            cost = Cost(own.seconds, own.scratch_bytes, surplus, parts)
+            cost = CallCost(own.seconds, own.scratch_bytes, surplus, parts)
         found[call.node.name] = cost
     return found
 
 
-def _moving_seconds(joint: Joint, call: Call, memory_limit_bytes: int | None) -> float:
+def _moving_seconds(joint: Joint, call: JointCall, memory_limit_bytes: int | None) -> float:
     """Time of a generated kernel's traffic."""
     moved = sum(joint.bytes[key] for key in (*call.reads, *call.writes))
     value = call.node.meta.get("val")
@@ -152,7 +152,7 @@ def half_seconds(
     return seconds
 
 
-def parts_of(costs: Mapping[str, Cost]) -> dict[str, float]:
+def parts_of(costs: Mapping[str, CallCost]) -> dict[str, float]:
     """Seconds of every node that these calls compute, by name; a fused one's traffic is not in them."""
     return {name: seconds for cost in costs.values() for name, seconds in cost.parts.items()}
 
@@ -244,14 +244,14 @@ class ByCall:
 
     priced = True
 
-    def __init__(self, joint: Joint, costs: Mapping[str, Cost], halves: Halves) -> None:
+    def __init__(self, joint: Joint, costs: Mapping[str, CallCost], halves: Halves) -> None:
         self._joint, self._costs, self._halves = joint, costs, halves
         self._calls = {call.node.name: call for call in joint.calls}
 
     def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
         joint, calls, (forward, backward) = self._joint, self._calls, self._halves
 
-        def at(count: int, call: Call) -> int:
+        def at(count: int, call: JointCall) -> int:
             if size_of is joint.size:
                 return count
             here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
@@ -281,7 +281,7 @@ _NO_MOVES: Mapping[Key, Decision] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class CandidateCut:
     """A joint graph cut in two.
 
     Attributes:
@@ -326,7 +326,7 @@ class Candidate:
         return self.at(self.size, lent)[1].peak_bytes
 
 
-class Candidates:
+class CandidateCuts:
     """The candidate cuts of a joint graph. Each is lowered and read when it is first asked what it takes.
 
     Args:
@@ -364,8 +364,8 @@ class Candidates:
         self.timeline = self._alone(standing_bytes or 0, tangents).ending_with(after_bytes)
         self.step = step_of([joint], [self.costs], self.timeline)
         self._known_scratch: dict[str, int] = {}
-        self._found: dict[object, Candidate] = {}
-        self._by_kept: dict[object, Candidate] = {}
+        self._found: dict[object, CandidateCut] = {}
+        self._by_kept: dict[object, CandidateCut] = {}
 
     def _alone(self, standing: int, tangents: Sequence[Key]) -> Timeline:
         """The step that is this graph, whose backward is the last to hold the gradients that it is given."""
@@ -375,12 +375,12 @@ class Candidates:
         return Timeline(self.device, standing, [GraphCall(0, self, lies=lies)], [forward, backward])
 
     @property
-    def priced(self) -> list[Candidate]:
+    def priced(self) -> list[CandidateCut]:
         """The candidates whose halves were lowered, so that their bytes and seconds are known."""
         return [one for one in self._by_kept.values() if one.code.priced]
 
     @functools.cached_property
-    def plain(self) -> Candidate:
+    def plain(self) -> CandidateCut:
         """The cut of `torch.compile` itself."""
         return self.candidate(None)
 
@@ -398,7 +398,7 @@ class Candidates:
             one = self.candidate(stored)
             one.at(one.size)
 
-    def of(self, plan: Plan, step: Step, number: int) -> Candidate:
+    def of(self, plan: Plan, step: Step, number: int) -> CandidateCut:
         """The cut that a plan of a step asks for in the call of this ``number``."""
         names = {value: key for (call, key), value in step.value_of.items() if call == number}
         moves = {names[move.value]: move.decision for move in plan.moves}
@@ -409,7 +409,7 @@ class Candidates:
         stored: frozenset[Key] | None,
         moves: Mapping[Key, Decision] = _NO_MOVES,
         plan: Plan | None = None,
-    ) -> Candidate:
+    ) -> CandidateCut:
         """The candidate that stores these storages; with ``None`` the cut of `torch.compile` itself.
 
         Args:
@@ -433,7 +433,7 @@ class Candidates:
                 more = plan.transfer_seconds if plan and moves else 0.0
                 code, price = self._code(halves), functools.partial(self._seconds, halves, more)
                 at: Profiles = functools.cache(code)
-                self._by_kept[same] = Candidate(stored, halves, kept, code, at, joint.size, price)
+                self._by_kept[same] = CandidateCut(stored, halves, kept, code, at, joint.size, price)
             self._found[stored, way] = self._by_kept[same]
         return self._found[stored, way]
 
@@ -449,7 +449,7 @@ class Candidates:
             half_seconds(half, seen.traffic, self._parts, self.device, self._room) for half, seen in both
         )
 
-    def likely_seconds(self, candidate: Candidate) -> float:
+    def likely_seconds(self, candidate: CandidateCut) -> float:
         """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
         be compared with other cuts of the graph.
         """
@@ -462,7 +462,7 @@ class Candidates:
         both = zip(candidate.halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
         return sum(half_seconds(half, traffic, alone, self.device, self._room) for half, traffic in both)
 
-    def zeros_bytes(self, candidate: Candidate) -> int:
+    def zeros_bytes(self, candidate: CandidateCut) -> int:
         """What the gradients that autograd makes up for outputs beside the loss add to a cut's peak."""
         inputs = {self.joint.key_of[node] for node in self.joint.primals if node in self.joint.key_of}
         without = candidate.backward_bytes(frozenset(inputs) | self._zeros) if self._zeros else 0

@@ -15,14 +15,14 @@ from typing import Literal
 
 from torch import fx
 
-from lowtide.compiled.joint import Call, Cost, Joint, Key, lazily
+from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, lazily
 from lowtide.compiled.profile import Moment, Timeline
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
 
 Phase = Literal["forward", "backward"]
 
-NOTHING = Cost(0.0, 0)
+NOTHING = CallCost(0.0, 0)
 
 Place = tuple[int, Key]
 """A storage of a step: the graph's number and the storage's name in it."""
@@ -47,7 +47,7 @@ class Step:
         return [key for (k, key), value in self.value_of.items() if k == number and value in values]
 
 
-def step_of(joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], timeline: Timeline) -> Step:
+def step_of(joints: Sequence[Joint], costs: Sequence[Mapping[str, CallCost]], timeline: Timeline) -> Step:
     """Write down a step.
 
     Args:
@@ -89,7 +89,7 @@ class _Shared:
     """
 
     def __init__(
-        self, joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], timeline: Timeline
+        self, joints: Sequence[Joint], costs: Sequence[Mapping[str, CallCost]], timeline: Timeline
     ) -> None:
         self._joints, self._costs, self._timeline = joints, costs, timeline
         self.makes = [
@@ -148,7 +148,7 @@ class _Writer:
     """
 
     def __init__(
-        self, joints: Sequence[Joint], costs: Sequence[Mapping[str, Cost]], shared: _Shared, least: int
+        self, joints: Sequence[Joint], costs: Sequence[Mapping[str, CallCost]], shared: _Shared, least: int
     ) -> None:
         self.joints, self.costs, self.shared, self.least = joints, costs, shared, least
         self.operations: list[Operation] = []
@@ -173,7 +173,7 @@ class _Writer:
             phase: the operations' of this moment.
         """
         if self._standing is not None:
-            self._tell("free", self._standing)
+            self._event("free", self._standing)
         own, reads = self.shared.own(moment), self._reads(moment)
         self._end(number for number in [*self._there] if number not in moment.alive)
         # what the half's own forward has made, and what no call reads, is there as far as the plan stores it
@@ -191,7 +191,7 @@ class _Writer:
             key: self._there.pop(number) for (_, key), number in own.items() if number in self._there
         }
         for key in self._ending.keys() - reads:
-            self._tell("free", self._ending.pop(key))
+            self._event("free", self._ending.pop(key))
 
     def _reads(self, moment: Moment) -> set[Key]:
         """The storages that the calls of a moment's half read or return."""
@@ -205,7 +205,7 @@ class _Writer:
     def _end(self, numbers: Iterable[int]) -> None:
         """End these shared storages: from here on they are there only as far as a plan stores them."""
         for number in list(numbers):
-            self._tell("free", self._there.pop(number))
+            self._event("free", self._there.pop(number))
 
     def _enter(self, place: Place, phase: Phase, maker: int) -> int:
         """The value of a shared storage for the graph that is given it. A graph cannot compute again what
@@ -236,7 +236,7 @@ class _Writer:
         reads: tuple[int, ...],
         writes: tuple[int, ...],
         phase: Phase,
-        cost: Cost = NOTHING,
+        cost: CallCost = NOTHING,
         module: str = "",
         reason: str = "",
     ) -> None:
@@ -256,7 +256,7 @@ class _Writer:
                 scratch_bytes=cost.scratch_bytes,
             )
         )
-        self._tell("op", index)
+        self._event("op", index)
 
     def half(self, number: int, phase: Phase) -> None:
         """A graph's forward or backward."""
@@ -273,8 +273,8 @@ class _Writer:
         for at, call in enumerate(calls):
             asked = self._asked.get((number, call.node.name), [])
             for one in asked:
-                self._tell("unpack", one)
-                self._tell("release", *self._of_value.pop(self.saved[one].value, []))
+                self._event("unpack", one)
+                self._event("release", *self._of_value.pop(self.saved[one].value, []))
             cost, module = self.costs[number][call.node.name], module_of(call)
             index = len(self.operations)
             reads = tuple(self._value(number, key) for key in call.reads)
@@ -287,19 +287,19 @@ class _Writer:
             for key, value in made.items():
                 self._of[number, key] = self.made[number, key] = value
                 own[key] = self.values[value].storage
-            self._tell("done", *asked)
+            self._event("done", *asked)
             for key in call.writes if forward else ():
                 for reader in joint.readers.get(key, ()):
                     self._save(number, joint.root[key], self._of[number, key], module, reader)
-            self._tell("free", *(own.pop(key) for key in ends.get(at, ()) if key in own))
+            self._event("free", *(own.pop(key) for key in ends.get(at, ()) if key in own))
         for key, storage in own.items():  # what is returned
             other = self.shared.number_of((number, key)) if forward else None
             if other is None:  # counts as standing
-                self._tell("free", storage)
+                self._event("free", storage)
             else:
                 self._there[other] = storage
 
-    def _tell(self, kind: EventKind, *numbers: int) -> None:
+    def _event(self, kind: EventKind, *numbers: int) -> None:
         self.events += [Event(kind, number) for number in numbers]
 
     def _value(self, number: int, key: Key) -> int:
@@ -311,16 +311,16 @@ class _Writer:
             self.values.append(Value(self._of[place], storage, 0, None))
         return self._of[place]
 
-    def _save(self, number: int, node: fx.Node, value: int, module: str, reader: Call) -> None:
+    def _save(self, number: int, node: fx.Node, value: int, module: str, reader: JointCall) -> None:
         index, dtype = len(self.saved), str(node.meta["val"].dtype).removeprefix("torch.")
         forced = partitioning.should_recompute(node)
         self.saved.append(Saved(index, value, True, module, dtype=dtype, forced=forced))
-        self._tell("pack", index)
+        self._event("pack", index)
         self._asked.setdefault((number, reader.node.name), []).append(index)
         self._of_value.setdefault(value, []).append(index)
 
 
-def ordered_backward(joint: Joint) -> list[Call]:
+def ordered_backward(joint: Joint) -> list[JointCall]:
     """The calls of the backward in the order in which they run: what rests on gradients in the order of the
     joint graph, everything else where it is first read.
     """
@@ -333,7 +333,7 @@ def ordered_backward(joint: Joint) -> list[Call]:
     )
 
 
-def module_of(call: Call) -> str:
+def module_of(call: JointCall) -> str:
     """Qualified name of the module in which a call was made."""
     stack = call.node.meta.get("nn_module_stack") or call.node.meta.get("fwd_nn_module_stack") or {}
     names = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]

@@ -149,7 +149,7 @@ def grouped(
     return torch.empty(shape, dtype=out_dtype or first.dtype, device=first.device)
 
 
-class _Handle:
+class _FakeSaved:
     """What autograd holds in place of a saved tensor during a trace; its end is the tensor's release."""
 
     __slots__ = ("again", "kept", "saved", "tracer")
@@ -266,11 +266,11 @@ class FakeTracer(Tracer, TorchDispatchMode):
             return tensor
         with self._pause():
             number, droppable = self.packs(tensor)
-            return _Handle(self, number, tensor, droppable)
+            return _FakeSaved(self, number, tensor, droppable)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Autograd asks for a saved tensor."""
-        if not isinstance(handle, _Handle):
+        if not isinstance(handle, _FakeSaved):
             return handle
         with self._pause():
             self.unpacks(handle.saved)

@@ -97,8 +97,10 @@ class Profiler(Interceptor):
         self.under_way = UnderWay()
         self._on_end = on_end
         self._stack = ExitStack()
-        self._saved_in: dict[int, list[weakref.ref[_Saved]]] = {}  # storage: what autograd saved in it
-        self._written: list[tuple[weakref.ref[_Saved], weakref.ref[torch.UntypedStorage], Geometry]] = []
+        self._saved_in: dict[int, list[weakref.ref[_SavedTensor]]] = {}  # storage: what autograd saved in it
+        self._written: list[
+            tuple[weakref.ref[_SavedTensor], weakref.ref[torch.UntypedStorage], Geometry]
+        ] = []
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
@@ -248,12 +250,12 @@ class Profiler(Interceptor):
             self.checkpoints += 1
 
     def _node_of(self, call: Call, index: int) -> Any:
-        """The autograd node whose turn it is; whether gradients of two nodes meet in this operation, its
-        tracer is told.
+        """The autograd node that runs. Notes in the tracer an operation in which the gradients of two nodes
+        are added.
 
-        A gradient that another node made is the first that is read: the engine adds the second to it, where
-        nobody else holds it. A view holds its base, and the engine adds out of place where anybody holds the
-        bytes.
+        Their sum is made in place: the engine adds the second gradient to the first, which is the one that is
+        read first and which another node made, where nobody else holds it. A view holds its base, and the
+        engine adds out of place where anybody holds the bytes.
         """
         node, tracer = private.node_key(), self.tracer
         if node is None:
@@ -305,7 +307,7 @@ class Profiler(Interceptor):
         self.settle()
         with unseen():
             number, droppable = self.tracer.packs(tensor)
-            packed = _Saved(self, number, self.tape.held_or_evicted(tensor, droppable))
+            packed = _SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable))
         storage = self.tracer.values[self.tracer.saved[number].value].storage
         self._saved_in.setdefault(storage, []).append(weakref.ref(packed))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
@@ -403,7 +405,7 @@ class Profiler(Interceptor):
         return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
 
 
-class _Saved:
+class _SavedTensor:
     """Autograd holds this in place of a saved tensor, and deletes it when it releases the saved tensor."""
 
     __slots__ = ("__weakref__", "held", "number", "profiler")
