@@ -404,8 +404,13 @@ def _flash_2(run: Run) -> bool:
     )
 
 
-def _adapters_apart(run: Run) -> bool:
-    return run.config.zero == 3 and run.config.shards > 1 and run.config.single_adapters
+def _grouped(run: Run) -> bool:
+    """Experts, but for prime-rl's with adapters on Blackwell, which go one by one."""
+    return run.config.model.experts > 0 and run.device is not None and run.device.measured != "b200"
+
+
+def _sharded_adapters(run: Run) -> bool:
+    return run.config.zero == 3 and run.config.lora > 0 and (not run.config.model.experts or _grouped(run))
 
 
 def _small(run: Run) -> bool:
@@ -414,9 +419,10 @@ def _small(run: Run) -> bool:
 
 FITTED: dict[str, tuple[Callable[[Run], bool], tuple[float, ...]]] = {
     "ceiling": (_long, tuple(0.7 + 0.01 * step for step in range(51))),
+    "experts": (_grouped, tuple(0.4 + 0.01 * step for step in range(61))),
     "flash_2": (_flash_2, tuple(0.4 + 0.01 * step for step in range(61))),
     "launch": (_small, tuple(0.002 + 0.0002 * step for step in range(51))),
-    "collective": (_adapters_apart, tuple(0.00001 * step for step in range(101))),
+    "collective": (_sharded_adapters, tuple(0.00001 * step for step in range(101))),
 }
 """What of `lowtide.estimate.speed.Efficiency` is fitted here: to which runs, and the values tried."""
 

@@ -9,9 +9,8 @@ from published_runs import check_memory, check_speed, name, unfitted
 MISSED_SPEED = {
     "h100-96gb_8B_CP_4_131072": +19,
     "h100-96gb_8B_CP_8_262144": +23,
-    "h100-96gb_70B_FSDP_32_TP_8": -15,
     "h100-96gb_405B_4D_CP_8_262144": +24,
-    "h100-96gb_405B_FSDP_16_TP_8_+_float8": -32,
+    "h100-96gb_405B_FSDP_16_TP_8_+_float8": -31,
 }
 MISSED_MEMORY = {
     "h100-96gb_70B_FSDP_32_TP_8": -8,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,13 +95,28 @@ def test_data_parallel_collectives_hide_behind_their_compute() -> None:
         assert took.data == pytest.approx(seconds - (1 - KNOWN.interference) * cover + started)
 
 
-def test_adapters_of_another_dtype_are_gathered_by_themselves() -> None:
-    """FSDP: an A and a B of each target, beside the layer, whose frozen weights are not split alike."""
-    usual: dict[str, Any] = dict(dp=2, zero=3, dtype="bf16-true", lora=16, lora_targets="q,k,v,o")
-    own, same = (
-        step_time(configure("llama3-8b", **usual, lora_dtype=kind), H100).data for kind in ("fp32", "same")
+def test_sharded_adapters_are_gathered_by_themselves() -> None:
+    """An A and a B of each target beside the layer; on one device, too, where `fully_shard` is called."""
+    usual: dict[str, Any] = dict(zero=3, dtype="bf16-true", lora=16)
+    few, all_linear = (
+        step_time(configure("llama3-8b", **usual, dp=2, lora_targets=kind), H100).data
+        for kind in ("q,k,v,o", "all-linear")
     )
-    assert own - same == pytest.approx(KNOWN.collective * 3 * 2 * 4 * 32, rel=0.05)
+    assert all_linear - few == pytest.approx(KNOWN.collective * 3 * 2 * 3 * 32, rel=0.02)
+    alone = step_time(configure("llama3-8b", **usual, dp=1, lora_targets="q,k,v,o"), H100).data
+    assert alone == pytest.approx(KNOWN.collective * 3 * 2 * 4 * 32)
+
+
+def test_products_of_experts_reach_less_of_the_peak() -> None:
+    """Their share of a layer's products takes longer; what is dense does not."""
+    config = configure("qwen3-30b-a3b", seq=4096)
+    plain = replace(KNOWN, experts=1.0)
+    own, none = (step_time(config, H100, known).products for known in (KNOWN, plain))
+    dense = 2048 * (2 * 32 + 2 * 4) * 128
+    share = 8 * 3 * 2048 * 768 / (8 * 3 * 2048 * 768 + dense)
+    layers = none - 3 * logit_flops(config, 1) / (H100.flops * KNOWN.products)
+    assert own - none == pytest.approx(layers * share * (1 / KNOWN.experts - 1), rel=1e-3)
+    assert step_time(configure("llama3-8b"), H100) == step_time(configure("llama3-8b"), H100, plain)
 
 
 def test_narrow_heads_wait_for_their_softmax() -> None:

@@ -211,13 +211,6 @@ def checkpoint_term(config: Config) -> Term:
     return Term("input of the layer", own.bytes, own.formula, f"{source} (Table 2, row 6)", "input")
 
 
-def selective_terms(config: Config) -> list[Term]:
-    """What selective recomputation keeps of a layer: all but the core (2205.05198, Section 5 and Equation
-    6).
-    """
-    return [term for term in layer_terms(config) if term.part != "core"]
-
-
 def operation_terms(config: Config) -> list[Term]:
     """What torchtitan's per-operation recomputation keeps of a layer: its input, attention's output, and the
     outputs of every second matrix product (q, v, and of the MLP the first and, where there are three, the
@@ -261,8 +254,8 @@ def _kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
     given = config.recompute
     if given == "none":
         return [(term, Fraction(1)) for term in layer_terms(config)]
-    if given == "selective":
-        return [(term, Fraction(1)) for term in selective_terms(config)]
+    if given == "selective":  # all but the core (2205.05198, Section 5 and Equation 6)
+        return [(term, Fraction(1)) for term in layer_terms(config) if term.part != "core"]
     if given == "selective-op":
         return [(term, Fraction(1)) for term in operation_terms(config)]
     if given == "full":

@@ -90,6 +90,7 @@ class Efficiency:
         eager_passes, fused_passes: how often an activation goes through memory in a step, at the full
             bandwidth: as separate operations, and where pointwise ones are fused.
         float8: how many times faster the layers' products are in float8, the casts not counted.
+        experts: share of ``products`` that experts reach, whose rows are few and uneven.
         flash_3: how many times faster attention is with ``--attention flash-3``, up to 8,192 tokens.
         ceiling: what it nears with longer sequences, where what a kernel does once a row weighs less.
         launch: seconds in which the host starts a layer's forward and backward: less the device cannot take.
@@ -105,6 +106,7 @@ class Efficiency:
     eager_passes: float
     fused_passes: float
     float8: float
+    experts: float
     flash_3: float
     ceiling: float
     launch: float
@@ -219,7 +221,8 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     config, device = work.config, work.device
     rate = device.flops * known.products
     logits = work.logits / rate
-    products = work.layers / (known.float8 if config.float8 else 1.0) / rate + logits
+    layers = work.layers * (1 + _experts_share(config) * (1 / known.experts - 1))
+    products = layers / (known.float8 if config.float8 else 1.0) / rate + logits
     width, short = config.model.head_width, min(1.0, _SHORT / config.seq)
     hopper = known.attention * known.flash_3
     hopper = 1 / (1 / known.ceiling + max(0.0, 1 / hopper - 1 / known.ceiling) * short)
@@ -263,12 +266,12 @@ def _data_cover(config: Config) -> float:
 
 
 def _collectives(config: Config) -> int:
-    """Gathers, forward and backward, and reductions of a step's fully sharded units: layers, and adapters,
-    whose dtype is not that of their layer.
+    """Gathers, forward and backward, and reductions of a step's fully sharded layers, and adapters, each of
+    which is sharded by itself: FSDP 1 wraps what is trained, FSDP 2 goes parameter by parameter.
     """
-    if config.zero < 3 or config.shards == 1:
+    if config.zero < 3:
         return 0
-    units = 1 + (2 * len(adapted(config)) if config.single_adapters else 0)
+    units = (config.shards > 1) + (2 * len(adapted(config)) if config.lora else 0)
     return 3 * units * config.stage_layers * (config.micro_batches if config.pp == 1 else 1)
 
 
@@ -291,6 +294,17 @@ def _flops(config: Config) -> tuple[float, float, float]:
     logits = logit_flops(config, batch) * passes
     backward = ATTENTION_BACKWARD if config.fused_attention else 2
     return linear, logits, float(core * (1 + again)) + core * backward
+
+
+def _experts_share(config: Config) -> float:
+    """Share of the layers' products that experts do."""
+
+    def done(least: int) -> Fraction:
+        return config.mean_layer(
+            lambda kind: sum(one.active for one in kind.model.matrices().values() if one.copies > least)
+        )
+
+    return float(done(1) / done(0)) if config.model.experts else 0.0
 
 
 def _activation_bytes(config: Config) -> float:
