@@ -36,6 +36,8 @@ STEPS = 4
 BUDGETS = ("checkpoint", "70%", "min")
 SECONDS = 240
 """A row that takes longer hangs."""
+TIMED = "FSDP2"
+"""With `--quick` only models that are shared in this way are timed."""
 LATE_SECONDS = 0.5
 """At most so long a collective waits for Gloo's threads to let go of what they moved."""
 _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor")
@@ -186,7 +188,8 @@ def rows_of(family: str, way: str) -> list[dict[str, Any]]:
             }
         )
         runs.append(run)
-    _time(runs, rows)
+    if way == TIMED or not quick():
+        _time(runs, rows)
     return rows
 
 
@@ -285,6 +288,9 @@ def off(row: dict[str, Any]) -> float:
     return row["measured_peak_bytes"] / row["predicted_peak_bytes"] - 1
 
 
+_TIMES = ("checkpoint_extra", "extra", "predicted_extra", "bound_extra", "gap")
+
+
 def page(found: dict[str, Any]) -> str:
     """The rows as a page."""
     lines = [
@@ -320,11 +326,8 @@ def page(found: dict[str, Any]) -> str:
                 yes(row["within"]),
                 yes(row["same"]),
                 f"{row['gathers']} of {row['plain_gathers']}",
-                f"{row['checkpoint_extra']:+.1%}",
-                f"{row['extra']:+.1%}",
-                f"{row['predicted_extra']:+.1%}",
-                f"{row['bound_extra']:+.1%}",
-                f"{row['gap']:.2%}",
+                *(f"{row[name]:+.1%}" for name in _TIMES if name in row),
+                *("" for name in _TIMES if name not in row),
             ]
         )
     return "\n".join(lines) + table(head, cells) + "\n"
@@ -361,15 +364,12 @@ def main(families: tuple[str, ...] = tuple(FAMILIES), ways: tuple[str, ...] = tu
 def _line(row: dict[str, Any]) -> str:
     if "failure" in row:
         return f"{row['family']}, {row['way']}: {row['failure']}"
+    kib = {name[:-6]: round(row[name] / 1024) for name in row if name.endswith("_bytes")}
+    times = {name: f"{row[name]:+.1%}" for name in _TIMES if name in row}
     return (
-        f"{row['family']:22} {row['way']:12} {row['budget']:10} plain {row['plain_peak_bytes'] / 1024:.0f} "
-        f"checkpoint {row['checkpoint_peak_bytes'] / 1024:.0f} "
-        f"limited {row['measured_peak_bytes'] / 1024:.0f} of {row['budget_bytes'] / 1024:.0f} "
-        f"off {off(row):+.2%} within {row['within']} same {row['same']} "
-        f"gathers {row['gathers']}/{row['plain_gathers']} extra {row['checkpoint_extra']:+.1%} "
-        f"{row['extra']:+.1%} (predicted {row['predicted_extra']:+.1%}, no plan below "
-        f"{row['bound_extra']:+.1%}) gap {row['gap']:.2%} "
-        f"bound {row['bound_peak_bytes'] / 1024:.0f} plans {row['plans']} {row['warnings'][:2]}"
+        f"{row['family']:22} {row['way']:12} {row['budget']:10} off {off(row):+.2%} within {row['within']} "
+        f"same {row['same']} gathers {row['gathers']}/{row['plain_gathers']} {kib} {times} "
+        f"{row['warnings'][:2]}"
     )
 
 

@@ -111,3 +111,16 @@ def test_what_stands_without_replays_is_never_more_than_what_stands() -> None:
                 least = sim.least_at(candidate.stored, event)
                 assert least <= candidate.simulation.top_bytes[event]
                 assert least == candidate.simulation.top_bytes[event] or candidate.simulation.replayed
+
+
+def test_what_was_found_below_the_named_budget_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = Search(transformer(1))
+    with monkeypatch.context() as patch:  # nothing below is found by going down
+        start = planner.baselines[1]
+        patch.setattr(Search, "smallest", start)
+        lower = planner.solve(start.simulation.peak_bytes - 1)
+        assert lower.simulation.peak_bytes < start.simulation.peak_bytes
+        patch.setattr(Search, "_searched", lambda self, budget: None)  # another round finds less
+        assert planner.solve(lower.simulation.peak_bytes) is lower
+        with pytest.raises(BudgetError):
+            planner.solve(lower.simulation.peak_bytes - 1)

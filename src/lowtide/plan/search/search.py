@@ -120,10 +120,13 @@ class Search:
             best = self._searched(budget)
         elif self.smallest.simulation.peak_bytes <= budget:
             best = self.local.faster(self.smallest, budget)
-        if best is None:
+        if best is not None:
+            self._found_before.append(best)
+        # a larger budget is never slower, and what was found before fits again
+        fitting = [c for c in self._found_before if c.simulation.peak_bytes <= budget]
+        if not fitting:
             raise refusal(self.sim, self.smallest.simulation, budget)
-        self._found_before.append(best)  # a larger budget is never slower
-        return min((c for c in self._found_before if c.simulation.peak_bytes <= budget), key=lambda c: c.key)
+        return min(fitting, key=lambda c: c.key)
 
     def ended_early(self, best: Candidate, budget: int) -> bool:
         """Whether the latest search, which found ``best``, was given less than it could have used."""
