@@ -63,11 +63,15 @@ def test_who_averages_the_gradients() -> None:
     inner = Asks(2, 2)
     inner(torch.ones(2))
     assert inner.found == (None, None)
-    dist.init_process_group("fake", rank=0, world_size=4, store=private.fake_store())
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         wrapped = DistributedDataParallel(inner)
         wrapped(torch.ones(2))
         assert inner.found == (dist.group.WORLD, None)
+        assert not private.has_new_buckets(wrapped) and not private.has_new_buckets(inner)
+        for _ in range(2):
+            wrapped(torch.ones(2)).sum().backward()
+        assert private.has_new_buckets(wrapped)
         assert private.replicated_by(wrapped) is dist.group.WORLD and private.replicated_by(inner) is None
     finally:
         dist.destroy_process_group()

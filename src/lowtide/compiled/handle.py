@@ -24,6 +24,7 @@ from lowtide.private import (
     compile_forward,
     compile_in_place,
     counted_apart,
+    has_new_buckets,
     inductor,
     recompile_limit_hits,
     replicate_by,
@@ -418,7 +419,7 @@ class CompiledHandle(LimitHandle):
         resident_workspace_bytes(self._device)  # from before this is watched
         flow, watch = self._flow, self._watched(args, kwargs)
         flow.begin((args, kwargs))
-        hits = recompile_limit_hits()
+        hits, buckets = recompile_limit_hits(), has_new_buckets(self.model)
         try:
             with uncut_by_ddp(), room_for_backends():
                 result = self._runs[flow][0](*args, **kwargs)
@@ -432,6 +433,8 @@ class CompiledHandle(LimitHandle):
         if flow.ran_uncompiled and self.compiled is not None:
             self._warn_once(UNCOMPILED)
         if watch is not None:
+            if self._device.type == "cpu" and has_new_buckets(self.model) is not buckets:
+                watch.close()  # it would count what DDP allocated, and not what that took the place of
             watch.forward_ends(tensors_returned(result))
         return result
 

@@ -52,6 +52,7 @@ from lowtide.private.distributed import (
     collectives,
     distributed_like,
     fake_store,
+    has_new_buckets,
     is_distributed,
     local_tensor,
     own_part,

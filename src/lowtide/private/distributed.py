@@ -58,6 +58,13 @@ def replicated_by(model: torch.nn.Module) -> Any:
     return around.process_group if around is not None else None
 
 
+def has_new_buckets(model: torch.nn.Module) -> bool:
+    """Whether `DistributedDataParallel` has put the gradients of ``model`` into new buckets, which it does
+    once: where its second step begins, it frees those that it was made with.
+    """
+    return getattr(model, "_has_rebuilt_buckets", False)
+
+
 def process_group_named(name: str) -> Any:
     """The process group of that name.
 
