@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
+from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 from torch._inductor.decomposition import select_decomp_table
 
 from lowtide.private import inductor, partitioning
@@ -44,6 +45,19 @@ def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
     first, second = partitioning.finish(first, False), partitioning.finish(second, True)
     assert {node.name for node in first.graph.nodes if node.op == "call_function"} <= forward
     assert any(node.name in forward for node in second.graph.nodes if node.op == "call_function")
+
+
+def test_static_inputs_are_found_where_a_subclass_came_apart() -> None:
+    module, _, static = joint_of()
+    assert partitioning.static_inputs(module, static) == static != ()
+    primals = [node for node in module.graph.nodes if partitioning.is_primal(node)]
+    assert [node.meta["desc"].idx for node in primals] == list(range(len(primals)))
+    whole = primals[0].meta["desc"]
+    for node, name in zip(primals[:2], ("_local_tensor", "device_mesh"), strict=True):
+        node.meta["desc"] = SubclassGetAttrAOTInput(whole, name)
+    for at, node in enumerate(primals[2:], 1):
+        node.meta["desc"] = type(whole)(at)
+    assert partitioning.static_inputs(module, [0, 2]) == (0, 1, 3)
 
 
 def test_kinds_of_nodes_are_told() -> None:

@@ -73,8 +73,8 @@ class Cutter(inductor.CustomPartitionerFn):
         static_lifetime_input_indices: Sequence[int] | None = None,
         **_: Any,
     ) -> Halves:
-        static = tuple(static_lifetime_input_indices or ())
         partitioning.clean_joint(gm)
+        static = partitioning.static_inputs(gm, static_lifetime_input_indices or ())
         fusible = None if self.options is None else partitioning.default_fusible()
         joint = Joint(partitioning.twin(gm), num_fwd_outputs, static, fusible)
         if not any(call.forward for call in joint.calls) or not joint.tangents:  # nothing to decide

@@ -37,9 +37,10 @@ class _Mark:
         partial: a backward has added a part since the last sum.
         summed: the gradient that holds a finished sum, and its version.
         mixed: a backward added a part to a finished sum.
+        watches: it hears of every backward. Dynamo can ask for this, and not for the hook.
     """
 
-    __slots__ = ("group", "hook", "mixed", "partial", "summed")
+    __slots__ = ("group", "hook", "mixed", "partial", "summed", "watches")
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
@@ -47,6 +48,7 @@ class _Mark:
         self.mixed = False
         self.summed: tuple[weakref.ref[Tensor], int] | None = None
         self.hook: Any = None
+        self.watches = False
 
     def __reduce__(self) -> Any:
         return _no_mark, ()
@@ -54,7 +56,7 @@ class _Mark:
     def watch(self, parameter: Tensor) -> None:
         """Hear of every backward that adds to the gradient, from when the parameter is trained."""
         if self.hook is None and parameter.requires_grad:
-            self.hook = parameter.register_post_accumulate_grad_hook(self.added)
+            self.hook, self.watches = parameter.register_post_accumulate_grad_hook(self.added), True
 
     def added(self, parameter: Tensor) -> None:
         """A backward has added to the parameter's gradient."""
@@ -132,6 +134,8 @@ class Marker:
         self._owner = 0
 
     def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling() and all(map(_is_watched, map(module.__getattr__, self.names))):
+            return  # Dynamo cannot trace what follows, and there is nothing to do
         if self._owner != id(module):
             self.mark(module)
             return
@@ -312,6 +316,12 @@ def _filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor,
 
 def _no_mark() -> None:
     """What a pickled mark becomes; the module that owns the parameter marks it again."""
+
+
+def _is_watched(parameter: Any) -> bool:
+    """Whether there is nothing to mark: it is marked, and heard of if it is trained."""
+    mark = _mark_of(parameter)
+    return parameter is None or (mark is not None and (mark.watches or not parameter.requires_grad))
 
 
 def _mark_of(parameter: Any) -> _Mark | None:

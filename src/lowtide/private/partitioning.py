@@ -84,6 +84,22 @@ def sides(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -
     return {node.name for node in info.required_fw_nodes}, {node.name for node in info.tangents_closure}
 
 
+def static_inputs(module: fx.GraphModule, given: Iterable[int]) -> tuple[int, ...]:
+    """Positions among a joint graph's primals of what stands at one address in every step. PyTorch gives
+    those of the inputs before subclasses (DTensor) came apart, each into several.
+    """
+    given = tuple(given)
+    owners: list[int | None] = []
+    apart = False
+    for node in module.graph.nodes:
+        if is_primal(node):
+            described: Any = node.meta.get("desc")
+            while hasattr(described, "base"):
+                described, apart = described.base, True
+            owners.append(getattr(described, "idx", None))
+    return tuple(at for at, owner in enumerate(owners) if owner in given) if apart else given
+
+
 def extract(
     module: fx.GraphModule,
     saved: list[fx.Node],
