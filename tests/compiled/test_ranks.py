@@ -197,8 +197,7 @@ def parallel_step(kind: str) -> None:
     )
     plan = lowtide.handle_of(compiled).plan
     assert plan.replayed and min(took[1:]) <= plan.budget_bytes
-    if kind == "mesh":
-        assert min(took[1:]) == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
+    assert min(took[1:]) <= plan.predicted_peak_bytes * 1.01
     if kind == "sequence":
         with pytest.raises(RuntimeError, match="a token is not of the vocabulary of 64"):
             compiled(x + 64)
