@@ -197,12 +197,12 @@ def layers() -> list[str]:
                     mib(row["peak_bytes"]),
                     f"{row['seconds']:.3f}",
                     percent(row["extra"]),
-                    percent(row["predicted_extra"]) if row["predicted_extra"] is not None else "",
-                    yes(row["link_suffices"]) if row["link_suffices"] is not None else "",
+                    percent(row["predicted_extra"]) if row.get("predicted_extra") is not None else "",
+                    yes(row["link_suffices"]) if row.get("link_suffices") is not None else "",
                     f"{mib(row['moved_bytes'])} in {mib(row['reserved_bytes'])}"
-                    if row["moved_bytes"] is not None
+                    if row.get("moved_bytes") is not None
                     else "",
-                    yes(row["holds"]) if row["moved_bytes"] is not None else "",
+                    yes(row["holds"]) if row.get("moved_bytes") is not None else "",
                 ]
                 for row in found["rows"]
             ]

@@ -8,8 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -51,12 +51,14 @@ class Part:
         rows: names of its rows, most important first.
         open: prepares, and returns what measures a row.
         limit_seconds: what preparing, and then each row, may take.
+        environment: variables of the process, beside those that are there.
     """
 
     name: str
     rows: tuple[str, ...]
     open: Callable[[Where], Measure]
     limit_seconds: float = 90.0
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def doctor(where: Where) -> Measure:
@@ -130,6 +132,20 @@ def deterministic(where: Where) -> Measure:
     return lambda name: deterministic_row(name, where)
 
 
+def kinds(where: Where) -> Measure:
+    """Convolutions, recurrences, kernels of one's own, other attentions."""
+    from benchmarks.gpu.kinds import kind_row
+
+    return lambda name: kind_row(name, where)
+
+
+def expandable(where: Where) -> Measure:
+    """What is reserved with expandable segments."""
+    from benchmarks.gpu.kinds import expandable_row
+
+    return lambda name: expandable_row(name, where)
+
+
 def optimizer(where: Where) -> Measure:
     """What AdamW takes, and a limit that counts it."""
     from benchmarks.gpu.training import optimizer_row
@@ -152,13 +168,27 @@ def offload(where: Where) -> Measure:
         rows = long_sequence.rows_of(
             tokens, width, where.device, links, 2 if where.small else long_sequence.LAYERS, where.seconds
         )
-        return {"tokens": tokens, "tier": tier, "contenders": rows}
+        link = links[tier]
+        speeds = {"write": link.write_bytes_per_second, "read": link.read_bytes_per_second}
+        return {"tokens": tokens, "tier": tier, "bytes_per_second": speeds, "contenders": rows}
 
     return measure
 
 
-BUDGETS = ("60 %", "min", "80 %")
+AS_PER_BLOCK = "as per block"
+"""The budget that is the peak of checkpointing per block."""
+
+BUDGETS = (AS_PER_BLOCK, "60 %", "min", "80 %")
 CONTENDERS = ("plain", "per block", *BUDGETS)
+ATTENTIONS = (
+    "GPT, flash, dropout",
+    "GPT, efficient attention",
+    "GPT, efficient, dropout",
+    "GPT, math, dropout",
+)
+KINDS = ("convolutions, cudnn.benchmark", "LSTM", "Triton kernel", *ATTENTIONS)
+
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 PARTS = (
     Part("doctor", ("doctor", "C++ recorder"), doctor, 150),
@@ -166,10 +196,12 @@ PARTS = (
     Part("GPT, eager", CONTENDERS, training("gpt", False)),
     Part("Llama, eager", CONTENDERS, training("llama", False)),
     Part("deterministic, eager", ("GPT 60 %", "Llama 60 %", "GPT min", "Llama min"), deterministic),
+    Part("kinds of models", KINDS, kinds),
     Part("AdamW", ("default", "fused", "one by one", "GPT 60 %, AdamW counted"), optimizer),
     Part("GPT, compiled", CONTENDERS, training("gpt", True), 200),
     Part("offload", ("long sequence",), offload, 120),
     Part("Llama, compiled", CONTENDERS, training("llama", True), 200),
+    Part("expandable segments", ("60 %", "min"), expandable, environment=EXPANDABLE),
 )
 
 

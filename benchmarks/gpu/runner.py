@@ -146,7 +146,7 @@ def _measured(
     them, before it was ready). At the deadline it is ended, and nothing is said of that row.
     """
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, **part.environment, "PYTHONPATH": os.pathsep.join(paths)}
     log = folder / "gpu.log"
     with log.open("ab") as errors:
         began = errors.tell()

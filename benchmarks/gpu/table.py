@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.gpu.parts import BUDGETS, CONTENDERS, PARTS, Row
+from benchmarks.gpu.parts import AS_PER_BLOCK, BUDGETS, CONTENDERS, PARTS, Row
 from benchmarks.tables import mib, percent, table, yes
 
 
@@ -69,7 +69,7 @@ def _bits(row: Row) -> str:
     return f"**no**, {row['largest_difference']:.1e}{repeats}"
 
 
-_READING_ORDER = ("plain", "per block", "80 %", "60 %", "min")
+_READING_ORDER = ("plain", "per block", AS_PER_BLOCK, "80 %", "60 %", "min")
 
 _TRAINING: dict[str, Callable[[Row], str]] = {
     "gradients as plain": _bits,
@@ -141,6 +141,33 @@ def _exact(done: Done) -> list[str]:
     return [_columns(rows.items(), columns, "four steps")] if rows else []
 
 
+def _kinds(done: Done) -> list[str]:
+    rows = _of(done, "kinds of models")
+    columns: dict[str, Callable[[Row], str]] = {
+        "gradients as plain": _bits,
+        "budget": _mib("budget_bytes"),
+        "predicted": _mib("predicted_peak_bytes"),
+        "requested": _mib("requested_bytes"),
+        "reserved": _mib("reserved_bytes"),
+        "reserved, predicted": _mib("predicted_reserved_bytes"),
+        "plain, by the plan": _mib("plan_plain_bytes"),
+        "operations run again": lambda row: str(row["replays"]),
+        "kept": lambda row: ", ".join(f"`{name}`" for name in row["kept"]),
+    }
+    return [_columns(rows.items(), columns, "four steps, MiB")] if rows else []
+
+
+def _expandable(done: Done) -> list[str]:
+    rows = _of(done, "expandable segments")
+    columns = {
+        "predicted": _mib("predicted_peak_bytes"),
+        "requested": _mib("requested_bytes"),
+        "reserved": _mib("reserved_bytes"),
+        "reserved, predicted": _mib("predicted_reserved_bytes"),
+    }
+    return [_columns(rows.items(), columns, "GPT, eager, MiB")] if rows else []
+
+
 def _adamw(done: Done) -> list[str]:
     rows = _of(done, "AdamW")
     alone = [(name, row) for name, row in rows.items() if "state_bytes" in row]
@@ -175,18 +202,21 @@ def _offload(done: Done) -> list[str]:
         "gradients as plain": lambda row: (
             yes(row["same_gradients"]) + ("" if row["plain_repeats"] else ", plain does not repeat")
         ),
-        "predicted": lambda row: mib(row["predicted_peak_bytes"]) if row["contender"] == "lowtide" else "",
+        "predicted": _mib("predicted_peak_bytes"),
         "measured": _mib("peak_bytes"),
         "moved": _mib("moved_bytes"),
         "reserved in the tier": _mib("reserved_bytes"),
         "ms a step": lambda row: f"{1e3 * row['seconds']:.1f}",
         "more than plain": lambda row: percent(row["extra"]),
+        "forecast": lambda row: percent(row["predicted_extra"]) if "predicted_extra" in row else "",
     }
     return [
         _columns(
             ((one["contender"], one) for one in row["contenders"]),
             columns,
-            f"{row['tokens']:,} tokens, {row['tier']}",
+            f"{row['tokens']:,} tokens, {row['tier']} at "
+            f"{row['bytes_per_second']['write'] / 1e9:.1f} GB/s out, "
+            f"{row['bytes_per_second']['read'] / 1e9:.1f} back",
         )
         for row in rows
     ]
@@ -214,6 +244,8 @@ _SECTIONS: dict[str, Callable[[Done], list[str]]] = {
     "Training steps": _training,
     "Operations that no plan recomputes": _recomputed,
     "With deterministic algorithms": _exact,
+    "Kinds of models": _kinds,
     "AdamW": _adamw,
     "Offload": _offload,
+    "Expandable segments": _expandable,
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -179,9 +180,9 @@ class Joint:
     def _find_virtual(self) -> set[fx.Node]:
         """Nodes whose results no kernel writes to memory.
 
-        A fusible result is written where an operation reads it that is no generated kernel, where it is
-        returned, and where a reader stands beyond such an operation: that one runs in another
-        kernel, much later.
+        A fusible result is written where an operation reads it that is no generated kernel, and where it is
+        returned. One of the forward is also written where a reader stands beyond such an operation: a plan
+        may store it for that reader. One of the backward is computed again there, unless that takes too much.
         """
         if self.fusible is None:
             return set()
@@ -190,6 +191,7 @@ class Joint:
             for node in self.nodes
             if node.op == "call_function"
             and node in self.key_of
+            and self.root[self.key_of[node]] is node
             and not _writes_in_place(node)
             and self.fusible(node)
         }
@@ -200,25 +202,31 @@ class Joint:
             level[node] = before + own
         returned = {node for part in self.outputs for node in part if isinstance(node, fx.Node)}
         kept = {self.key_of[node] for node in returned if node in self.key_of}
+        readers: Counter[Key] = Counter()
         for node in self.nodes:
             if node.op != "call_function" or not self._computes(node):
                 continue
-            for source in node.all_input_nodes:
-                key = self.key_of.get(source)
-                if key is None:
-                    continue
+            keys = {self.key_of[source] for source in node.all_input_nodes if source in self.key_of}
+            readers.update(keys)
+            for key in keys:
                 far = level[node] != level[self.root[key]]
-                crosses = self._side(node) != self._side(self.root[key])
-                if node not in fusible or (far and not crosses):
+                if node not in fusible or (far and self._side(node) and self._side(self.root[key])):
                     kept.add(key)
-        return {
-            node
-            for node in fusible
-            if (key := self.key_of.get(node)) is not None
-            and key not in kept
-            and self.root[key] is node
-            and _name(node) not in _REDUCTIONS
-        }
+        virtual: set[fx.Node] = set()
+        within: dict[fx.Node, tuple[set[Key], set[fx.Node]]] = {}  # what a kernel reads for it, and computes
+        for node in self.nodes:
+            if node not in fusible or (key := self.key_of[node]) in kept or _name(node) in _REDUCTIONS:
+                continue
+            reads, computes = set[Key](), {node}
+            for source in node.all_input_nodes:
+                base = self.root[self.key_of[source]] if source in self.key_of else source
+                more = within.get(base, ({self.key_of[base]} if base in self.key_of else set(), set()))
+                reads |= more[0]
+                computes |= more[1]
+            if self._side(node) or not partitioning.is_written(node, len(reads), computes, readers[key]):
+                virtual.add(node)
+                within[node] = reads, computes
+        return virtual
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether a call is more than a view, a size or a part of several results."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,11 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse
+from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.utils.checkpoint import CheckpointPolicy
+
+from lowtide.private.dispatch import OpOverload
 
 
 def min_cut(
@@ -292,6 +295,30 @@ def guard(module: fx.GraphModule, holds: Any) -> None:
     """
     shapes = next(size.node.shape_env for node in module.graph.nodes for size in _sizes(node.meta.get("val")))
     shapes.evaluate_expr(holds)
+
+
+_MOST_READS = 8  # one kernel, whoever reads its result
+_MOST_COMPUTED = 30  # more than once
+_HEAVY = frozenset({"exp", "log", "log10", "log1p", "log2", "sigmoid", "tanh"})
+"""What kernels on a CPU do not compute more than once."""
+
+
+def is_written(node: fx.Node, reads: int, computes: Collection[fx.Node], users: int) -> bool:
+    """Whether Inductor writes an element-wise result to memory, which it could compute within its readers.
+
+    Args:
+        node: whose result it is.
+        reads: how many tensors a kernel reads for it.
+        computes: the nodes that a kernel computes for it, itself included.
+        users: how many nodes read it.
+    """
+    if reads > _MOST_READS:
+        return True
+    if users < 2:
+        return False
+    names = {one.target.overloadpacket.__name__ for one in computes if isinstance(one.target, OpOverload)}
+    heavy = node.meta["val"].device.type == "cpu" and not names.isdisjoint(_HEAVY)
+    return heavy or reads > inductor_config.realize_reads_threshold or len(computes) > _MOST_COMPUTED
 
 
 def default_fusible() -> Callable[[fx.Node], bool]:
