@@ -75,9 +75,11 @@ def rows_of(
     handles = {"lowtide": lowtide.limit_memory(moved, policy=policies.offload(tier, links=links))}
     steps = {name: _step(model, batch, context, device) for name, (model, context) in around.items()}
     peaks: dict[str, int] = {}
+    workspaces = 0
     for name, step in steps.items():
         if name == "mixed":  # what checkpointing takes, the workspaces that a limit counts included
-            budget = peaks["per block"] + workspace_bytes(torch.device(device))
+            workspaces = workspace_bytes(torch.device(device))
+            budget = peaks["per block"] + workspaces
             handles[name] = lowtide.limit_memory(mixed, budget, policy=policies.mixed(tier, links=links))
         for _ in range(UNSETTLED if name in handles else 3):
             step()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report_gpu
 from benchmarks.common import RESULTS
 from benchmarks.report_stores import stores
 from benchmarks.tables import load, mib, percent, table, where, yes
@@ -330,6 +331,9 @@ def main() -> None:
             f"{found['first_of_process_seconds']:.1f} s for a tiny model."
         )
         parts += ["", "## Planning", "", where(found), "", text, "", planning(found)]
+    parts += report_gpu.section()
+    if on_card := report_gpu.brief():
+        brief += f"\n\n{on_card}"
     parts += stores()
     parts += layers()
     found = load("parallel_memory")

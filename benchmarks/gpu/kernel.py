@@ -1,6 +1,6 @@
 """A Triton kernel in a `torch.autograd.Function`, as people write their own activations."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportIndexIssue=false
 from __future__ import annotations
 
 from typing import Any
@@ -11,7 +11,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _scaled(x_ptr, by_ptr, out_ptr, count, factor, BLOCK: tl.constexpr):  # noqa: ANN001, ANN202, N803
+def _scaled(x_ptr, by_ptr, out_ptr, count, factor, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = tl.load(x_ptr + at, mask=inside)

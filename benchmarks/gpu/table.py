@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from benchmarks.gpu.parts import AS_PER_BLOCK, BUDGETS, CONTENDERS, PARTS, Row
@@ -214,12 +214,14 @@ def _offload(done: Done) -> list[str]:
         _columns(
             ((one["contender"], one) for one in row["contenders"]),
             columns,
-            f"{row['tokens']:,} tokens, {row['tier']} at "
-            f"{row['bytes_per_second']['write'] / 1e9:.1f} GB/s out, "
-            f"{row['bytes_per_second']['read'] / 1e9:.1f} back",
+            f"{row['tokens']:,} tokens, {row['tier']}{_speeds(row.get('bytes_per_second'))}",
         )
         for row in rows
     ]
+
+
+def _speeds(found: Mapping[str, float] | None) -> str:
+    return f" at {found['write'] / 1e9:.1f} GB/s out, {found['read'] / 1e9:.1f} back" if found else ""
 
 
 def _checks(done: Done) -> list[str]:
