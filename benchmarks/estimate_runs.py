@@ -161,7 +161,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     if "muon" in given.get("optimizer", ""):
         raise Unsaid("no such optimizer here")
     found = dict(MODELS[row["model"]])
-    found["attention"] = "flash-3" if given.get("attention") == "flash_attention_3" else "fused"
+    own = ("flash_attention_3", "flash_attention_4")  # written for the device
+    found["attention"] = "flash-3" if given.get("attention") in own else "fused"
     length = re.search(r"\d+", row["settings"].partition("seq=longest")[2] or given["seq"])
     assert length, row
     found["seq"] = int(length[0])

@@ -51,19 +51,44 @@ class Look(inductor.CustomPartitionerFn):
         return None
 
 
-@pytest.fixture
-def look() -> Look:
+def look_at(model: nn.Module, *args: torch.Tensor) -> Look:
+    """The joint graph of a model as Inductor has it, and what is predicted of its plain halves."""
     found = Look()
     compiled = torch.compile(
-        Relu(),
+        model,
         backend=lambda module, inputs: inductor.compile_with(
             module, inputs, {"custom_partitioner_fn": found}
         ),
     )
     with pytest.raises(inductor.BackendCompilerFailed) as failed:
-        compiled(torch.randn(2, ROWS // 2, 16))  # a view of the ReLU is saved, and not the ReLU
+        compiled(*args)
     assert isinstance(failed.value.inner_exception, Seen)
     return found
+
+
+@pytest.fixture
+def look() -> Look:
+    return look_at(Relu(), torch.randn(2, ROWS // 2, 16))  # a view of the ReLU is saved, and not the ReLU
+
+
+class Words(nn.Module):
+    """A cross entropy over many words, in float32, of logits in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 2048, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(x).float(), targets)
+
+
+def test_what_a_backward_computes_within_its_readers_takes_no_memory() -> None:
+    x = torch.randn(ROWS, 16, dtype=torch.bfloat16, requires_grad=True)
+    found = look_at(Words(), x, torch.randint(2048, (ROWS,)))
+    joint, (_, backward) = found.joint, found.profiles
+    writes = [joint.bytes[key] for call in joint.calls if not call.forward for key in call.writes]
+    assert max(writes) == 2 * ROWS * 2048  # the logits' gradient, and not its float32 before it
+    assert backward.peak_bytes < 3 * 2 * ROWS * 2048
 
 
 def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: Look) -> None:

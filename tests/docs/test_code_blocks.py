@@ -3,14 +3,18 @@ is printed; commands are ones that lowtide, make and pip understand."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from benchmarks.__main__ import NAMES
 from blocks import PAGES, ROOT, blocks_of, name_of
@@ -29,6 +33,10 @@ NEEDS = {
 
 RUN = r"lowtide (doctor|plan|train|report --|simulate --model 1t)"
 """Commands that take a second or two."""
+
+TWO_STEPS = ("--steps", "2", "--data", "text.txt")
+PAIR = "torchrun --nproc-per-node 2 "
+"""Commands that two processes of a laptop run."""
 
 SMALLER = {
     "plan": ["--model", "gpt-nano", "--batch", "8", "--seq", "128"],
@@ -131,6 +139,22 @@ def test_a_command_does_what_it_is_for(
     files = re.findall(r"report in (\S+)", said)
     assert all((tmp_path / file).stat().st_size > 10_000 for file in files)
     assert len(files) == (name == "report" or "--report" in words)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs Gloo")
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS if re.match("torchrun --nproc-per-node 2 ", line)]
+)
+def test_a_command_on_two_processes_runs(line: str, tmp_path: Path) -> None:
+    """As it stands, on two processes and a small text."""
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    start = [sys.executable, "-m", "torch.distributed.run", *shlex.split(line)[1:], *TWO_STEPS]
+    about = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(start, cwd=tmp_path, env=about, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "bitwise equal" in done.stdout
+    assert all((tmp_path / file).exists() for file in re.findall(r"--report (\S+)", line))
 
 
 @pytest.mark.parametrize(

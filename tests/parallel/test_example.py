@@ -1,10 +1,14 @@
-"""The GPT-NeoX example: it is the Hugging Face model, and it trains alike on one and two processes and under
-a budget.
+"""The examples: GPT-NeoX is the Hugging Face model, and it trains alike on one and two processes and under a
+budget; torchtitan's Llama 3 trains under its own FSDP2 within one.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
+import runpy
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -20,11 +24,12 @@ import lowtide
 from lowtide import parallel as lp
 
 pytestmark = needs_gloo
-FILE = Path(__file__).parents[2] / "examples" / "gpt_neox.py"
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TITAN = EXAMPLES / "torchtitan_llama3.py"
 
 
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("gpt_neox_example", FILE)
+    spec = importlib.util.spec_from_file_location("gpt_neox_example", EXAMPLES / "gpt_neox.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -69,3 +74,25 @@ def same_as_hugging_face() -> float:
 
 def test_it_is_the_hugging_face_model() -> None:
     assert all(difference < 1e-5 for difference in on_ranks(2, same_as_hugging_face))
+
+
+def torchtitan(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The example on two processes."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(TITAN), *arguments]
+    about = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run(start, env=about, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.slow
+def test_torchtitans_llama_takes_one_line_more() -> None:
+    pytest.importorskip("torchtitan.models.llama3")
+    done = torchtitan("--steps", "3")
+    assert done.returncode == 0, done.stderr
+    taken, budget = re.findall(r"a step took ([\d,]+) bytes within ([\d,]+)", done.stdout)[0]
+    assert int(taken.replace(",", "")) <= int(budget.replace(",", ""))
+
+
+def test_without_torchtitan_the_example_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    with pytest.raises(SystemExit, match="pip install torchtitan"):
+        runpy.run_path(str(TITAN))["llama"]("debugmodel", torch.device("cpu"))
