@@ -48,6 +48,8 @@ def test_gathered_storages_are_empty_between_steps(model: Any) -> None:
     assert set(found) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert all(tensor.untyped_storage().nbytes() == 0 and tensor.numel() for tensor in found.values())
     assert private.settings(model) == before, "a first step changes none"
+    assert private.weight_in(found["0.weight"].untyped_storage()) == "0.weight"
+    assert private.weight_in(torch.ones(1).untyped_storage()) == ""
 
 
 def test_settings_and_gradients_that_wait_whole_are_told_apart(model: Any) -> None:

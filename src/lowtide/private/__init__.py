@@ -100,6 +100,7 @@ from lowtide.private.fsdp import (
     settings,
     units,
     unsharded_gradients,
+    weight_in,
 )
 from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks, replicate_by
 from lowtide.private.measuring import (

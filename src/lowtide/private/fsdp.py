@@ -6,6 +6,7 @@ Seen in PyTorch 2.11 to 2.13. Nothing is imported that the program has not impor
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -88,6 +89,19 @@ def gathered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             inner = getattr(parameter, "_unsharded_inner_tensors", ())
             for tensor in (*parameter.all_gather_outputs, *inner):
                 yield name, tensor
+
+
+def weight_in(storage: torch.UntypedStorage) -> str:
+    """The name of a parameter that some model of this process gathers into a storage, else the empty string.
+    Looks through all objects of the process: for errors.
+    """
+    module: Any = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_param")
+    kind = getattr(module, "FSDPParam", None)
+    for parameter in (one for one in gc.get_objects() if kind is not None and type(one) is kind):
+        inner = getattr(parameter, "_unsharded_inner_tensors", ())
+        if any(t.untyped_storage()._cdata == storage._cdata for t in (*parameter.all_gather_outputs, *inner)):
+            return getattr(parameter, "_param_fqn", None) or ""
+    return ""
 
 
 def unsharded_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor | None]:

@@ -430,8 +430,36 @@ ON_FOUR: dict[str, Case] = {
 }
 
 
+def refused() -> None:
+    """A unit that is resharded in the middle of its backward."""
+    model = sharded(Model())
+    lowtide.limit_memory(model, policy="full")
+    model(batch(0)).backward()
+    model.blocks[1].mlp[2].register_full_backward_pre_hook(lambda *_: model.blocks[1].reshard())
+    with pytest.raises(lowtide.ReplayError, match=r"'blocks\.1\.[a-z0-9.]+', which is not gathered now"):
+        model(batch(1)).backward()
+
+
+def automatic() -> None:
+    """Each rank has what its device has: they hold one plan."""
+    model = sharded(Model())
+    handle = lowtide.limit_memory(model, "auto", optimizer=torch.optim.AdamW(model.parameters()))
+    model(batch(0)).backward()
+    plan = handle.plan
+    assert plan is not None and plan.budget_bytes is not None and plan.changes_nothing
+    plans: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(plans, (plan.stored, plan.predicted_peak_bytes))
+    assert plans[0] == plans[1]
+
+
+def several(*bodies: Callable[..., None]) -> None:
+    """One after the other, in the same processes."""
+    for body in bodies:
+        body()
+
+
 def test_what_fsdp_is_asked_for() -> None:
-    on_ranks(2, compared, list(FAST), ("min",))
+    on_ranks(2, several, partial(compared, list(FAST), ("min",)), refused, automatic)
 
 
 @pytest.mark.slow

@@ -185,6 +185,13 @@ class LiveValue:
                 "lowtide.policies.keep_all"
             )
         if self.held.untyped_storage().nbytes() < self.nbytes:
+            if weight := private.weight_in(self.held.untyped_storage()):
+                raise ReplayError(
+                    f"a recomputation reads the sharded weight {weight!r}, which is not gathered now: FSDP "
+                    "had it whole here in the step that was profiled. Do not reshard its unit, or change "
+                    "what FSDP gathers ahead, within a step; or keep that region with "
+                    "lowtide.policies.keep_all"
+                )
             raise ReplayError(
                 f"a tensor of {self.nbytes} bytes that a recomputation starts from was resized to "
                 f"{self.held.untyped_storage().nbytes()} bytes after the forward pass, and backward needs it "
