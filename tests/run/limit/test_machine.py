@@ -74,6 +74,7 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     ),
     (S.PLANNED, E.ENDED, ("above", "departed", "more backwards"), S.PLANNED, A.WARN_BACKWARDS),
     (S.PLANNED, E.ENDED, ("above", "unseen"), S.PLANNED, A.WARN_LESS),
+    (S.PLANNED, E.ENDED, ("above", "late buffer"), S.PLANNED, A.WARN_LATE),
     (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.WARN_LESS),
     # the end
     (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
@@ -168,6 +169,23 @@ def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
     assert machine.ended(entry, step) is A.WARN_BACKWARDS
     assert (entry.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
     assert machine.called(entry, version=0) is A.RUN
+
+
+def test_a_buffer_that_a_thread_held_for_longer_changes_no_plan_until_it_comes_again() -> None:
+    moved = LIMIT // 4
+    gathers = replace(
+        GRAPH,
+        operations=(Operation(0, "c10d._allgather_base_.default", (), (), "forward", scratch_bytes=moved),),
+    )
+    for late, took in ((True, PLAN.predicted_peak_bytes + moved), (False, OVER)):
+        entry = Entry(key())
+        machine.profiled(entry, gathers, verified=True)
+        machine.plan_made(entry, Planned(entry.key, gathers, gathers, PLAN), version=0)
+        assert (machine.ended(entry, ran(entry, took)) is A.WARN_LATE) == late
+        assert (entry.margin_bytes == 0) == late
+        assert machine.ended(entry, ran(entry, LIMIT)) is A.NOTHING
+        assert (machine.ended(entry, ran(entry, took)) is A.WARN_LATE) == late
+        assert machine.ended(entry, ran(entry, took)) is A.WARN_LESS and entry.margin_bytes
 
 
 @pytest.mark.parametrize("director", [None, followed(departed=True)])

@@ -150,6 +150,8 @@ class Entry:
         untold_bytes: the most that its profiled steps took, not yet held against a budget.
         hidden: backward runs on a thread whose operations are not intercepted, so that a step is profiled
             aside.
+        was_late: what its latest step took more may have been a collective's buffer that a thread held for
+            longer. Another in turn is believed.
     """
 
     key: StepKey
@@ -168,6 +170,7 @@ class Entry:
     varies: bool = False
     untold_bytes: int = 0
     hidden: bool = False
+    was_late: bool = False
 
     @property
     def wants_profile(self) -> bool:

@@ -19,6 +19,8 @@ from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
 
+import torch
+
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
@@ -64,6 +66,7 @@ Fact = Literal[
     "above",  # the step took more than its budget
     "second derivatives",  # a backward made a graph of its own, other than the profiled step's
     "accepted",  # no plan leaves what the step took more
+    "late buffer",  # it may be what a thread held for longer that has moved a collective's bytes
     "unseen",  # nothing had to be recomputed, so its operations were not recorded
     "departed",  # it ran other operations than the plan has
     "longer",  # many more than the plan has
@@ -94,6 +97,7 @@ class Action(Enum):
     WARN_UNSEEN = auto()
     WARN_DEPARTED = auto()
     WARN_BACKWARDS = auto()
+    WARN_LATE = auto()
     WARN_LESS = auto()
 
 
@@ -146,6 +150,7 @@ TABLE: tuple[Row, ...] = (
     Row(_IN_FORCE, _E.ENDED, ("above", "unseen", "profiles left"), _S.DOUBTED, _A.WARN_UNSEEN),
     Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
     Row(_IN_FORCE, _E.ENDED, ("above", "more backwards"), None, _A.WARN_BACKWARDS),
+    Row(_IN_FORCE, _E.ENDED, ("above", "late buffer"), None, _A.WARN_LATE),
     Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
     Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
     Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
@@ -340,9 +345,11 @@ def ended(entry: Entry, step: Ended) -> Action:
     replaced = entry.planned is not step.planned
     above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
     more_backwards = step.backwards > entry.backwards
+    late = above and not entry.was_late and took is not None and _may_be_late(step.planned, took)
     facts: dict[Fact, bool] = {
         "replaced": replaced,
         "above": above,
+        "late buffer": late,
         "second derivatives": step.makes_graph and not entry.makes_graph,
         "accepted": (took or 0) <= entry.accepted_bytes,
         "unseen": plan.changes_nothing and director is None,
@@ -354,6 +361,7 @@ def ended(entry: Entry, step: Ended) -> Action:
     action = _take(entry, Evidence.ENDED, facts)
     if replaced:
         return action
+    entry.was_late = action is Action.WARN_LATE
     more = 0
     if action is Action.WARN_LESS:
         assert limit is not None and took is not None
@@ -363,6 +371,20 @@ def ended(entry: Entry, step: Ended) -> Action:
         step.margin_bytes = more
     entry.varies |= extra > 0 or action in (Action.WARN_UNSEEN, Action.WARN_DEPARTED)
     return action
+
+
+def _may_be_late(planned: Planned, took: int) -> bool:
+    """Whether a buffer of a collective accounts for what a step on a CPU took more than predicted: Gloo's
+    threads let go of it when they run next, on a busy machine in whatever stands at its peak then.
+    """
+    graph, more = planned.graph, took - planned.plan.predicted_peak_bytes
+    sizes = [graph.storages[value.storage].bytes for value in graph.values]
+    moved = (
+        sum(sizes[value] for value in (*op.reads, *op.writes)) + op.scratch_bytes
+        for op in graph.operations
+        if op.name.startswith("c10d.")
+    )
+    return torch.device(graph.device).type == "cpu" and more <= max(moved, default=0)
 
 
 def removed(entry: Entry) -> None:

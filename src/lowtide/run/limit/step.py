@@ -49,6 +49,10 @@ _WHY = {
         f"{OF_GRAPH}. Run such steps on a part of the batch, or give a budget of what they take; steps "
         "without it keep to their plan"
     ),
+    Action.WARN_LATE: (
+        "as much as a thread of the process group may have held for longer of what a collective moved. The "
+        "plan stays; where the next step takes more, too, lowtide plans again"
+    ),
     Action.WARN_LESS: "lowtide plans again with that much less",
     Action.WARN_ACCEPTED: (
         "no plan leaves that much of it free, so the plan stays; only a larger budget would hold"
