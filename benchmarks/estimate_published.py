@@ -100,7 +100,8 @@ class Run:
     def predicted_memory(self) -> float:
         """Reserved or allocated GiB of the device that needs most."""
         found = estimate(self.config)
-        return (found.total_bytes if self.allocated else found.reserved_bytes) / 2**30
+        # torchtitan's run_train.sh sets expandable segments
+        return (found.total_bytes if self.allocated else found.reserved_expandable_bytes) / 2**30
 
 
 def settings(text: str) -> dict[str, Any]:

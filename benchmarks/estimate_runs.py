@@ -322,15 +322,17 @@ def _speed(row: dict[str, str], config: Config) -> float | None:
 
 def scored(run: Run) -> dict[str, Any]:
     """What was measured beside what is predicted."""
-    found = estimate(run.config, run.device)
+    room = run.device.memory_bytes if run.device else None
+    found = estimate(replace(run.config, memory_bytes=room), run.device)
     row: dict[str, Any] = {"run": run.name, "grade": run.grade, "kind": run.memory_kind}
     if not run.ran:
-        room = run.device.memory_bytes * (1 - RESERVE) if run.device else None  # as lowtide suggest does
-        return row | {"ran": False, "said_to_fit": room is not None and found.reserved_bytes <= room}
+        fits = room is not None and found.reserved_bytes <= room * (1 - RESERVE)  # as lowtide suggest does
+        return row | {"ran": False, "said_to_fit": fits}
     if run.memory_gib is not None and run.memory_kind != "process memory":
         peak = found.stages[-1].total_bytes if run.last else found.total_bytes
         if "allocated" not in run.memory_kind and "active" not in run.memory_kind:
-            peak = found.reserved_bytes
+            titan = _source(run.name).startswith("torch")  # its run_train.sh sets expandable segments
+            peak = found.reserved_expandable_bytes if titan else found.reserved_bytes
         ours = peak / 2**30
         row |= {"memory_gib": run.memory_gib, "predicted_gib": round(ours, 2)}
         row["memory_off"] = round(ours / run.memory_gib - 1, 4)

@@ -289,13 +289,13 @@ def candidates(model: str, asked: Mapping[str, Any]) -> list[str]:
     >>> candidates("llama3-8b", {}), candidates("llama3-1b", {}), candidates("22b", {"lora": 8})
     (['lowtide', 'torchtitan', 'trl'], ['trl'], ['any'])
     """
-    found = [] if beyond(asked) else [name for name in ("lowtide", "torchtitan") if _has(name, model)]
+    found = (
+        []
+        if beyond(asked)
+        else [name for name in ("lowtide", "torchtitan") if model in (FRAMEWORKS[name].models or ())]
+    )
     found += ["trl"] if model in HUB or "/" in model else []
     return found or ["any"]
-
-
-def _has(name: str, model: str) -> bool:
-    return model in (FRAMEWORKS[name].models or ())
 
 
 def framework(name: str) -> Framework:

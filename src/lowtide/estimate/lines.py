@@ -186,6 +186,13 @@ class Stage:
                     spare[name] += line.bytes - standing
         return max(size + spare[name] for name, size in self.moments.items())
 
+    @property
+    def scattered_bytes(self) -> int:
+        """The same where layers are recomputed: blocks of one, cached since forward, are small for logits."""
+        at = [line.at for line in self.lines if line.at is not None]
+        alone = (sum(one[place] for one in at if one[place] == sum(one)) for place in range(2))
+        return self.moments["loss"] + min(alone)
+
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -258,15 +258,10 @@ def plot(found: Estimate, path: Path) -> None:
                 found.config.memory_bytes / 2**30, color="tab:red", linestyle="--", label="memory of a device"
             )
         axes.set(xlabel="pipeline stage", ylabel="GiB on one device", title=title(found.config))
-        axes.set_xticks(_ticks(places))
+        axes.set_xticks(places[:: max(1, len(places) // 12)])
         axes.set_xlim(-1, len(places))
         axes.set_ylim(0, 1.15 * max([*bottom, (found.config.memory_bytes or 0) / 2**30]))
         axes.legend(ncols=3, loc="upper right", fontsize="small")
-
-
-def _ticks(places: Sequence[int]) -> list[int]:
-    step = max(1, len(places) // 12)
-    return list(places[::step])
 
 
 def title(config: Config) -> str:

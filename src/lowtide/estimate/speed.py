@@ -58,9 +58,7 @@ _SHORT = 8192
 """Tokens up to which `Efficiency.attention` holds."""
 
 _SOFTMAX = 32
-"""What a score's softmax takes beside its products, in columns of a head (A100: 16 exponentials a cycle for
-1,024 multiplications).
-"""
+"""A score's softmax, in columns of a head: 16 exponentials a cycle beside 1,024 multiplications (A100)."""
 
 FLOAT8_CAST_BYTES = 7
 """What casting an element of bfloat16 moves: read for the largest value, read and written as one byte, and

@@ -258,7 +258,8 @@ class _Look:
 
     def _suggestion(self, config: Config) -> Suggestion:
         stages = fullest_stages(config)
-        need, held = max(stage.total_bytes for stage in stages), max(reserved(config, one) for one in stages)
+        need = max(stage.total_bytes for stage in stages)
+        held = max(reserved(config, one, expandable=True) for one in stages)
         together = min(self.devices, self.device.node)
         host = together * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
         command = self.way.command(str(self.model), config, self.device.node)

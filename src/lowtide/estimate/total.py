@@ -70,9 +70,7 @@ class Estimate:
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's allocator holds of the device that needs most, the gaps between its blocks
-        included.
-        """
+        """What PyTorch's allocator holds of the device that needs most, gaps between blocks included."""
         return max(reserved(self.config, stage) for stage in self.stages)
 
     @property
@@ -170,13 +168,15 @@ class Estimate:
 def reserved(config: Config, stage: Stage, expandable: bool = False) -> int:
     """What the allocator reserves on a device of a stage: the share on top is fitted to runs that print it
     (``efficiency.json``), and larger where gathered weights of many sizes come and go. Expandable segments
-    join what is freed: neither these nor gradients leave blocks that nothing else fits in.
+    join what is freed, which otherwise leaves blocks that logits do not fit in, until the memory is full.
     """
-    shares = fitted()["reserved"]
-    if expandable:
-        return ceil(stage.total_bytes * (1 + shares["plain"]))
     gathered = config.zero == 3 and config.shards > 1
-    return ceil(stage.cached_bytes * (1 + shares["gathered" if gathered else "plain"]))
+    share = 1 + fitted()["reserved"]["gathered" if gathered else "plain"]
+    held = ceil(stage.cached_bytes * share)
+    if expandable or config.recomputed_share < 1:
+        return held
+    more = ceil(stage.scattered_bytes * share)
+    return max(held, more if config.memory_bytes is None else min(more, int(config.memory_bytes)))
 
 
 def activation_lines(config: Config, stage: int) -> list[Line]:
