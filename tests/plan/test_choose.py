@@ -31,7 +31,7 @@ class Planner:
         self.asked.append(budget)
         if budget < self.smallest:
             raise BudgetError("too small", self.smallest)
-        return replace(KEPT, predicted_peak_bytes=budget)
+        return replace(KEPT, predicted_peak_bytes=budget, predicted_extra_seconds=1 / budget)
 
 
 def best(off: Callable[[int], int]) -> int:
@@ -69,12 +69,21 @@ def test_nothing_is_asked_for_twice() -> None:
     assert Correction(100).following(100, 90, 300) is None, "no target is left"
 
 
-def test_the_first_plan_that_fits_is_chosen() -> None:
+def test_a_plan_that_fits_at_once_is_chosen() -> None:
     planner = Planner()
-    plan = choose(GRAPH, ROOM, lambda plan: plan.predicted_peak_bytes + 9_000, policy=planner)
-    assert plan.predicted_peak_bytes == ROOM - 9_000 and planner.asked == [ROOM, ROOM - 9_000]
+    plan = choose(GRAPH, ROOM, lambda plan: plan.predicted_peak_bytes - 9_000, policy=planner)
+    assert plan.predicted_peak_bytes == ROOM and planner.asked == [ROOM]
     known = Planner()
     assert choose(GRAPH, ROOM, policy=known, first=plan) is plan and known.asked == []
+
+
+def test_a_plan_that_leaves_much_is_not_the_last_that_is_tried() -> None:
+    """Less was asked for than had to be: a plan in between has less extra time."""
+    planner = Planner()
+    waste = lambda plan: 20_000 if plan.predicted_peak_bytes > 90_000 else 2_000  # noqa: E731
+    plan = choose(GRAPH, ROOM, lambda plan: plan.predicted_peak_bytes + waste(plan), policy=planner)
+    assert planner.asked[:2] == [ROOM, ROOM - 20_000] and len(planner.asked) <= 8
+    assert 0.8 * ROOM < plan.predicted_peak_bytes <= 90_000
 
 
 def test_the_refusal_says_the_least_that_a_plan_takes() -> None:

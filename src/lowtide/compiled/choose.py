@@ -32,7 +32,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
-from lowtide.plan.choose import at_or_smallest, attempts
+from lowtide.plan.choose import NEAR, at_or_smallest, attempts
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.table import ModuleRow
 from lowtide.plan.moves import missing_links
@@ -46,9 +46,6 @@ T = TypeVar("T")
 
 ROUNDS = 6
 """Plans for one budget: each is lowered, which takes seconds."""
-
-NEAR = 0.97
-"""Share of a binding budget from which a plan uses it well."""
 
 FIRST = 0.985
 """Share of the budget that is asked for first under Inductor, which mostly takes up to 1 % more than single

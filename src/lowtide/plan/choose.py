@@ -20,6 +20,9 @@ from lowtide.plan.policies.build import Policy
 
 Price = Callable[[Plan], int]
 
+NEAR = 0.97
+"""Share of a budget that binds, from which a plan uses it well."""
+
 TRIES = 8
 """Plans that are tried for one budget."""
 
@@ -38,7 +41,7 @@ def choose(
     target: int | None = None,
     first: Plan | None = None,
 ) -> Plan:
-    """The first plan that is found within the budget by its price.
+    """The plan with the least extra time that is found within the budget by its price.
 
     Args:
         graph: the step.
@@ -59,12 +62,15 @@ def choose(
         >>> plan.predicted_peak_bytes <= 15_000
         True
     """
-    prices: list[int] = []
+    tried: list[tuple[int, Plan]] = []
     for plan, took in islice(attempts(graph, budget, price, policy, target, first), TRIES):
-        if took <= budget:
-            return plan
-        prices.append(took)
-    least = min(prices)
+        tried.append((took, plan))
+        lowered = any(other > budget for other, _ in tried)  # else it is the best for the budget
+        if took <= budget and (not lowered or took >= NEAR * budget):
+            break
+    if fitting := [plan for took, plan in tried if took <= budget]:
+        return min(fitting, key=lambda plan: plan.predicted_extra_seconds)
+    least = min(took for took, _ in tried)
     raise BudgetError(f"no plan takes {budget:,} bytes or less: the lowest takes {least:,}", least)
 
 

@@ -76,27 +76,28 @@ def within_reserved(
     Raises:
         BudgetError: none was found; says the least that one reserves.
     """
-    tried: list[tuple[int, int]] = []  # what is reserved and requested, of each plan
+    taken: list[tuple[int, Plan]] = []  # what is reserved for each plan
 
     def price(plan: Plan) -> int:
-        tried.append((reserved(plan), plan.predicted_peak_bytes))
-        return tried[-1][0]
+        taken.append((reserved(plan), plan))
+        return taken[-1][0]
 
     room = int(limit * (1 - _MARGIN))
     try:
         plan = choose(graph, room, price, policy=policy, target=plan.predicted_peak_bytes, first=plan)
     except BudgetError:
-        least, requested = min(tried)
+        least, lowest = min(taken, key=lambda one: one[0])
         raise BudgetError(
             f"the budget of {format_bytes(limit)} is too small for what PyTorch's allocator reserves: "
-            f"{format_bytes(least)} for {format_bytes(requested)} requested",
+            f"{format_bytes(least)} for {format_bytes(lowest.predicted_peak_bytes)} requested",
             least,
             "The rest is lost between blocks: with PYTORCH_ALLOC_CONF=expandable_segments:True it is often "
             "less.",
             budget_bytes=limit,
             remedies=[f"give a budget of {format_bytes(least + MIB)} or more, or leave reserved=True out"],
         ) from None
-    note = f"PyTorch's allocator reserves {format_bytes(tried[-1][0])} for its steps, as predicted"
+    found = next(bytes for bytes, one in taken if one is plan)
+    note = f"PyTorch's allocator reserves {format_bytes(found)} for its steps, as predicted"
     return replace(plan, notes=(*plan.notes, note))
 
 
