@@ -31,7 +31,9 @@ from lowtide.trace.costs.roofline import calibrate
 from lowtide.trace.costs.specs import OpSpec, described_call
 
 _FUSED_SHARE = 0.1
-"""Of what an element-wise call takes by itself, what its arithmetic adds to a kernel that has its inputs."""
+"""Of what an element-wise call takes by itself on a CPU, what its arithmetic adds to a kernel that has its
+inputs. Elsewhere it adds nothing: such calls take the time of their traffic, beside which a GPU computes.
+"""
 
 
 def room_for_timing(joint: Joint, budget: str | int | None = None, standing_bytes: int = 0) -> int:
@@ -74,11 +76,11 @@ def costs_of(
     for call in joint.calls:
         own = measured.get(keys.get(call.node))
         fused = joint.fusible is not None and joint.fusible(call.node)
-        parts = {one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys}
+        parts = {one.name: _within(one, measured[keys[one]].seconds) for one in call.inlined if one in keys}
         if own is None:
             cost = CallCost(0.0, 0, parts=parts)
         elif fused:
-            parts[call.node.name] = own.seconds * _FUSED_SHARE
+            parts[call.node.name] = _within(call.node, own.seconds)
             cost = CallCost(
                 _moving_seconds(joint, call, memory_limit_bytes) + sum(parts.values()), 0, parts=parts
             )
@@ -90,12 +92,21 @@ def costs_of(
     return found
 
 
+def _within(node: fx.Node, seconds: float) -> float:
+    """What an element-wise call adds to a kernel that has its inputs, of what it takes by itself."""
+    return seconds * _FUSED_SHARE if _device_of(node) == "cpu" else 0.0
+
+
+def _device_of(node: fx.Node) -> str:
+    value = node.meta.get("val")
+    return str(value.device) if isinstance(value, torch.Tensor) else "cpu"
+
+
 def _moving_seconds(joint: Joint, call: JointCall, memory_limit_bytes: int | None) -> float:
     """Time of a generated kernel's traffic."""
     moved = sum(joint.bytes[key] for key in (*call.reads, *call.writes))
-    value = call.node.meta.get("val")
-    device = value.device if isinstance(value, torch.Tensor) else "cpu"
-    return moved / calibrate(device, memory_limit_bytes=memory_limit_bytes).bytes_per_second
+    machine = calibrate(_device_of(call.node), memory_limit_bytes=memory_limit_bytes)
+    return moved / machine.bytes_per_second
 
 
 def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
