@@ -49,6 +49,20 @@ class ModelSpec:
     source: str | None = None
     pretrained: bool = False
 
+    @property
+    def layers(self) -> int:
+        """How many layers it has."""
+        if self.config is not None:
+            return self.config.layers
+        return self.hugging_face.get_text_config().num_hidden_layers
+
+    @property
+    def tied(self) -> bool:
+        """Whether the embedding of tokens is also the output layer."""
+        if self.config is not None:
+            return self.config.tied
+        return bool(self.hugging_face.get_text_config().tie_word_embeddings)
+
     def describe(self) -> dict[str, Any]:
         """Everything that shapes the model, as plain values: two specs with equal descriptions build equal
         models.

@@ -1,5 +1,5 @@
-"""A stage of a built-in model: some of its layers, with what stands in front of the first and behind the
-last.
+"""A stage of a model: of a built-in one, some of its layers, with what stands in front of the first and
+behind the last. `lowtide.models.hugging_face_stage` has those of Hugging Face.
 
 Parameters keep the names that they have in the whole model.
 """
@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.models.build import HuggingFaceModel
 from lowtide.models.gpt import GPT
+from lowtide.models.hugging_face_stage import HuggingFaceStage, anatomy, layers_of
 from lowtide.models.llama import Llama
 from lowtide.models.presets import ModelError
 from lowtide.run.scope.scope import checkpointing
@@ -94,14 +96,22 @@ def layers_of_stage(stage: int, stages: int, layers: int) -> range:
     return range(sum(sizes[:stage]), sum(sizes[: stage + 1]))
 
 
-def cut(model: nn.Module, stages: int, mine: list[int]) -> list[ModelStage]:
-    """This process's stages of a model."""
+def cut(model: nn.Module, stages: int, mine: list[int]) -> list[Any]:
+    """This process's stages of a model: built-in ones are `ModelStage`s, of Hugging Face's decoders
+    `HuggingFaceStage`s.
+    """
+    if isinstance(model, HuggingFaceModel):
+        parts, count = anatomy(model.model), layers_of(model.model)
+        return [HuggingFaceStage(model, layers_of_stage(one, stages, count), parts) for one in mine]
     layers: Any = model.config.layers  # type: ignore[union-attr]
     return [ModelStage(model, layers_of_stage(stage, stages, layers)) for stage in mine]
 
 
 def stage_input(model: nn.Module, batch: int, sequence: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor without content (on the meta device) of the shape that travels between stages."""
+    if isinstance(model, HuggingFaceModel):
+        text: Any = model.model.config.get_text_config()  # type: ignore[operator, union-attr]
+        return torch.empty(batch, sequence, text.hidden_size, dtype=dtype, device="meta")
     sharing, width = model.sharing, model.config.width  # type: ignore[union-attr]
     length = sequence // sharing.size if sharing.sequence_parallel else sequence  # type: ignore[operator]
     return torch.empty(batch, length, width, dtype=dtype, device="meta")  # type: ignore[call-overload]

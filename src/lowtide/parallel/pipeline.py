@@ -137,13 +137,16 @@ class Pipeline:
             module.whole = self.window.enter(index, micro_batch)  # type: ignore[assignment]
 
         tokens = torch.empty(example.shape[0], 1, dtype=torch.long, device="meta")
+        leaves = example.detach()
+        if index == self.count - 1 and hasattr(module, "vocabulary"):
+            leaves = leaves.new_empty(*example.shape[:-1], module.vocabulary)  # type: ignore[call-overload]
         return MemoryStage(
             module,
             index,
             self.count,
             self.device,
             example_input=tokens if index == 0 else example.detach().requires_grad_(),
-            example_output=example.detach().requires_grad_(),
+            example_output=leaves.requires_grad_(),
             group=self.group.process_group,
             sends_end=self.kind.sends_end,
             before_forward=before,

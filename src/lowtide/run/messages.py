@@ -32,6 +32,10 @@ ABANDONED = (
 )
 """For a backward through a forward that was taken for part of an earlier step."""
 
+LEAST = (
+    "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
+    "though no plan for them fits."
+)
 UNMEASURED = (
     "what the steps of this limited model take cannot be measured while they run: one that takes more than "
     "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "

@@ -123,21 +123,12 @@ def check_pipeline(options: Settings) -> None:
         micro,
         f"these are the pipeline's micro-batches, and --pp {ranks} needs {least}: give {least} or more",
     )
-    config = options.spec().config
-    require(
-        config is not None,
-        "model",
-        options.model,
-        "a pipeline cuts built-in models only: choose gpt-... or llama-...",
-    )
-    assert config is not None
+    spec = options.spec()
+    what = "a pipeline cuts a Hugging Face model at its blocks, and does not share its layers: leave out --tp"
+    require(spec.config is not None or options.tp == 1, "tp", options.tp, f"{what}, or --pp")
     stages = ranks * kind.stages
-    require(
-        config.layers >= stages,
-        "pp",
-        ranks,
-        f"{options.model} has {config.layers} layers, which do not fill {stages} stages",
-    )
+    few = f"{options.model} has {spec.layers} layers, which do not fill {stages} stages"
+    require(spec.layers >= stages, "pp", ranks, few)
     policies = "keep_all, full, or a --budget without a policy"
     require(
         options.policy in _POLICIES,

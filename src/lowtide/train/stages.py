@@ -17,6 +17,7 @@ from lowtide import meter
 from lowtide.errors import BudgetError
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.models import ModelSpec
+from lowtide.models.build import HuggingFaceModel
 from lowtide.models.stage import cut, layers_of_stage, stage_input
 from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
@@ -52,14 +53,8 @@ class Stages(Part):
         self._limit_bytes: int | None = None
         self._standing_bytes = 0
         self._predicted_bytes: int | None = None
-        self._tie: Any = (
-            self._tie_group() if spec.config is not None and spec.config.tied and not kind.v_shaped else None
-        )
-        self._layers = (
-            [layers_of_stage(stage, count, spec.config.layers) for stage in mine]
-            if spec.config is not None
-            else []
-        )
+        self._tie: Any = self._tie_group() if spec.tied and not kind.v_shaped else None
+        self._layers = [layers_of_stage(stage, count, spec.layers) for stage in mine]
 
     # ---- weights that the first and the last stage share -----------------------------------------
 
@@ -78,8 +73,11 @@ class Stages(Part):
         """This rank's copy of the embedding that is also the head."""
         if self._tie is None:
             return None
-        first = self.ranks.pipeline.rank == 0
-        return self.modules[0].tokens.weight if first else self.modules[-1].head.weight  # type: ignore
+        model: Any = self.modules[0 if (first := self.ranks.pipeline.rank == 0) else -1]
+        if isinstance(model, HuggingFaceModel):
+            causal: Any = model.model
+            return (causal.get_input_embeddings() if first else causal.get_output_embeddings()).weight
+        return model.tokens.weight if first else model.head.weight
 
     def counted_elsewhere(self) -> Sequence[Tensor]:
         tied = self._tied()

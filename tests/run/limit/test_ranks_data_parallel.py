@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,38 @@ def ddp_no_sync(rank: int) -> None:
     assert equal(*results)
 
 
+def ddp_refused(rank: int) -> None:
+    """What one rank refuses in its first step fails on all. A later kind of step that does not fit takes the
+    least memory, since the others wait for it; no search takes longer than a step.
+    """
+    from torch.nn.parallel import DistributedDataParallel as Wrap
+
+    wrapped = Wrap(make())
+    lowtide.limit_memory(wrapped, "1KiB" if rank else "90%")
+    with pytest.raises(lowtide.BudgetError, match=r"1\.0 KiB"):
+        wrapped(tokens(rank, 0)).backward()
+
+    expected = Wrap(make())
+    model = Wrap(make())
+    handle = lowtide.limit_memory(model, "240KiB")
+    told = 0
+    for step, length in enumerate((16, *[64 if rank else 16] * 3)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", lowtide.LowtideWarning)
+            for one in (expected, model):
+                one.zero_grad()
+                torch.manual_seed(step)
+                one(tokens(rank, step, length)).backward()
+        pairs = zip(expected.parameters(), model.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+        told += sum("the plan that takes the least memory" in str(one.message) for one in caught)
+    assert told == rank
+    limiter = handle._limiter
+    assert limiter.maker.replicas is not None
+    assert handle.plan is not None and handle.plan.replayed
+    assert (handle.plan.predicted_peak_bytes > 240 * 1024) is (rank == 1)
+
+
 def sharded(model: Model, **options: Any) -> Model:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -289,7 +322,7 @@ def fsdp_scopes(rank: int) -> None:
     assert equal(expected, train(sharded(with_scopes()), rank))
 
 
-@pytest.mark.parametrize("body", [ddp, ddp_by_value, ddp_no_sync], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [ddp, ddp_by_value, ddp_no_sync, ddp_refused], ids=lambda f: f.__name__)
 def test_data_parallel(body: Any, tmp_path: Path) -> None:
     on_two_processes(body, tmp_path)
 

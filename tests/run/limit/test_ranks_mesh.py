@@ -17,6 +17,7 @@ import torch.distributed._functional_collectives as functional
 from mesh_model import WORDS, make
 from ranks import TIDY_SECONDS, needs_gloo, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
@@ -127,3 +128,47 @@ def test_one_plan_for_a_mesh(sequence: bool, cases: list[tuple[str, str, float]]
         for _, _, predicted, peak, less in (first, second):
             assert abs(peak - predicted) <= 0.01 * predicted + SCALARS, f"{budget}: {peak} of {predicted}"
             assert less or budget != "min", f"{budget}: more than checkpoints take"
+
+
+def in_two_dimensions() -> tuple[bool, str, int, list[int], str]:
+    """Tensor parallel in one dimension of a mesh, FSDP2 in the other, whose ranks are given other tokens."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    place = torch.distributed.get_rank()
+
+    def sharded() -> nn.Module:
+        model = make(True, mesh=mesh["tp"])
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    plain, model = sharded(), sharded()
+    expected = [one for seed in range(4) for one in step(plain, 10 * seed + place // 2, True)]
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    handle = lowtide.limit_memory(model, "min")
+    limited, took = [], []
+    with collectives_at_once():
+        for seed in range(4):
+            model.zero_grad()
+            with meter.peak("cpu") as seen:
+                limited += step(model, 10 * seed + place // 2, True)
+            took.append(seen.peak_bytes)
+    plan, graph = handle.plan, handle.graph
+    assert plan is not None and graph is not None
+    predicted = plan.predicted_peak_bytes - graph.resident_bytes
+    lowtide.limit_memory(model, "1KiB" if place == 3 else "90%")
+    with pytest.raises(lowtide.BudgetError) as refusal:
+        step(model, 0, True)
+    same = all(map(torch.equal, expected, limited))
+    return same, str(plan.program), predicted, took[1:], str(refusal.value)
+
+
+@pytest.mark.slow
+def test_one_plan_for_a_mesh_of_two_dimensions() -> None:
+    results = on_ranks(4, in_two_dimensions)
+    assert all(same for same, *_ in results)
+    assert len({program for _, program, *_ in results}) == 1
+    assert all("1 KiB" in refusal for *_, refusal in results)
+    for _, _, predicted, took, _ in results:
+        assert abs(min(took) - predicted) <= 0.01 * predicted + SCALARS

@@ -93,7 +93,8 @@ class Cache:
         with self.lock:
             self._ask_peers(entry)
             action = self._plan(entry, machine.called(entry, self.maker.version, hidden))
-            if action is Action.RUN and entry.planned is not None and (better := entry.planned.better()):
+            alone = self.maker.agreement is None
+            if alone and action is Action.RUN and entry.planned and (better := entry.planned.better()):
                 machine.better_found(entry, better)
             self.latest = entry.planned or self.latest
             self._warn_above(entry)  # of one whose budget was refused
@@ -125,18 +126,39 @@ class Cache:
 
     def _ask_peers(self, entry: Entry) -> None:
         """All ranks that share the plan exchange what the last step showed: if one has to profile or to plan
-        again, all do.
+        again, all do. They take a better plan that the first of them has found.
         """
         maker, planned = self.maker, entry.planned
-        if maker.agreement is None or (planned is not None and planned.steps > LEARNING_STEPS):
+        learned = planned is not None and planned.steps > LEARNING_STEPS and not planned.awaits_better
+        if maker.agreement is None or learned:
             return
         outdated = machine.is_outdated(entry, maker.version)
-        mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.kept)
-        profile, old, versions, margins, kept = zip(*maker.agreement.share(mine), strict=True)
+        better = None if planned is None else planned.better()
+        found = (
+            planned is not None and planned.search is not None,
+            None if better is None else (better.plan.to_json(), better.graph.resident_bytes),
+        )
+        mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.kept, found)
+        profile, old, versions, margins, kept, founds = zip(*maker.agreement.share(mine), strict=True)
+        if planned is not None:
+            self._take_better(entry, planned, *founds[0])
         maker.version = max(versions)
         for found in kept:
             maker.kept.update(found)
         machine.peers_told(entry, any(profile), any(old), max(margins))
+
+    def _take_better(
+        self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int] | None
+    ) -> None:
+        """Whether the search of the first rank goes on, and what it has found, with that rank's bytes that
+        exist before the step.
+        """
+        planned.awaits_better = goes_on
+        if better is not None:
+            plan = Plan.from_json(better[0])
+            peak = plan.predicted_peak_bytes + planned.graph.resident_bytes - better[1]
+            plan = replace(plan, predicted_peak_bytes=peak, budget_bytes=planned.plan.budget_bytes)
+            machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
@@ -203,8 +225,11 @@ class Cache:
             refusal = error
         if neighbours is not None:  # if one refused alone, the others would wait in a collective
             refusal = neighbours.refusal(refusal)
-        elif (peers := self.maker.peers()) is not None:
+        peers, one_plan = self.maker.peers()
+        if peers is not None and one_plan:
             refusal = self._meet(peers, entry, graph, refusal)
+        elif peers is not None:
+            refusal = peers.refusal(refusal)
         if refusal is not None:
             try:
                 raise refusal

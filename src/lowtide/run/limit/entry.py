@@ -47,6 +47,7 @@ class Planned:
         graph: the same with all that exists beside it.
         plan: its plan.
         search: goes on for a better plan, or ``None``.
+        awaits_better: a search goes on at the first of the ranks that share the plan.
         steps: how many steps have run under the plan.
         timed: the step that is being timed, or ``None``.
         seconds: of the steps that were timed, and of recording and replaying in them where the host knows.
@@ -57,6 +58,7 @@ class Planned:
     graph: StepGraph
     plan: Plan
     search: BackgroundSearch | None = field(default=None, repr=False)
+    awaits_better: bool = False
     steps: int = 0
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))

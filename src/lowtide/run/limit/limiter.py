@@ -348,6 +348,7 @@ class Limiter:
     ) -> Any:
         """Run a step in little memory, and plan from it when its backward has ended."""
         native_recorder()  # takes half a minute once; better now than after backward
+        self.maker.replicas = private.replicated_by(self.model)
         profiler = Profiler(
             self.model,
             device,

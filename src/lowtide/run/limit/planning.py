@@ -46,7 +46,7 @@ from lowtide.run.limit.ranks import (
 )
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
 from lowtide.run.limit.reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
-from lowtide.run.messages import Once
+from lowtide.run.messages import LEAST, Once, warn
 from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text
 
@@ -57,6 +57,9 @@ _SEARCH_SECONDS = 1.0
 
 _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
+
+_LEAST_SECONDS = 0.05
+"""How long a search may take that other ranks wait for; a plain step, where that is more."""
 
 
 class PlanMaker:
@@ -76,6 +79,8 @@ class PlanMaker:
         kept: operations that do not reproduce, with the reason: every plan keeps their results.
         solved: how many plans took a search. A step that fits as it is takes none.
         agreement: the ranks that share the model and its plans, or ``None``.
+        replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
+            that was profiled last, or ``None``.
         warn_once: warns of something once.
         reduced_bytes: what gradients are copied into, between backward and the optimizer's step, while ranks
             add them up.
@@ -100,7 +105,8 @@ class PlanMaker:
         self.agreement: Agreement | None = None
         self.warn_once = Once()
         self._looked_for_ranks = False  # a copied model is not complete yet here
-        self._met_peers = False
+        self._met_peers = self._awaited = False
+        self.replicas: Any = None
         self._need: tuple[Any, OptimizerNeed] | None = None
         self._moved_bytes = 0  # of the optimizer's state, to the host
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
@@ -130,12 +136,18 @@ class PlanMaker:
                     graph, plan, limit = self._choose(entry)
             except BudgetError as error:
                 add_what_else(error, entry, self.model)
-                raise
+                first = entry.planned is None and not entry.margin_bytes
+                if not (self._awaited and first and error.smallest_bytes):
+                    raise
+                graph, plan, limit = self._choose(entry, error.smallest_bytes)
+                warn(f"{LEAST} {error}", each_time=True)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
         made = Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
-        # ranks that share a plan would find a better one at different times
-        if self.agreement is None and plan.budget_bytes is not None and _ended_early(plan):
+        searches = plan.budget_bytes is not None and _ended_early(plan)
+        # ranks that share a plan take a better one together, which the first of them finds
+        made.awaits_better = searches and self.agreement is not None
+        if searches and (self.agreement is None or self.agreement.rank == 0):
             with suppress(OSError):  # where no process can be started the plan stays
                 made.search = BackgroundSearch(graph, plan.budget_bytes)
         return made
@@ -169,17 +181,21 @@ class PlanMaker:
         self.agreement = None  # on every rank alike
         return graph, shared
 
-    def peers(self) -> Agreement | None:
-        """The ranks that FSDP shards the model over, the first time that this is asked; from then on
-        ``None``: all of them profile a first step, and not all of them a later one.
+    def peers(self) -> tuple[Agreement | None, bool]:
+        """The ranks that wait for this one in a step: those that FSDP shards the model over, or that DDP
+        averages its gradients over; and whether they are to hold one plan, as those of FSDP. From the second
+        time on ``None``: all of them profile a first step, and not all of them a later one.
         """
-        if self._met_peers or self.agreement is not None:
-            return None
+        if self._met_peers:
+            return None, False
         self._met_peers = True
-        return agreement_of_shards(self.model)
+        shards = agreement_of_shards(self.model)
+        found = shards or agreement_over({} if self.replicas is None else {"replicas": self.replicas})
+        self._awaited = found is not None
+        return found, shards is not None
 
-    def _choose(self, entry: Entry) -> tuple[StepGraph, Plan, int | None]:
-        """A plan for an entry's step.
+    def _choose(self, entry: Entry, least: int | None = None) -> tuple[StepGraph, Plan, int | None]:
+        """A plan for an entry's step, within the budget or ``least`` bytes.
 
         Returns:
             The step with all that exists beside it; its plan, whose budget is what the policy was given; and
@@ -191,7 +207,7 @@ class PlanMaker:
         graph, free = self._transformed(entry), entry.unseen_bytes + entry.margin_bytes
         plain_peak = max(plain(graph).peak_bytes + entry.unseen_bytes, self._greatest_plain)
         whole_peak = max(plain_peak, sum(self._optimizer_parts().values()) + self._moved_bytes)
-        limit = self._limit_bytes(graph, whole_peak, free)
+        limit = least or self._limit_bytes(graph, whole_peak, free)
         self._balance(graph, limit, free)
         graph = _with_resident(graph, -self._moved_bytes)
         alone, too_large = self.agreement is None, self._optimizer_refuses(limit)
@@ -278,7 +294,8 @@ class PlanMaker:
             if self._fits(graph, updating, free):
                 return updating
             try:
-                least = make(graph, budget=1, policy=self.policy).predicted_peak_bytes
+                policy = self._policy(graph) if self._keeps_waiting else self.policy
+                least = make(graph, budget=1, policy=policy).predicted_peak_bytes
             except BudgetError as error:
                 if error.smallest_bytes is None:
                     raise
@@ -321,7 +338,14 @@ class PlanMaker:
             return self.policy
         from lowtide.plan.policies import optimal
 
+        if self._keeps_waiting:  # it goes on beside the next steps
+            return optimal(max(_LEAST_SECONDS, graph.plain_seconds))
         return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds))
+
+    @property
+    def _keeps_waiting(self) -> bool:
+        """Whether other ranks wait while this one searches: those that share the plan, or DDP's."""
+        return self.agreement is not None or self.replicas is not None
 
     # ---- the optimizer ---------------------------------------------------------------------------
 

@@ -6,10 +6,9 @@ activations, and what the last step showed. The group is that of lowtide's layer
 forward has collectives over, as DTensors do. The first rank solves for the fewest bytes and sends the plan to
 the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of the same
 values. Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
-keeps the results of collectives. Data-parallel ranks and pipeline stages share no layers, and never wait for
-one another here. Ranks that FSDP shards a model over exchange once, when the first profiled step has ended:
-what each refuses, and the plan that each has made. What one of them refuses fails on all, and they hold one
-plan from there on.
+keeps the results of collectives. Pipeline stages share no layers, and never wait for one another here. Ranks
+that FSDP shards a model over, and those of DDP, exchange once, when the first profiled step has ended: what
+one of them refuses fails on all. FSDP's hold one plan from there on.
 """
 
 from __future__ import annotations
@@ -98,7 +97,9 @@ class Agreement:
                     answer.budget_bytes + more,
                 )
             raise answer
-        return replace(Plan.from_json(answer), budget_bytes=limit)
+        plan = Plan.from_json(answer)
+        peak = plan.predicted_peak_bytes + graph.resident_bytes - first_resident
+        return replace(plan, predicted_peak_bytes=peak)
 
 
 def agreement_of(model: torch.nn.Module) -> Agreement | None:
