@@ -32,6 +32,7 @@ NAMES = (
     "long_sequence",
     "recorder",
     "techniques",
+    "late_streams",
     "report_page",
     "report",
     "figures",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -74,6 +75,16 @@ class Late:
             self._process.stdin.close()
             self._process.wait(60)
             self._process.stdout.close()
+
+
+def scenario_names() -> list[str]:
+    """Of all scenarios. They are not imported: they are for devices that this process does not have."""
+    return [
+        node.name
+        for file in ("late_steps.py", "late_optimizers.py")
+        for node in ast.parse((HERE / file).read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
 
 
 def reason_against() -> str:

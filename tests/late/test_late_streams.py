@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from late_client import Late, StandsStill, reason_against
+from late_client import Late, StandsStill, reason_against, scenario_names
 from late_mutations import PLACES, SOURCE, Site, sites
 from late_sites import ELSEWHERE, FAILS
 
@@ -48,13 +47,7 @@ def test_the_devices_show_each_mistake(late: Late, mistake: str, fault: str) -> 
     assert fault in found["wrong"] if fault else not found["wrong"] and found["orders"] > 20
 
 
-SCENARIOS = [
-    node.name
-    for file in ("late_steps.py", "late_optimizers.py")
-    for node in ast.parse((Path(__file__).parent / file).read_text()).body
-    if isinstance(node, ast.FunctionDef) and node.decorator_list
-]
-"""Not imported: they are for devices that this process does not have."""
+SCENARIOS = scenario_names()
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
