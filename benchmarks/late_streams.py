@@ -1,8 +1,8 @@
 """Limits, tiers and the host optimizer on two devices in main memory whose streams run late and out of order,
-by a seed (`tests/late`): the interleavings that ran, and for every wait and every recorded event of the product
-the first seed that fails without it.
+by a seed (`tests/late`): the interleavings that ran, and for every wait and every recorded event the first
+seed that fails without it.
 
-    python -m benchmarks late_streams                    # ten seconds a scenario
+    python -m benchmarks late_streams                    # six seconds a scenario
     python -m benchmarks late_streams --quick            # one
 """
 
@@ -66,10 +66,10 @@ def markdown(data: dict[str, Any]) -> str:
     lines = [
         "# Streams that run late",
         "",
-        f"{data['machine']['date']}, torch {data['machine']['torch']}, {data['machine']['processor']}. Made by "
-        "`python -m benchmarks late_streams`. Two devices on main memory, whose streams run late and out of "
-        "order by a seed (`tests/late/late_device.cpp`), in the place of CUDA. An interleaving is an order in "
-        "which the streams' work ran.",
+        f"{data['machine']['date']}, torch {data['machine']['torch']}, {data['machine']['processor']}. Made "
+        "by `python -m benchmarks late_streams`. Two devices on main memory, whose streams run late and out "
+        "of order by a seed (`tests/late/late_device.cpp`), in the place of CUDA. An interleaving is an "
+        "order in which the streams' work ran.",
         "",
         "| scenario | seeds | interleavings | pieces of work | faults |",
         "|---|--:|--:|--:|---|",
@@ -101,7 +101,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    data = {"machine": machine(), **measured(1 if QUICK in sys.argv else 10)}
+    data = {"machine": machine(), **measured(1 if QUICK in sys.argv else 6)}
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "late_streams.json").write_text(json.dumps(data, indent=1) + "\n")
     (RESULTS / "late_streams.md").write_text(markdown(data))

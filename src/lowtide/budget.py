@@ -250,9 +250,10 @@ def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
     import torch  # here, since `lowtide --help` and the closed forms do without
 
     place = torch.device(device)
-    if place.type == "cuda":
-        unused = torch.cuda.memory_reserved(place) - torch.cuda.memory_allocated(place)
-        return torch.cuda.mem_get_info(place)[0] + unused + standing_bytes
+    from lowtide import accelerator
+
+    if accelerator.is_accelerator(place):
+        return accelerator.free_bytes(place) + accelerator.unused_bytes(place) + standing_bytes
     from lowtide.meter import free_main_memory  # imports torch
 
     free = free_main_memory()

@@ -140,16 +140,18 @@ def _meter() -> list[Finding]:
 def _devices() -> list[Finding]:
     import torch
 
+    from lowtide import accelerator
     from lowtide.budget import auto_bytes, available_bytes, format_bytes
     from lowtide.errors import BudgetError
 
     found = []
-    cuda = torch.cuda.is_available()
-    places = ["cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count() if cuda else 0))]
-    for place in places:
+    gpus = accelerator.all_devices()
+    for place in ("cpu", *map(str, gpus)):
         free = available_bytes(place)
         name = (
-            count_text(os.cpu_count() or 1, "core") if place == "cpu" else torch.cuda.get_device_name(place)
+            count_text(os.cpu_count() or 1, "core")
+            if place == "cpu"
+            else accelerator.name_of(torch.device(place))
         )
         if free is None:
             means = "give budgets in bytes: the system does not say what is free"
@@ -160,7 +162,7 @@ def _devices() -> list[Finding]:
             found.append(Finding(place, f"{name}, {format_bytes(free)} free", means))
         except BudgetError as error:
             found.append(Finding(place, f"{name}, {format_bytes(free)} free", str(error), "note"))
-    if not cuda:
+    if not gpus:
         means = "models run on the CPU; estimates for cards work all the same"
         fix = "install a CUDA build of PyTorch" if shutil.which("nvidia-smi") else ""
         found.append(Finding("CUDA", "no device", means, "note" if fix else "ok", fix))
@@ -199,10 +201,10 @@ def _reserves(named: str, peak: int, default: int, expandable: int) -> Finding:
 
 def _allocator() -> list[Finding]:
     """Settings that decide what stands between live bytes and what the system sees."""
-    import torch
+    from lowtide import accelerator
 
     found = []
-    if torch.cuda.is_available():
+    if accelerator.is_present():
         named = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
         found.append(_reserves(named, *_reserved_by_a_step()))
     if platform.libc_ver()[0] == "glibc":

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 SOURCE = Path(__file__).parents[2] / "src" / "lowtide"
 
 PLACES = (
+    "accelerator.py",
     "optim/background.py", "optim/checkpoint.py", "optim/clip.py", "optim/host.py", "optim/link.py",
     "optim/pipeline.py", "optim/slots.py", "optim/stream.py", "run/move.py", "run/record/tape.py",
     "store/disk.py", "store/host.py", "store/lanes.py", "store/tier.py",

@@ -79,7 +79,7 @@ def test_every_wait_has_a_scenario_that_fails_without_it() -> None:
 
 
 def test_nothing_else_waits_beside_the_program() -> None:
-    """Streams and events are those of `lowtide.store.lanes`, wherever bytes move."""
+    """Streams and events are those of `lowtide.accelerator`, wherever bytes move."""
     names = {"wait_event", "wait_stream", "record_stream", "record_event"}
     found = set()
     for file in SOURCE.rglob("*.py"):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, compile_graph
 from lowtide.compiled.choose import Choice, Chosen, First, choice_alone, share_of_largest
@@ -306,7 +307,7 @@ def own_facts() -> str:
 
 def _machine() -> str:
     """The processors that costs are timed on."""
-    names = [torch.cuda.get_device_name(at) for at in range(torch.cuda.device_count())]
+    names = list(map(accelerator.name_of, accelerator.all_devices()))
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         names += sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})

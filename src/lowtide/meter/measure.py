@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 
+from lowtide import accelerator
 from lowtide.errors import MeterError, expect, is_count
 
 from .allocator import AllocatorPeak, ProfilerPeak, available, counting_allocator
@@ -48,10 +49,10 @@ class Measurement:
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
-        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+        device = accelerator.KIND if accelerator.is_used() else "cpu"
     where = device_of(device)
-    if where.type == "cuda":
-        if not torch.cuda.is_available():
+    if accelerator.is_accelerator(where):
+        if not accelerator.is_present():
             raise MeterError(f"memory on {where} cannot be measured: this process has no CUDA device")
     elif where.type != "cpu":
         raise MeterError(f"memory on {where} cannot be measured; the meter knows 'cpu' and 'cuda'")
@@ -60,7 +61,8 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
     """What reads a device's memory."""
-    known: tuple[type[Peak], ...] = (CudaPeak,) if device.type == "cuda" else (AllocatorPeak, ProfilerPeak)
+    on_cpu: tuple[type[Peak], ...] = (AllocatorPeak, ProfilerPeak)
+    known = (CudaPeak,) if accelerator.is_accelerator(device) else on_cpu
     if source == "auto":
         return known[-1] if device.type == "cpu" and not available() else known[0]
     for kind in known:
@@ -75,7 +77,7 @@ def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
 def measurable(device: torch.device | str) -> bool:
     """Whether a device's memory can be read at any time, with the meter that is its own."""
     device = device_of(device)
-    return device.type == "cuda" or (device.type == "cpu" and available())
+    return accelerator.is_accelerator(device) or (device.type == "cpu" and available())
 
 
 def peak(
@@ -157,7 +159,7 @@ def measure(
         for _ in range(warmup):
             step(*args)
         times = [_time(step, args, where)[0] for _ in range(repeats - 1)]
-        _synchronize(where)
+        accelerator.synchronize(where)
         with kind(where, timeline) as seen:
             seconds, value = _time(step, args, where)
     finally:
@@ -177,13 +179,8 @@ def measure(
 
 
 def _time(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
-    _synchronize(device)
+    accelerator.synchronize(device)
     begin = time.perf_counter()
     value = step(*args)
-    _synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter() - begin, value
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

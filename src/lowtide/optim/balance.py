@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowtide import accelerator
 from lowtide.optim.kernels import Group, on_host
 from lowtide.optim.pipeline import Task, Updater, batches
 from lowtide.optim.slots import Part, Placement, Slot
@@ -182,11 +183,6 @@ def measure(
 
 def _free_bytes(device: torch.device) -> int | None:
     """What the device has left for state, or ``None`` where nobody knows."""
-    if device.type == "cuda":
-        free = (
-            torch.cuda.mem_get_info(device)[0]
-            + torch.cuda.memory_reserved(device)
-            - torch.cuda.memory_allocated(device)
-        )
-        return int(free * _FREE_SHARE)
+    if accelerator.is_accelerator(device):
+        return int((accelerator.free_bytes(device) + accelerator.unused_bytes(device)) * _FREE_SHARE)
     return None

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Event, Tensor
 
+from lowtide.accelerator import Streams, is_accelerator
 from lowtide.optim.errors import OptimError
 from lowtide.optim.pool import MemoryPool
-from lowtide.store.lanes import StreamLane, Streams, Transfer, no_transfer
+from lowtide.store.lanes import StreamLane, Transfer, no_transfer
 
 
 @dataclass
@@ -157,7 +158,7 @@ def link_for(device: torch.device) -> Link:
     """
     if device.type == "cpu":
         return DirectLink()
-    if device.type == "cuda":
+    if is_accelerator(device):
         return CudaLink(device)
     raise OptimError(
         f"HostOptimizer reaches parameters on cpu and cuda devices, not on {device}: pass link= with a Link "

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide import meter
+from lowtide import accelerator, meter
 
 
 @dataclass
@@ -146,7 +146,7 @@ def measure_micro_batch(
             del output, x
         return MicroBatch(held, seen.peak_bytes - held)
 
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if accelerator.is_accelerator(device) else []
     with torch.random.fork_rng(devices=devices):
         run()  # makes the gradients
         return run()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.meter import MeterError, Peak, available, peak
 
 
@@ -187,11 +187,7 @@ def open_peak(device: torch.device) -> Peak | None:
 
 
 def _now(device: torch.device) -> Any:
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record(torch.cuda.current_stream(device))
-    return event
+    return accelerator.timed_event(device) if accelerator.is_accelerator(device) else time.perf_counter()
 
 
 def _between(begin: Any, end: Any) -> float:

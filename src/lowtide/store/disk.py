@@ -13,9 +13,10 @@ from pathlib import Path
 import torch
 from torch import Event, Tensor
 
+from lowtide.accelerator import Streams
 from lowtide.errors import PlanError
 from lowtide.store.host import host_bytes, reserve
-from lowtide.store.lanes import StreamLane, Streams
+from lowtide.store.lanes import StreamLane
 from lowtide.store.tier import StoreError, Tier
 
 BUFFER_BYTES = 4 << 20

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Event, Tensor
 
+from lowtide import accelerator
 from lowtide.budget import format_bytes
 from lowtide.meter import free_main_memory
 from lowtide.store.lanes import Queued, StreamLane, Transfer
@@ -54,22 +55,14 @@ class _Mapping(mmap.mmap):
     pages are unmapped.
     """
 
-    _runtime: Any = None
-    _address = 0
+    _unlock: Any = None
 
     def lock(self, address: int, count: int) -> None:
-        runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(address, count, 0))
-        if code:
-            raise MemoryError(
-                f"CUDA refuses to page-lock {count:,} bytes (error {code}): the limit on locked memory "
-                "(ulimit -l) may be too low"
-            )
-        self._runtime, self._address = runtime, address
+        self._unlock = accelerator.lock_pages(address, count)
 
     def __del__(self) -> None:
-        if self._runtime is not None:
-            self._runtime.cudaHostUnregister(self._address)
+        if self._unlock is not None:
+            self._unlock()
 
 
 def check_free(count: int) -> None:

@@ -4,7 +4,7 @@ A lane does what it is given in order. `ThreadLane` is a thread: copies within m
 `StreamLane` is a stream: copies between an accelerator and page-locked memory. Both return a `Transfer` at
 once. The stores and the host optimizer move all their bytes this way.
 
-`Streams` is all that this needs of an accelerator; tests replace it.
+`lowtide.accelerator.Streams` is all that this needs of an accelerator; tests replace it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import torch
 from torch import Event, Tensor
+
+from lowtide.accelerator import Streams
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """(target, source) of each copy."""
@@ -97,50 +98,6 @@ class ThreadLane:
     def close(self) -> None:
         """Finish the queued work, then end the thread."""
         self._executor.shutdown(wait=threading.get_ident() not in self._own)
-
-
-class Streams:
-    """The streams and events of one accelerator.
-
-    Args:
-        device: it.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module: Any = torch.get_device_module(device.type)
-
-    def new(self) -> Any:
-        """A stream beside the computing one."""
-        return self._module.Stream(self.device)
-
-    def current(self) -> Any:
-        """The stream on which this thread computes now."""
-        return self._module.current_stream(self.device)
-
-    def mark(self, stream: Any) -> Event:
-        """An event after all that is queued on ``stream`` now."""
-        event = self._module.Event()
-        event.record(stream)
-        return event
-
-    def order(self, stream: Any, event: Event) -> None:
-        """What is queued on ``stream`` from now on comes after ``event``."""
-        stream.wait_event(event)
-
-    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
-        """Copy on ``stream``; the program goes on."""
-        with self._module.stream(stream):
-            target.copy_(source, non_blocking=True)
-
-    def synchronize(self) -> None:
-        """Return when the device has done all that is queued on it."""
-        self._module.synchronize(self.device)
-
-
-def streams_of(device: torch.device) -> Streams | None:
-    """The streams of an accelerator; ``None`` for a CPU, which has none."""
-    return None if device.type == "cpu" else Streams(device)
 
 
 class StreamLane:

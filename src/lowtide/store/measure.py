@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.links import Link
 from lowtide.store.codec import Codec
 from lowtide.store.disk import BUFFER_BYTES
@@ -143,6 +143,5 @@ def _fastest(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _clock(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device.type).synchronize(device)
+    accelerator.synchronize(device)
     return time.perf_counter()

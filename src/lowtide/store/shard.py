@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
+from lowtide import accelerator
 from lowtide.errors import PlanError
 from lowtide.store.tier import StoreError
 
@@ -66,9 +67,7 @@ class Replicas:
             PlanError: they differ.
         """
         device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if dist.get_backend(self.group) == "nccl"
-            else torch.device("cpu")
+            accelerator.current_device() if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
         )
         own = torch.tensor([digest], dtype=torch.int64, device=device)
         found = own.new_empty(self.size)

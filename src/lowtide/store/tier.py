@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Event
 
+from lowtide.accelerator import streams_of
 from lowtide.errors import LowtideError
-from lowtide.store.lanes import ThreadLane, Transfer, streams_of
+from lowtide.store.lanes import ThreadLane, Transfer
 from lowtide.store.slab import Arena, Lease
 
 

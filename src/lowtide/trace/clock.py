@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 
 _CYCLES = 200_000
 """A GPU is busy for 0.1 ms with these at 2 GHz; what queues a call through Python takes a half of that."""
@@ -30,21 +30,19 @@ class Clock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+        self._device = device
 
     def occupy(self) -> None:
         """Keep the GPU busy for about 0.1 ms."""
         private.occupy_gpu(_CYCLES)
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> Any:
         """An event that is queued now."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return accelerator.timed_event(self._device)
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:
         """What the call returned, and a function that says how many seconds it took."""
-        if not self._on_gpu:
+        if not accelerator.is_accelerator(self._device):
             begin = time.perf_counter()
             result = call()
             seconds = time.perf_counter() - begin

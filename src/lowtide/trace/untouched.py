@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 
 
 @contextmanager
@@ -164,10 +164,12 @@ def set_generator_state(device: torch.device, generator: torch.Generator | None,
     elif device.type == "cpu":
         torch.default_generator.set_state(tensor)
     else:
-        torch.get_device_module(device.type).set_rng_state(tensor, device)
+        accelerator.set_random_state(device, tensor)
 
 
 def gpus_of(modules: Sequence[torch.nn.Module]) -> list[int]:
     """The GPUs on which the modules have parameters."""
     devices = {parameter.device for module in modules for parameter in module.parameters()}
-    return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
+    return sorted(
+        device.index for device in devices if accelerator.is_accelerator(device) and device.index is not None
+    )

@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from lowtide import meter
+from lowtide import accelerator, meter
 from lowtide.budget import format_bytes
 from lowtide.models import ModelSpec, build_model
 from lowtide.train.errors import OptionError
@@ -79,8 +79,8 @@ def training_bytes(spec: ModelSpec) -> int:
 
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a device, or ``None`` where the system does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if accelerator.is_accelerator(device):
+        return accelerator.free_bytes(device)
     return meter.free_main_memory()
 
 

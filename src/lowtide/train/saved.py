@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowtide import accelerator
 from lowtide.train import checkpoint, shards
 from lowtide.train.data import Corpus
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
 from lowtide.train.resume import check_same
+
+_RANDOM = "random_cuda"
+"""Where the state of an accelerator's generator lies."""
 
 
 def find_checkpoint(options: TrainOptions, corpus: Corpus, ranks: Ranks) -> checkpoint.Checkpoint | None:
@@ -67,8 +71,8 @@ def save(
     content: dict[str, Any] = {"pieces": shards.pieces(modules, optimizer, ranks)}
     if ranks.alone:
         content["random"] = torch.get_rng_state()
-        if ranks.device.type == "cuda":
-            content["random_cuda"] = torch.cuda.get_rng_state(ranks.device)
+        if accelerator.is_accelerator(ranks.device):
+            content[_RANDOM] = accelerator.random_state(ranks.device)
     checkpoint.save(options.checkpoint_dir, step, content if content["pieces"] else None, run, ranks)
 
 
@@ -83,5 +87,5 @@ def restore(
     shards.load([content["pieces"] for content in contents], modules, optimizer)
     if ranks.alone and "random" in contents[0]:
         torch.set_rng_state(contents[0]["random"].clone())
-    if ranks.alone and "random_cuda" in contents[0] and ranks.device.type == "cuda":
-        torch.cuda.set_rng_state(contents[0]["random_cuda"].clone(), ranks.device)
+    if ranks.alone and _RANDOM in contents[0] and accelerator.is_accelerator(ranks.device):
+        accelerator.set_random_state(ranks.device, contents[0][_RANDOM].clone())

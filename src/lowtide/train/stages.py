@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide import accelerator, meter
 from lowtide import budget as budgets
-from lowtide import meter
 from lowtide.errors import BudgetError
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.models import ModelSpec
@@ -110,7 +110,7 @@ class Stages(Part):
 
     def _choose(self, optimizer: torch.optim.Optimizer) -> None:
         device = self.ranks.device
-        if self.ranks.any(device.type != "cuda" and not meter.available()):
+        if self.ranks.any(not accelerator.is_accelerator(device) and not meter.available()):
             raise BudgetError(
                 "a --budget with --pp needs the counting allocator, and this machine has no C++ compiler: "
                 "pass --policy full or keep_all"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors, settle
@@ -437,7 +437,7 @@ class Limiter:
     ) -> Any:
         """Run a step under its plan; the call began at ``begin``."""
         planned = step.planned
-        if members.device.type == "cuda":
+        if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
         planned.note_time()
         if planned.plan.budget_bytes is not None and step.peak_bytes is None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph, no_collection
@@ -256,7 +257,7 @@ class PlanMaker:
         need = self.need_of(self.optimizer) if self.optimizer is not None else None
         price = functools.partial(reserved_bytes, graph, model=self.model, need=need)
         plan = within_reserved(graph, limit, plan, self._policy(graph), price)
-        torch.cuda.empty_cache()  # what the profiled step left in pieces
+        accelerator.empty_cache()  # what the profiled step left in pieces
         return plan
 
     def _transformed(self, entry: Entry) -> StepGraph:

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 
+from lowtide import accelerator
 from lowtide.budget import asks_for, format_bytes
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
@@ -44,11 +45,11 @@ def holds_reserved(asked: bool | None, model: torch.nn.Module, budget: str | int
         return False
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     auto = asks_for(budget) == "auto"
-    native = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+    native = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
     if not asked:
         return auto and native
     if not native:
-        found = f"on {device}" if device.type != "cuda" else f"under {torch.cuda.get_allocator_backend()}"
+        found = f"under {accelerator.allocator()}" if accelerator.is_accelerator(device) else f"on {device}"
         raise PlanError(
             "reserved=True holds what PyTorch's caching allocator for CUDA takes, and this model is "
             f"{found}, which has none: leave reserved out; the budget counts requested bytes"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.meter import available, counting_allocator, peak, storages
 from lowtide.ops import op_info, tensors_of, written_tensors
 from lowtide.private import tree_leaves, tree_map
@@ -59,7 +59,7 @@ def measure_costs(
         return {}
     costs: dict[K, OpCost] = {}
     bench = Bench(memory_limit_bytes)
-    with _undisturbed(any(_device_of(spec).type == "cuda" for spec in specs.values())):
+    with _undisturbed(any(accelerator.is_accelerator(_device_of(spec)) for spec in specs.values())):
         guess = {key: estimate(spec, roofline, memory_limit_bytes) for key, spec in specs.items()}
         order = _heavy_first(specs, guess)
         begin, long = time.perf_counter(), _ALONE * time_budget / len(order)
@@ -86,7 +86,7 @@ def measure_scratch(spec: OpSpec) -> int:
     """
     if not runnable(spec.func) or not all(map(present, _devices(spec))):
         return 0
-    with _undisturbed(_device_of(spec).type == "cuda"):
+    with _undisturbed(accelerator.is_accelerator(_device_of(spec))):
         found = Bench().try_timing(spec, 0.0, 0.0)
     return 0 if found is None else found.scratch_bytes
 
@@ -182,7 +182,7 @@ class Bench:
                 live = seen.live_bytes if seen.source != "profiler" else 0
             own = _own(out, known)
             made = sum(s.nbytes() for s in own)
-            fresh = max(live if device.type == "cuda" else 0, made)
+            fresh = max(live if accelerator.is_accelerator(device) else 0, made)
             self._hold(own, device)
             scratch, surplus = max(0, seen.peak_bytes - fresh), max(0, made - spec.output_bytes)
             return seconds, scratch, surplus, seen.source == "profiler"
@@ -206,7 +206,7 @@ class Bench:
         """Hold an output's own storages and let the oldest go; a GPU's allocator hands them out again
         itself.
         """
-        if device.type == "cuda":
+        if accelerator.is_accelerator(device):
             return
         self._held.extend(fresh)
         self._held_bytes += sum(s.nbytes() for s in fresh)
@@ -279,11 +279,11 @@ def _devices(spec: OpSpec) -> set[torch.device]:
 
 
 def _device_of(spec: OpSpec) -> torch.device:
-    return next((d for d in _devices(spec) if d.type == "cuda"), torch.device("cpu"))
+    return next(filter(accelerator.is_accelerator, _devices(spec)), torch.device("cpu"))
 
 
 @contextmanager
-def _undisturbed(cuda: bool) -> Iterator[None]:
+def _undisturbed(beside_cpu: bool) -> Iterator[None]:
     """Below autograd, out of every mode, with the random state as before, and the meter installed once for
     all.
     """
@@ -291,7 +291,7 @@ def _undisturbed(cuda: bool) -> Iterator[None]:
     if counted:
         counting_allocator().install()
     try:
-        devices = list(range(torch.cuda.device_count())) if cuda else []
+        devices = accelerator.all_devices() if beside_cpu else []
         with outside_modes(), torch.random.fork_rng(devices), torch.no_grad(), private.below_autograd():
             yield
     finally:

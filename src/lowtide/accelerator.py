@@ -1,0 +1,161 @@
+"""What lowtide asks of an accelerator beyond tensors: streams and events, page-locked memory, free memory,
+random numbers.
+
+One kind is known, CUDA. Outside this file only what is CUDA's own names it: its allocator (`lowtide.meter`),
+what PyTorch hides (`lowtide.private`), what users type.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Event, Tensor
+
+KIND = "cuda"
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether the device is one.
+
+    >>> is_accelerator(torch.device("cuda:1")), is_accelerator(torch.device("cpu"))
+    (True, False)
+    """
+    return device.type == KIND
+
+
+def is_present() -> bool:
+    """Whether this process sees one."""
+    return torch.cuda.is_available()
+
+
+def is_used() -> bool:
+    """Whether this process has used one."""
+    return torch.cuda.is_initialized()
+
+
+def all_devices() -> list[torch.device]:
+    """Those that this process sees."""
+    return [torch.device(KIND, at) for at in range(torch.cuda.device_count())] if is_present() else []
+
+
+def current_device() -> torch.device:
+    """The one that this thread uses without naming it."""
+    return torch.device(KIND, torch.cuda.current_device())
+
+
+def name_of(device: torch.device) -> str:
+    """What its maker calls it."""
+    return torch.cuda.get_device_name(device)
+
+
+# ---- memory --------------------------------------------------------------------------------------------
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device has left."""
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def unused_bytes(device: torch.device) -> int:
+    """What PyTorch's allocator holds of the device without a tensor in it."""
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def empty_cache() -> None:
+    """Give back what PyTorch's allocators hold without a tensor in it."""
+    torch.cuda.empty_cache()
+
+
+def allocator() -> str:
+    """Which allocator PyTorch uses: ``native``, or another."""
+    return torch.cuda.get_allocator_backend()
+
+
+def lock_pages(address: int, count: int) -> Any:
+    """Page-lock main memory, so that transfers run beside computing; called, what it returns unlocks it.
+
+    Raises:
+        MemoryError: the system refuses.
+    """
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(address, count, 0))
+    if code:
+        raise MemoryError(
+            f"CUDA refuses to page-lock {count:,} bytes (error {code}): the limit on locked memory "
+            "(ulimit -l) may be too low"
+        )
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+# ---- time and random numbers ---------------------------------------------------------------------------
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when the device has done all that is queued on it; at once for a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def timed_event(device: torch.device) -> Any:
+    """An event on the current stream that knows when it came (``elapsed_time``)."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def random_state(device: torch.device) -> Tensor:
+    """The state of its generator."""
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_random_state(device: torch.device, state: Tensor) -> None:
+    """Set what `random_state` reads."""
+    torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+# ---- streams -------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """The streams and events of one accelerator.
+
+    Args:
+        device: it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device.type)
+
+    def new(self) -> Any:
+        """A stream beside the computing one."""
+        return self._module.Stream(self.device)
+
+    def current(self) -> Any:
+        """The stream on which this thread computes now."""
+        return self._module.current_stream(self.device)
+
+    def mark(self, stream: Any) -> Event:
+        """An event after all that is queued on ``stream`` now."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def order(self, stream: Any, event: Event) -> None:
+        """What is queued on ``stream`` from now on comes after ``event``."""
+        stream.wait_event(event)
+
+    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
+        """Copy on ``stream``; the program goes on."""
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Return when the device has done all that is queued on it."""
+        self._module.synchronize(self.device)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of an accelerator; ``None`` for a CPU, which has none."""
+    return None if device.type == "cpu" else Streams(device)
