@@ -79,6 +79,18 @@ def test_nested_registers_see_their_own_peaks(card: Played) -> None:
     assert (outer.peak_bytes, outer.live_bytes) == (5050, 50)
 
 
+def test_the_allocator_is_asked_three_times_a_block(card: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time takes as long as a small kernel: when it begins, in it, and when it ends."""
+    asked: list[int] = []
+    monkeypatch.setattr(
+        torch.cuda, "memory_stats_as_nested_dict", lambda device: asked.append(1) or card.stats(device)
+    )
+    with peak("cuda:0") as seen:
+        card.alloc(7)
+        assert seen.live_bytes == 7
+    assert seen.peak_bytes == 7 and len(asked) == 3
+
+
 def test_what_the_allocator_reserved_stands_beside_what_was_allocated(card: Played) -> None:
     with peak("cuda:0") as outer:
         card.reserve(1000)

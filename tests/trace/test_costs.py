@@ -15,6 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import accelerator
 from lowtide.meter import available, peak
 from lowtide.trace.clock import Clock
 from lowtide.trace.costs import measure
@@ -261,6 +262,21 @@ def test_estimates_follow_the_roofline() -> None:
         aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     )
     assert flops(convolution) == 2 * 36 * 4 * 27
+
+
+def test_a_roofline_takes_a_quarter_of_what_an_accelerator_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card that the model nearly fills has room for its measurement, too."""
+    taken: list[int] = []
+    for name, found in {"is_present": True, "free_bytes": 30 << 20, "unused_bytes": 2 << 20}.items():
+        monkeypatch.setattr(accelerator, name, lambda *_, found=found: found)
+    monkeypatch.setattr(
+        "lowtide.trace.costs.roofline._calibrated", lambda *given: taken.append(2 * given[-1])
+    )
+    calibrate("cuda")
+    calibrate("cuda", memory_limit_bytes=3 << 20)
+    monkeypatch.setattr(accelerator, "free_bytes", lambda _: 80 << 30)
+    calibrate("cuda")
+    assert taken == [8 << 20, 2 << 20, 256 << 20]
 
 
 def test_calibration_is_sensible_and_cached() -> None:

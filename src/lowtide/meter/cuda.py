@@ -69,8 +69,7 @@ class CudaPeak(Peak):
             self._recorded = True
             private.record_cuda_history(_MAX_EVENTS)
         with _LOCK:
-            self._fold()
-            now = _statistics(self._at)
+            now = self._fold()
             self._start = self._most = now.requested
             self._allocated_start = self._allocated = now.allocated
             self._reserved = now.reserved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -58,3 +59,22 @@ def test_a_few_runs_of_what_costs_the_same_are_measured(monkeypatch: pytest.Monk
     kinds = {op.name for op in graph.operations}
     assert len(graph.operations) > 200 and opened <= 15 * len(kinds)
     assert len({op.seconds for op in graph.operations if op.name == "aten.sin.default"}) == 1
+
+
+def test_the_first_run_of_a_kind_says_little() -> None:
+    """It may search for a kernel, as cuDNN does, and is timed cold: what is measured of the others counts, in
+    backward, too, which runs once. Of a single run there is nothing else.
+    """
+    costs, cost, single = Costs(torch.device("cpu")), Cost(), Cost()
+
+    def searching() -> torch.Tensor:
+        torch.ones(1 << 20)
+        time.sleep(0.02)
+        return torch.ones(4)
+
+    for found in (cost, single):
+        costs.measured(found, searching)
+    for _ in range(2):
+        costs.measured(cost, lambda: torch.ones(4))
+    (seconds, scratch), (cold_seconds, cold_scratch) = cost.read(), single.read()
+    assert seconds < 0.01 < cold_seconds and scratch < 1 << 20 < cold_scratch

@@ -37,8 +37,10 @@ class Cost:
         is_collective: they return what a collective made.
         in_place: that is a tensor that the collective was given.
         writes: they return what they were given.
-        warm, cold: read the seconds of runs; cold ones are the first of operations that run twice.
-        scratch_bytes: the most of any run.
+        warm, cold: read the seconds of runs; cold ones are the first of operations that run twice, and the
+            first of all.
+        scratch_bytes: the most of any warm run, of cold ones where there are none: the first may search for
+            the fastest kernel (cuDNN), in memory that no later run takes.
         reproduced: how many second runs gave the same bytes as the first.
     """
 
@@ -67,8 +69,15 @@ class Cost:
         """
         return self.reproduced >= RUNS and name.startswith("aten.")
 
+    def saw(self, scratch_bytes: int, warm: bool) -> None:
+        """A run took so much scratch."""
+        if warm and not self.warm and not self.is_collective:
+            self.scratch_bytes = 0
+        if warm or not self.warm or self.is_collective:
+            self.scratch_bytes = max(self.scratch_bytes, scratch_bytes)
+
     def read(self) -> tuple[float, int]:
-        """The median of the warm runs, of cold ones where there are none, and the most scratch."""
+        """The median of the warm runs, of cold ones where there are none, and their most scratch."""
         runs = self.warm or self.cold
         return statistics.median(read() for read in runs) if runs else 0.0, self.scratch_bytes
 
@@ -107,6 +116,7 @@ class Costs:
 
     def measured(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
         """What ``call`` returns; its seconds and scratch count for ``cost``, of which a few are enough."""
+        warm = warm and bool(cost.warm or cost.cold)
         runs = cost.warm if warm else cost.cold
         if len(runs) >= RUNS and not cost.is_collective:
             return call()
@@ -121,7 +131,7 @@ class Costs:
                 elif self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
                     left = 0 if cost.writes else sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
-            cost.scratch_bytes = max(cost.scratch_bytes, seen.peak_bytes - left)
+            cost.saw(seen.peak_bytes - left, warm)
         runs.append(seconds)
         return result
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.trace.clock import Clock
 
 # of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
-_SIDE, _MOVED_BYTES = {"cpu": 512, "cuda": 4096}, {"cpu": 1 << 26, "cuda": 1 << 28}
+_SIDE = {"cpu": 512, accelerator.KIND: 4096}
+_MOVED_BYTES = {"cpu": 1 << 26, accelerator.KIND: 1 << 27}
 _LEAST_BYTES = 1 << 20
 
 
@@ -41,7 +42,7 @@ def outside_modes() -> Iterator[None]:
     filling.
     """
     with private.without_dispatch_modes(), private.without_torch_functions(), ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
+        for kind in ("cpu", accelerator.KIND):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -49,7 +50,7 @@ def outside_modes() -> Iterator[None]:
 
 def present(device: torch.device) -> bool:
     """Whether the device is there."""
-    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    return device.type == "cpu" or (accelerator.is_accelerator(device) and accelerator.is_present())
 
 
 def calibrate(
@@ -64,12 +65,16 @@ def calibrate(
     Args:
         device: the device.
         dtype: of the matrix product.
-        memory_limit_bytes: the most that the measurement may take, down to `_LEAST_BYTES`.
+        memory_limit_bytes: the most that the measurement may take, down to `_LEAST_BYTES`; of an accelerator
+            it takes a quarter of what is free at most, and 256 MiB.
     """
     where = torch.device(device)
     known = dtype if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
     kind = where.type if present(where) else "cpu"
     moved = _MOVED_BYTES[kind]
+    if kind == accelerator.KIND:  # a full one has room for what it is asked for all the same
+        room = (accelerator.free_bytes(where) + accelerator.unused_bytes(where)) // 4
+        memory_limit_bytes = room if memory_limit_bytes is None else min(room, memory_limit_bytes)
     while memory_limit_bytes is not None and 2 * moved > max(memory_limit_bytes, _LEAST_BYTES):
         moved //= 2  # what fits into so little lies in the cache in the step, too
     return _calibrated(kind, known, torch.get_num_threads(), moved)
