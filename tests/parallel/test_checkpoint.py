@@ -190,6 +190,8 @@ def refused() -> bool:
         shared + 1
     with pytest.raises(lp.ParallelError, match="would hold SharedTensor"):
         torch.save(layer.state_dict(), BytesIO())
+    with pytest.raises(lp.ParallelError, match=r"take lowtide\.parallel\.whole_state_dict"):
+        shared.untyped_storage()  # as save_pretrained does
     with pytest.raises(RuntimeError, match="a part of a parameter"):
         nn.Linear(4, 6).load_state_dict(layer.state_dict())
     with pytest.raises(lp.ParallelError, match=r"missing \['bias'\]"):

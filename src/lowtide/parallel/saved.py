@@ -85,6 +85,16 @@ class SharedTensor(Tensor):
             f"a file of this process would hold {self!r} alone, a part of a parameter: {_REMEDY}"
         )
 
+    def untyped_storage(self) -> Any:
+        """Refused: who writes files of whole tensors (``save_pretrained``) asks for it.
+
+        Raises:
+            ParallelError: always.
+        """
+        raise ParallelError(
+            f"{self!r} has no bytes of the whole tensor, it is a part of a parameter: {_REMEDY}"
+        )
+
     def pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Where each piece that this process holds begins in the whole, and the piece. No collective."""
         offsets, sizes = box(self.tensor)
