@@ -4,6 +4,7 @@ collectives that run again, and predictions that hold.
 
 from __future__ import annotations
 
+import copy
 import time
 import warnings
 from collections.abc import Iterator
@@ -22,9 +23,14 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
 from lowtide import meter, private
+from lowtide.run.limit import planning
 
 pytestmark = [needs_gloo, pytest.mark.skipif(not meter.available(), reason="needs the CPU's meter")]
 SCALARS = 512  # bytes that a trace does not show
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
 
 
 def local(tensor: Any) -> Tensor:
@@ -130,12 +136,84 @@ def test_one_plan_for_a_mesh(sequence: bool, cases: list[tuple[str, str, float]]
             assert less or budget != "min", f"{budget}: more than checkpoints take"
 
 
+class Experts(nn.Module):
+    """One expert on each rank, which gets as many tokens as are meant for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.gate = nn.Embedding(WORDS, 32), nn.Linear(32, 2)
+        self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        group = torch.distributed.group.WORLD
+        x = self.embed(tokens).flatten(0, 1)
+        weight, expert = self.gate(x).softmax(-1).max(-1)
+        order, counts = expert.argsort(stable=True), torch.bincount(expert, minlength=2)
+        arriving = functional.all_to_all_single(counts, [1, 1], [1, 1], group)
+        leave, arrive = counts.tolist(), arriving.tolist()
+        y = functional.all_to_all_single_autograd(x[order], arrive, leave, group)
+        y = self.down(nn.functional.gelu(self.up(y)))
+        y = functional.all_to_all_single_autograd(y, leave, arrive, group)
+        return (torch.empty_like(y).index_copy(0, order, y) * weight[:, None]).square().mean()
+
+
+def with_experts() -> tuple[bool, int, bool]:
+    """Whether the bits are the plain model's, how many steps were profiled, and whether a plan was shared."""
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    torch.manual_seed(0)
+    plain = Experts()
+    model = copy.deepcopy(plain)
+    handle = lowtide.limit_memory(model, "min")
+    same = True
+    for seed in range(6):
+        tokens = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(seed * 2 + rank()))
+        for one in (plain, model):
+            one.zero_grad()
+            one(tokens).backward()
+        pairs = zip(plain.parameters(), model.parameters(), strict=True)
+        same &= all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    (entry,) = handle._limiter.cache.known.values()
+    return same, entry.profiles, handle._limiter.maker.agreement is not None
+
+
+def test_experts_on_other_ranks_are_profiled_once() -> None:
+    for same, profiles, shared in on_ranks(2, with_experts):
+        assert same and profiles == 1 and not shared
+
+
+def better_later() -> tuple[str, bool, int]:
+    """A poor plan of the first step, and a search that goes on at the first rank: the plan, whether it is
+    another than the first, and how many steps the ranks took to it.
+    """
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    model = make(True)
+    with (
+        patch.object(planning, "_ended_early", lambda plan: True),
+        patch.object(planning.PlanMaker, "_policy", lambda self, graph: "full"),
+    ):
+        handle = lowtide.limit_memory(model, "100%", policy="optimal")
+        step(model, 0, True)
+    cache, steps = handle._limiter.cache, 0
+    first = str(cache.latest.plan.program)
+    while cache.latest.awaits_better and steps < 300:
+        step(model, 0, True)
+        steps += 1
+        time.sleep(0.1)
+    return str(cache.latest.plan.program), str(cache.latest.plan.program) != first, steps
+
+
+@pytest.mark.slow
+def test_ranks_take_a_better_plan_together() -> None:
+    (program, changed, steps), (other, _, also) = on_ranks(2, better_later)
+    assert changed and program == other and steps == also > 0
+
+
 def in_two_dimensions() -> tuple[bool, str, int, list[int], str]:
     """Tensor parallel in one dimension of a mesh, FSDP2 in the other, whose ranks are given other tokens."""
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    place = torch.distributed.get_rank()
+    place = rank()
 
     def sharded() -> nn.Module:
         model = make(True, mesh=mesh["tp"])

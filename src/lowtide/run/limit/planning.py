@@ -106,7 +106,7 @@ class PlanMaker:
         self.agreement: Agreement | None = None
         self.warn_once = Once()
         self._looked_for_ranks = False  # a copied model is not complete yet here
-        self._met_peers = self._awaited = False
+        self._met_peers = self._awaited = self._has_collectives = False
         self.replicas: Any = None
         self._need: tuple[Any, OptimizerNeed] | None = None
         self._moved_bytes = 0  # of the optimizer's state, to the host
@@ -169,6 +169,7 @@ class PlanMaker:
         Returns:
             The step, and the ranks that share the model where each has to plan alone.
         """
+        self._has_collectives |= bool(groups)
         if not self._looked_for_ranks:
             self._looked_for_ranks = True
             self.agreement = (
@@ -345,8 +346,10 @@ class PlanMaker:
 
     @property
     def _keeps_waiting(self) -> bool:
-        """Whether other ranks wait while this one searches: those that share the plan, or DDP's."""
-        return self.agreement is not None or self.replicas is not None
+        """Whether other ranks wait while this one searches: those that share the plan, that take part in the
+        forward's collectives, or DDP's.
+        """
+        return self.agreement is not None or self._has_collectives or self.replicas is not None
 
     # ---- the optimizer ---------------------------------------------------------------------------
 
