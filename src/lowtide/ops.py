@@ -141,7 +141,7 @@ class OpInfo:
 
     @property
     def replays_plainly(self) -> bool:
-        """Whether calling it once more with its arguments is all that a replay takes.
+        """Whether a replay is the same call with the same arguments, and nothing else.
 
         Everything else is Python's (`lowtide.run.record.replay.run_again`); the compiled recorder leaves it
         alone.
@@ -246,7 +246,7 @@ def written_tensors(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 class Call:
-    """One call of an operation, and what it does to the tensors that it is given.
+    """One call of an operation: its tensors, and which of them it reads and writes.
 
     Attributes:
         func, args, kwargs: the call.
@@ -284,7 +284,7 @@ class Call:
 
     @property
     def overwritten(self) -> list[torch.Tensor]:
-        """The inputs that it writes, statistics among them, each once."""
+        """The inputs that the call writes, running statistics among them, each once."""
         if not self.statistics:
             return self.written
         return list({id(tensor): tensor for tensor in (*self.written, *self.statistics.values())}.values())

@@ -43,7 +43,7 @@ from lowtide.version import __version__
 
 @dataclass
 class Report:
-    """What was planned so far; who asked for it reads it, compiled code does not hold it.
+    """The plans that were made so far, for the handle to read; compiled code does not hold them.
 
     Attributes:
         planned: a plan for each graph.

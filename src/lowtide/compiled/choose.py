@@ -386,8 +386,8 @@ class Choice:
         return found if room is None or self.peak(found) <= room else None
 
     def again(self, before: Chosen) -> Chosen | None:
-        """The cuts that were chosen before, where other bytes stand, with what they take there; nothing where
-        that is above the budget.
+        """The cuts that were chosen before, priced anew since other bytes stand beside the step now; ``None``
+        where they are above the budget.
         """
         limit, peak = before.plan.budget_bytes, self.peak(before.cuts)
         if limit is None or peak > limit:

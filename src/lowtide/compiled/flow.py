@@ -51,7 +51,7 @@ _LIMIT_HIT = (
 
 @dataclass
 class _Turn:
-    """What one call of a step runs."""
+    """How one call of a planned step runs: its graph, and the storages that its cut stores."""
 
     graph: Graph
     sizes: Sizes
@@ -162,7 +162,7 @@ class Flow:
 
     @property
     def more_than_planned(self) -> bool:
-        """Whether steps have more to them than the one graph that was planned for."""
+        """Whether steps run more than the one graph that was planned for."""
         return self.mixed or (self._several and not self.graphs)
 
     def variants(self) -> list[int]:

@@ -48,7 +48,7 @@ class JointCall:
 
 @dataclass(frozen=True)
 class CallCost:
-    """What one run of a call costs.
+    """Seconds and bytes of one run of a call.
 
     Attributes:
         seconds: its time.
@@ -336,7 +336,9 @@ T = TypeVar("T", bound=Hashable)
 
 
 def lazily(wanted: Iterable[T], needs: Callable[[T], Iterable[T]], place: Callable[[T], int]) -> list[T]:
-    """Each of these in turn, right after everything that it needs and that is not there yet."""
+    """The wanted items in their order, each right behind the items that it needs and that have not come
+    before.
+    """
     order: dict[T, None] = {}
     for one in wanted:
         needed: set[T] = set()

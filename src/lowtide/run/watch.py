@@ -14,7 +14,7 @@ from lowtide.meter import MeterError, Peak, available, peak
 
 
 class _Mark:
-    """A sentinel in the metadata of autograd's nodes; it dies with the last of them."""
+    """A sentinel in the metadata of autograd's nodes: when it dies, the last of these nodes is gone."""
 
 
 def weakly(method: Callable[..., object], *first: object) -> Callable[..., None]:
@@ -94,8 +94,12 @@ class StepWatch:
                 output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
     def follow(self, replays: Any, several: bool) -> None:
-        """Read the time of a compiled recorder's replays. Where ``several`` backwards are expected, the first
-        replay begins one, too: that of a gradient penalty passes by the outputs.
+        """Add the time of a compiled recorder's replays to `replay_seconds`.
+
+        Args:
+            replays: the compiled recorder's counts.
+            several: more than one backward is expected. Then the first replay begins a backward, too: the
+                backward of a gradient penalty does not pass by the outputs, where hooks wait for it.
         """
         self.replays = replays
         watch = weakref.ref(self)  # which holds the replays

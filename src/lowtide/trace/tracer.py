@@ -106,7 +106,7 @@ class Tracer:
 
     @property
     def model(self) -> torch.nn.Module | None:
-        """The model, as long as others hold it."""
+        """The model, or ``None`` once nobody else holds it."""
         return self._model()
 
     def _name_model(self, model: torch.nn.Module) -> None:
@@ -412,10 +412,11 @@ class Tracer:
 
     @contextmanager
     def region(self, director: Any) -> Iterator[None]:
-        """A checkpointing scope: what its director evicts is forced, what it keeps is not droppable.
+        """Within the block a checkpointing scope rules: values that its director evicts are forced, values that
+        it keeps are not droppable.
 
-        As the recorder has it, a region goes on behind a scope that lies in it, and what was made before that
-        one has entered it.
+        A scope goes on behind a scope that lies in it. Values that were made before the inner scope have
+        entered the rest of the outer one, as in `Recorder.region`, and stay.
         """
         self._scopes.append(director)
         self._regions += 1

@@ -24,7 +24,7 @@ _WHOLE = 3
 
 
 class Effort:
-    """What one search has taken so far, and when it is to end.
+    """The work that one search has done, and the limit at which it ends.
 
     Args:
         limit: operations to simulate, or as much of other work.

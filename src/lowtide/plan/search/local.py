@@ -27,7 +27,7 @@ _BOUNDED = 0.4
 
 @dataclass(frozen=True)
 class Candidate:
-    """What is stored and what moves, simulated exactly.
+    """A set of stored and of moved values, simulated exactly.
 
     Attributes:
         stored: values that stay on the device.
@@ -168,8 +168,8 @@ class LocalSearch:
                 yield change(values), 1
 
     def _to_store(self, best: Candidate) -> Iterator[tuple[int, int, list[int]]]:
-        """Operations that run again, bytes of what they write that could stay and does not, and those values;
-        with them go earlier versions, which cost nothing then.
+        """Of each operation that runs again: its index, the bytes of its results that could be stored, and these
+        values, with earlier versions of the same storages, which cost nothing then.
         """
         sim, graph = self.sim, self.sim.graph
         for index in best.simulation.replayed:

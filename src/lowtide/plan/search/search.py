@@ -62,7 +62,7 @@ _VAIN = 8
 
 
 class Search:
-    """Plans one step graph; what it has found serves later budgets."""
+    """The search for plans of one step graph. Plans found for one budget serve later budgets, too."""
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
@@ -215,7 +215,7 @@ class Descent:
 
 
 def _rounded(relaxation: Relaxation, local: LocalSearch, point: Floats) -> list[Candidate]:
-    """Plans that store what relaxed decisions mostly store."""
+    """Candidates that store the values of which the relaxed decisions store most."""
     wishes = [frozenset(v for v, k in relaxation.column.items() if point[k] > least) for least in _THRESHOLDS]
     return [local.candidate(wish) for wish in dict.fromkeys(wishes)]
 

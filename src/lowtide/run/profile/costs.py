@@ -30,7 +30,7 @@ _POLLS, _SAME_POLLS = 100, 4
 
 
 class Cost:
-    """What was measured of calls that cost the same.
+    """Seconds and scratch bytes, measured of calls that cost the same.
 
     Attributes:
         moves: they are functional collectives, which move copies here.

@@ -37,7 +37,7 @@ CAPTURED = (
 
 
 class Recorder(Interceptor):
-    """Intercepts the operations of one forward, or of one region of it.
+    """Intercepts the operations of one forward, or of one checkpointing scope in a forward.
 
     Args:
         director: decides what is recorded and what stays.
@@ -196,7 +196,7 @@ class Recorder(Interceptor):
         return result
 
     def refills(self, tensor: torch.Tensor) -> bool:
-        """Whether who writes to the tensor gathers a sharded weight, and writes what was there before."""
+        """Whether a write to the tensor gathers a sharded weight, and writes the bytes that were there before."""
         return bool(self.gathered) and private.storage_key(tensor) in self.gathered
 
     def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -53,7 +53,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
 
 
 class Replay:
-    """One replay of all that a value takes.
+    """One replay of the operations that bring a value back.
 
     Attributes:
         order: the nodes that run.
