@@ -412,7 +412,7 @@ class Tracer:
 
     @contextmanager
     def region(self, director: Any) -> Iterator[None]:
-        """Within the block a checkpointing scope rules: values that its director evicts are forced, values that
+        """Within the block a checkpointing scope rules: what its director evicts is forced, and values that
         it keeps are not droppable.
 
         A scope goes on behind a scope that lies in it. Values that were made before the inner scope have

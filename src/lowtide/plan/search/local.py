@@ -168,7 +168,7 @@ class LocalSearch:
                 yield change(values), 1
 
     def _to_store(self, best: Candidate) -> Iterator[tuple[int, int, list[int]]]:
-        """Of each operation that runs again: its index, the bytes of its results that could be stored, and these
+        """Of each operation that runs again: its index, the bytes of results that could be stored, and these
         values, with earlier versions of the same storages, which cost nothing then.
         """
         sim, graph = self.sim, self.sim.graph

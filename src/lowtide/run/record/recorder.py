@@ -196,7 +196,7 @@ class Recorder(Interceptor):
         return result
 
     def refills(self, tensor: torch.Tensor) -> bool:
-        """Whether a write to the tensor gathers a sharded weight, and writes the bytes that were there before."""
+        """Whether a write to the tensor gathers a sharded weight: it writes the bytes of before."""
         return bool(self.gathered) and private.storage_key(tensor) in self.gathered
 
     def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
