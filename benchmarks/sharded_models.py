@@ -191,8 +191,8 @@ class ViT(Model):
         self.patches, self.places = Patches(), nn.Embedding(SEQUENCE, WIDTH)
 
     def forward(self, images: Tensor) -> Tensor:
-        x = self.patches(images)
-        x = self.run(self.blocks, x + self.places(torch.arange(x.shape[1])[None]))
+        places = self.places(torch.arange((PIXELS // PATCH) ** 2)[None])
+        x = self.run(self.blocks, self.patches(images) + places)
         return F.cross_entropy(self.head(self.norm(x)).mean(1).float(), images[:, 0, 0, 0].long() % CLASSES)
 
 
