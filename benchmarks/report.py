@@ -79,7 +79,7 @@ def sharded(rows: list[dict[str, Any]]) -> str:
         "half": sum(r["extra"] <= r["checkpoint_extra"] / 2 for r in rival),
     }
     return (
-        f"One limit on the root, families of models shared by {ways}; budgets are the peak of checkpointing "
+        f"One limit on the root, families of models ({ways}); budgets are the peak of checkpointing "
         f"every block, 70 % and `min`. Of {len(ran)} rows losses and gradients of four steps are bitwise "
         f"those without a limit in {count['same']}, every rank is within the budget in {count['within']}, "
         f"the measured peak is within 1 % of the predicted one in {len(near)}, and there are as many "

@@ -98,7 +98,7 @@ class Run:
         self.model: Model = build(family, way)
         self.model.checkpoints = checkpoints
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, foreach=True)
+        self.optimizer = torch.optim.AdamW(trained)
         rank = dist.get_rank()
         self.data = {"FSDP2": rank, "HSDP": rank, "tp x FSDP2": rank // 2}.get(way, 0)
         self.tokens = self.batch(0)
