@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from lowtide import accelerator
+from lowtide import accelerator, private
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph, no_collection
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import gradient_of
+from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan import make
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
@@ -169,7 +170,10 @@ class PlanMaker:
         Returns:
             The step, and the ranks that share the model where each has to plan alone.
         """
-        self._has_collectives |= bool(groups)
+        ran = (op for op in profiled.operations if op.phase == "forward")
+        self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran) and not private.units(
+            self.model
+        )
         if not self._looked_for_ranks:
             self._looked_for_ranks = True
             self.agreement = (
@@ -347,7 +351,7 @@ class PlanMaker:
     @property
     def _keeps_waiting(self) -> bool:
         """Whether other ranks wait while this one searches: those that share the plan, that take part in the
-        forward's collectives, or DDP's.
+        forward's collectives, or DDP's. Not those of FSDP, which hold one plan, and none is found later.
         """
         return self.agreement is not None or self._has_collectives or self.replicas is not None
 
