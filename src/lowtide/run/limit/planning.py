@@ -146,12 +146,12 @@ class PlanMaker:
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
         made = Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
-        searches = plan.budget_bytes is not None and _ended_early(plan)
+        target = plan.budget_bytes if _ended_early(plan) else None
         # ranks that share a plan take a better one together, which the first of them finds
-        made.awaits_better = searches and self.agreement is not None
-        if searches and (self.agreement is None or self.agreement.rank == 0):
+        made.awaits_better = target is not None and self.agreement is not None
+        if target is not None and (self.agreement is None or self.agreement.rank == 0):
             with suppress(OSError):  # where no process can be started the plan stays
-                made.search = BackgroundSearch(graph, plan.budget_bytes)
+                made.search = BackgroundSearch(graph, target)
         return made
 
     def agreed(
