@@ -70,7 +70,7 @@ def sharded(rows: list[dict[str, Any]]) -> str:
     lower = [r for r in least if r["measured_peak_bytes"] <= r["checkpoint_peak_bytes"]]
     timed = [r for r in ran if "extra" in r]
     share, rival = ([r for r in timed if r["budget"] == b] for b in ("70%", "checkpoint"))
-    ways = ", ".join(dict.fromkeys(r["way"] for r in rows))
+    ways = "; ".join(dict.fromkeys(r["way"] for r in rows))
     count = {
         "same": sum(r["same"] for r in ran),
         "within": sum(r["within"] for r in ran),
