@@ -15,6 +15,7 @@ NAMES = (
     "planning_time",
     "first_step",
     "random_lengths",
+    "varying",
     "versus_checkpoint",
     "accuracy",
     "budget_curve",

@@ -77,6 +77,12 @@ class StepWatch:
         """
         return self._peak.peak_bytes if self._peak is not None else None
 
+    def live_bytes(self) -> Callable[[], int]:
+        """Says how many bytes are live, above those at the step's start; it does not hold the watch."""
+        peak = self._peak
+        assert peak is not None
+        return lambda: peak.live_bytes
+
     @property
     def replay_seconds(self) -> float:
         """Time that replays and fetches took; meaningless on a GPU."""

@@ -39,6 +39,8 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.STALE, E.CALLED, (), S.STALE, A.PLAN),
     (S.PLANNED, E.CALLED, (), S.PLANNED, A.RUN),
     (S.PLANNED, E.CALLED, ("outdated",), S.STALE, A.PLAN),
+    (S.VARYING, E.CALLED, (), S.VARYING, A.RUN),
+    (S.VARYING, E.CALLED, ("outdated",), S.STALE, A.PLAN),
     # ranks that share the plan
     (S.PLANNED, E.PEERS, ("peer profiles", "peer outdated"), S.DOUBTED, A.NOTHING),
     (S.PLANNED, E.PEERS, ("peer outdated",), S.STALE, A.NOTHING),
@@ -46,10 +48,14 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     # a step was profiled
     (S.NEW, E.PROFILED, ("unverified",), S.NEW, A.PROFILE),
     (S.DOUBTED, E.PROFILED, ("planned", "shorter"), S.PLANNED, A.NOTHING),
+    (S.DOUBTED, E.PROFILED, ("planned", "shorter", "varied"), S.VARYING, A.NOTHING),
     (S.DOUBTED, E.PROFILED, ("planned",), S.STALE, A.PLAN),
     (S.REFUSED, E.PROFILED, ("shorter",), S.STALE, A.PLAN),
     # a plan
     (S.STALE, E.PLAN_MADE, (), S.PLANNED, A.RUN),
+    (S.STALE, E.PLAN_MADE, ("varied",), S.VARYING, A.RUN),
+    (S.STALE, E.PLAN_REFUSED, ("varied", "planned"), S.STALE, A.RAISE),
+    (S.STALE, E.PLAN_REFUSED, ("varied", "planned", "same budget"), S.VARYING, A.RUN),
     (S.STALE, E.PLAN_REFUSED, ("margin", "current plan", "planned"), S.PLANNED, A.ACCEPT),
     (S.STALE, E.PLAN_REFUSED, ("margin", "planned"), S.STALE, A.PLAN),
     (S.STALE, E.PLAN_REFUSED, ("planned",), S.STALE, A.RAISE),
@@ -60,6 +66,9 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.PLANNED, E.ENDED, ("departed", "unseen", "accepted"), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed"), S.PLANNED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("varies",), S.VARYING, A.NOTHING),
+    (S.VARYING, E.ENDED, ("varies",), S.VARYING, A.NOTHING),
+    (S.VARYING, E.ENDED, ("longer", "profiles left"), S.DOUBTED, A.NOTHING),
     # or above it
     (S.STALE, E.ENDED, ("replaced", "above"), S.STALE, A.WARN_NEWER),
     (S.PLANNED, E.ENDED, ("above", "second derivatives", "profiles left"), S.PLANNED, A.WARN_GRAPH),
@@ -76,6 +85,9 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.PLANNED, E.ENDED, ("above", "unseen"), S.PLANNED, A.WARN_LESS),
     (S.PLANNED, E.ENDED, ("above", "late buffer"), S.PLANNED, A.WARN_LATE),
     (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.WARN_LESS),
+    (S.PLANNED, E.ENDED, ("above", "departed", "varies", "profiles left"), S.VARYING, A.WARN_VARIES),
+    (S.VARYING, E.ENDED, ("above", "departed", "varies", "longer"), S.VARYING, A.WARN_RESERVE),
+    (S.VARYING, E.ENDED, ("above", "longer", "profiles left"), S.DOUBTED, A.WARN_DEPARTED),
     # the end
     (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
     (S.GONE, E.PROFILED, (), S.GONE, A.NOTHING),
@@ -138,7 +150,9 @@ def planned_entry(plan: Plan = PLAN, **known: Any) -> Entry:
 
 def ran(entry: Entry, took: int | None, **more: Any) -> Any:
     """What a planned step shows when it has ended."""
+    director = more.get("director")
     step = {"planned": entry.planned, "director": None, "measured_bytes": took, "margin_bytes": 0}
+    step |= {"extra": director.extra if director is not None else 0, "ran": None, "may_vary": True}
     return SimpleNamespace(**{**step, "backwards": 1, "makes_graph": False, **more})
 
 
@@ -240,9 +254,28 @@ def test_the_longest_profiled_step_is_planned_for() -> None:
     machine.ended(entry, ran(entry, OVER, director=followed(extra=9)))
     assert machine.profiled(entry, graph(3), verified=True, backwards=2) is A.PLAN
     machine.plan_made(entry, Planned(entry.key, graph(3), graph(3), PLAN), version=0)
-    machine.ended(entry, ran(entry, OVER, director=followed(extra=9)))
+    machine.ended(entry, ran(entry, OVER, director=followed(extra=9), may_vary=False))
     assert machine.profiled(entry, graph(2), verified=True) is A.NOTHING
     assert entry.graph == graph(3) and entry.state is S.PLANNED and entry.backwards == 2
+
+
+def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> None:
+    entry = planned_entry()
+    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))) is A.NOTHING
+    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), may_vary=False)) is A.NOTHING
+    assert machine.ended(entry, ran(entry, OVER, ran=(2, 7))) is A.WARN_LESS, "the same again"
+    assert machine.ended(entry, ran(entry, OVER, ran=(0, 8))) is A.WARN_VARIES
+    assert entry.state is S.VARYING and machine.called(entry, version=0) is A.RUN
+    assert machine.ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))) is A.WARN_RESERVE
+    assert 4096 < entry.reserve_bytes < 8192
+    assert machine.ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))) is A.WARN_RESERVE
+    assert entry.reserve_bytes == LIMIT // 4, "others made it larger"
+    assert machine.called(entry, version=1) is A.PLAN
+    assert machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.RUN
+    assert entry.state is S.VARYING and entry.margin_bytes == 0
+    adds = Entry(key(gradients=1))
+    machine.borrow(adds, entry)
+    assert adds.varied and adds.reserve_bytes == entry.reserve_bytes
 
 
 def test_a_sibling_begins_with_what_is_known() -> None:

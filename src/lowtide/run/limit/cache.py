@@ -114,7 +114,7 @@ class Cache:
                 action = machine.plan_refused(entry, version)
                 if action is Action.RAISE:
                     raise
-                dropped = str(error)
+                dropped = str(error) if action is not Action.RUN else ""
             else:
                 action = machine.plan_made(entry, planned, version)
         if dropped:

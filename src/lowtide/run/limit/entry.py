@@ -17,10 +17,12 @@ from lowtide.graph import StepGraph
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
-from lowtide.run.record.native import compiled_program
+from lowtide.run.limit.varying import rates
+from lowtide.run.record.native import AnyProgram, compiled_program
 from lowtide.run.watch import StepWatch
 
-_MOST_PROFILES = 8  # of one entry whose steps differ, before the plan for the longest stays
+_MOST_PROFILES = 4  # of one entry whose steps differ, before the budget of the longest stays
+_PROFILED_STEPS = 40  # among its first so many steps
 _TIMED = 9  # so many steps are timed before a plan settles, and make up its step time from then on, too
 _EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
 _TIMED_AT_LEAST = 2  # before their times say anything
@@ -34,6 +36,7 @@ class State(Enum):
     DOUBTED = "is profiled, since other operations ran than the plan in force has"
     STALE = "waits for a plan"
     PLANNED = "runs under the plan"
+    VARYING = "evicts when memory is short, since its steps run other operations each time"
     GONE = "runs under the plan that it began with; nothing follows"
 
 
@@ -63,6 +66,7 @@ class Planned:
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
     _program: tuple[Sequence[ProgramStep], Any] | None = None
+    _for_varying: tuple[dict[int | None, float], AnyProgram] | None = None
 
     def better(self) -> Planned | None:
         """The plan that the search has found by now, if that adds less time and holds as much; asked for once
@@ -88,6 +92,14 @@ class Planned:
         if self._program is None:
             self._program = self.plan.program, compiled_program(self.plan.program)
         return self._program
+
+    def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
+        """What steps need that run other operations than the plan has: the rates of operations, and what the
+        compiled recorder knows of them.
+        """
+        if self._for_varying is None:
+            self._for_varying = rates(self.graph), AnyProgram()
+        return self._for_varying
 
     # ---- times -----------------------------------------------------------------------------------
 
@@ -146,9 +158,14 @@ class Entry:
         unseen_bytes: what steps hold that their graph does not show (collectives, random states).
         checkpoints: how many calls of ``torch.utils.checkpoint`` the profiled step made itself.
         profiles: how many steps were profiled.
+        steps: how many have begun.
         backwards: the most backwards that ran through a step that was profiled.
         makes_graph: a backward of the profiled step was run with ``create_graph=True``.
         varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
+        ran: how many operations the latest step ran that was seen, without and with gradients.
+        varied: two steps were seen to differ in that.
+        rise_bytes: the most that live bytes rose between two looks, in any profiled step.
+        reserve_bytes: what varying steps leave free beside what their plan shows, since they took more.
         untold_bytes: the most that its profiled steps took, not yet held against a budget.
         hidden: backward runs on a thread whose operations are not intercepted, so that a step is profiled
             aside.
@@ -167,9 +184,14 @@ class Entry:
     unseen_bytes: int = 0
     checkpoints: int = 0
     profiles: int = 0
+    steps: int = 0
     backwards: int = 1
     makes_graph: bool = False
     varies: bool = False
+    ran: tuple[int, int] | None = None
+    varied: bool = False
+    rise_bytes: int = 0
+    reserve_bytes: int = 0
     untold_bytes: int = 0
     hidden: bool = False
     was_late: bool = False
@@ -182,7 +204,7 @@ class Entry:
     @property
     def may_profile(self) -> bool:
         """Whether few steps were profiled so far; some models run other operations in every step."""
-        return self.profiles < _MOST_PROFILES
+        return self.profiles < _MOST_PROFILES and self.steps < _PROFILED_STEPS
 
     def serves(self, key: StepKey) -> bool:
         """Whether its plan holds for steps with this key: those that are smaller, since the bytes of each

@@ -230,7 +230,8 @@ class Limiter:
                 action = self._profile_aside_first(args, kwargs, crowded)
             if action is Action.PROFILE:
                 return self._profile(entry, members.device, args, kwargs)
-            step = PlannedStep(entry, key, members.device, crowded, weakly(self._step_ended))
+            alone = not members.sharded and self.maker.agreement is None and not entry.hidden
+            step = PlannedStep(entry, key, members.device, crowded, alone, weakly(self._step_ended))
             return self._run(step, members, args, kwargs, begin)
 
     def _may_compile(self) -> bool:

@@ -10,6 +10,8 @@ entry's fields.
     |          |             |         ^  another budget,    |
     |          '-------------+---------'  took more          |  other operations ran
     '---- sibling known ---------------'                  DOUBTED ---> profiled
+                                       ^                     |  others in each step
+                                       '------------------ VARYING
 ```
 """
 
@@ -25,9 +27,11 @@ from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
 from lowtide.run.limit.entry import Entry, Planned, State
+from lowtide.run.limit.varying import rise_bytes
 from lowtide.run.record.directors import PlanDirector
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
+_MOST_RESERVE = 1 / 4  # of the budget
 
 
 class Evidence(Enum):
@@ -70,6 +74,9 @@ Fact = Literal[
     "unseen",  # nothing had to be recomputed, so its operations were not recorded
     "departed",  # it ran other operations than the plan has
     "longer",  # many more than the plan has
+    "varies",  # it can evict on demand, and ran other operations than the step before, or took more and may
+    "varied",  # two steps did
+    "same budget",  # and optimizer, as the plan in force was made for
     "profiles left",  # few steps were profiled so far
     "more backwards",  # ran than through the profiled step
 ]
@@ -98,6 +105,8 @@ class Action(Enum):
     WARN_DEPARTED = auto()
     WARN_BACKWARDS = auto()
     WARN_LATE = auto()
+    WARN_VARIES = auto()
+    WARN_RESERVE = auto()
     WARN_LESS = auto()
 
 
@@ -120,8 +129,8 @@ class Row(NamedTuple):
 
 
 _S, _E, _A = State, Evidence, Action
-_ALIVE = (_S.NEW, _S.REFUSED, _S.DOUBTED, _S.STALE, _S.PLANNED)
-_IN_FORCE = (_S.DOUBTED, _S.STALE, _S.PLANNED)
+_ALIVE = (_S.NEW, _S.REFUSED, _S.DOUBTED, _S.STALE, _S.PLANNED, _S.VARYING)
+_IN_FORCE = (_S.DOUBTED, _S.STALE, _S.PLANNED, _S.VARYING)
 
 TABLE: tuple[Row, ...] = (
     Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
@@ -130,14 +139,17 @@ TABLE: tuple[Row, ...] = (
     Row((_S.REFUSED,), _E.CALLED, (), None, _A.PROFILE),
     Row((_S.DOUBTED,), _E.CALLED, (), None, _A.PROFILE),
     Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
-    Row((_S.PLANNED,), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
-    Row((_S.PLANNED,), _E.CALLED, (), None, _A.RUN),
+    Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
+    Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
     Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
     Row(_ALIVE, _E.PROFILED, ("unverified",), None, _A.PROFILE),
+    Row(_ALIVE, _E.PROFILED, ("planned", "shorter", "varied"), _S.VARYING, _A.NOTHING),
     Row(_ALIVE, _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
     Row(_ALIVE, _E.PROFILED, (), _S.STALE, _A.PLAN),
+    Row((_S.STALE,), _E.PLAN_MADE, ("varied",), _S.VARYING, _A.RUN),
     Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
+    Row((_S.STALE,), _E.PLAN_REFUSED, ("varied", "same budget"), _S.VARYING, _A.RUN),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
@@ -148,11 +160,15 @@ TABLE: tuple[Row, ...] = (
     Row(_IN_FORCE, _E.ENDED, ("above", "second derivatives"), None, _A.WARN_GRAPH),
     Row(_IN_FORCE, _E.ENDED, ("above", "accepted"), None, _A.WARN_ACCEPTED),
     Row(_IN_FORCE, _E.ENDED, ("above", "unseen", "profiles left"), _S.DOUBTED, _A.WARN_UNSEEN),
+    Row((_S.VARYING,), _E.ENDED, ("above", "longer", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
+    Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.WARN_RESERVE),
+    Row((_S.PLANNED,), _E.ENDED, ("above", "varies"), _S.VARYING, _A.WARN_VARIES),
     Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
     Row(_IN_FORCE, _E.ENDED, ("above", "more backwards"), None, _A.WARN_BACKWARDS),
     Row(_IN_FORCE, _E.ENDED, ("above", "late buffer"), None, _A.WARN_LATE),
     Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
     Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
+    Row((_S.PLANNED,), _E.ENDED, ("varies",), _S.VARYING, _A.NOTHING),
     Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
 )
 """The first row that fits holds; where none does, nothing follows."""
@@ -192,7 +208,8 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     entry.graph = with_earlier_gradients(sibling.graph)
     entry.margin_bytes, entry.unseen_bytes = sibling.margin_bytes, sibling.unseen_bytes
     entry.checkpoints, entry.backwards = sibling.checkpoints, sibling.backwards
-    entry.makes_graph = sibling.makes_graph
+    entry.makes_graph, entry.varied = sibling.makes_graph, sibling.varied
+    entry.reserve_bytes, entry.rise_bytes = sibling.reserve_bytes, sibling.rise_bytes
 
 
 def called(entry: Entry, version: int, hidden: bool = False) -> Action:
@@ -209,12 +226,15 @@ def called(entry: Entry, version: int, hidden: bool = False) -> Action:
         "other budget": entry.refused_at != version,
         "outdated": is_outdated(entry, version),
     }
-    return _take(entry, Evidence.CALLED, facts)
+    action = _take(entry, Evidence.CALLED, facts)
+    entry.steps += action is Action.RUN
+    return action
 
 
 def is_outdated(entry: Entry, version: int) -> bool:
     """Whether the plan was made for another budget, optimizer or margin."""
-    return entry.planned is not None and entry.planned_for != (version, entry.margin_bytes)
+    margin = entry.margin_bytes if entry.state is not State.VARYING else 0
+    return entry.planned is not None and entry.planned_for != (version, margin)
 
 
 def peers_told(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
@@ -268,8 +288,10 @@ def profiled(
         "unverified": not verified,
         "planned": entry.planned is not None,
         "shorter": not longest,
+        "varied": entry.varied,
     }
     action = _take(entry, Evidence.PROFILED, facts)
+    entry.rise_bytes = max(entry.rise_bytes, rise_bytes(graph))
     if action is not Action.PROFILE:
         entry.backwards, entry.varies = max(entry.backwards, backwards), entry.varies or varies
     if action is Action.PLAN:
@@ -289,7 +311,10 @@ def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
         entry.planned.stop()
     entry.planned, entry.planned_for = planned, (version, entry.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
-    return _take(entry, Evidence.PLAN_MADE, {})
+    action = _take(entry, Evidence.PLAN_MADE, {"varied": entry.varied})
+    if entry.state is State.VARYING:
+        _vary(entry)
+    return action
 
 
 def plan_refused(entry: Entry, version: int) -> Action:
@@ -301,6 +326,8 @@ def plan_refused(entry: Entry, version: int) -> Action:
         "current plan": current and planned is not None and planned.profiled is entry.graph,
         "planned": planned is not None,
         "borrowed": entry.profiles == 0,
+        "varied": entry.varied,
+        "same budget": current,
     }
     action = _take(entry, Evidence.PLAN_REFUSED, facts)
     if action is Action.ACCEPT:
@@ -330,6 +357,11 @@ class Ended(Protocol):
     backwards: int
     makes_graph: bool
     margin_bytes: int
+    may_vary: bool
+    ran: tuple[int, int] | None
+
+    @property
+    def extra(self) -> int: ...
 
     @property
     def measured_bytes(self) -> int | None: ...
@@ -341,11 +373,14 @@ def ended(entry: Entry, step: Ended) -> Action:
     """
     plan, director = step.planned.plan, step.director
     limit, took = plan.budget_bytes, step.measured_bytes
-    extra = director.extra if director is not None else 0
+    extra = step.extra
+    others = entry.ran is not None and step.ran is not None and step.ran != entry.ran
     replaced = entry.planned is not step.planned
     above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
     more_backwards = step.backwards > entry.backwards
     late = above and not entry.was_late and took is not None and _may_be_late(step.planned, took)
+    # the first step of a model may be unlike all others, which its next profile shows
+    differs = others or (above and entry.varies and entry.profiles > 1)
     facts: dict[Fact, bool] = {
         "replaced": replaced,
         "above": above,
@@ -354,6 +389,7 @@ def ended(entry: Entry, step: Ended) -> Action:
         "accepted": (took or 0) <= entry.accepted_bytes,
         "unseen": plan.changes_nothing and director is None,
         "departed": director is not None and director.departed,
+        "varies": step.may_vary and differs,
         "longer": extra > _LONGER * len(plan.program),
         "profiles left": entry.may_profile,
         "more backwards": more_backwards,
@@ -369,6 +405,14 @@ def ended(entry: Entry, step: Ended) -> Action:
     if action is Action.WARN_LESS or more_backwards:  # only a kept graph made it take more
         entry.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
         step.margin_bytes = more
+    if entry.state is State.VARYING and not entry.varied:
+        _vary(entry)
+    entry.ran, entry.varied = step.ran or entry.ran, entry.varied or facts["varies"]
+    if action is Action.WARN_RESERVE:
+        assert limit is not None and took is not None
+        more = max(took - limit + budgets.slack_bytes(limit), entry.reserve_bytes)
+        # what else a process did meanwhile shall not make all later steps slow
+        entry.reserve_bytes = min(entry.reserve_bytes + more, int(_MOST_RESERVE * limit))
     entry.varies |= extra > 0 or action in (Action.WARN_UNSEEN, Action.WARN_DEPARTED)
     return action
 
@@ -385,6 +429,13 @@ def _may_be_late(planned: Planned, took: int) -> bool:
         if op.name.startswith("c10d.")
     )
     return torch.device(graph.device).type == "cpu" and more <= max(moved, default=0)
+
+
+def _vary(entry: Entry) -> None:
+    """From here on its steps have a reserve in place of a margin, and no use for a better plan."""
+    assert entry.planned is not None and entry.planned_for is not None
+    entry.planned.stop()
+    entry.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
 
 
 def removed(entry: Entry) -> None:

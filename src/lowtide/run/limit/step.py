@@ -17,7 +17,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.limit.entry import Entry
+from lowtide.run.limit.entry import Entry, State
 from lowtide.run.limit.key import Members, StepKey
 from lowtide.run.limit.machine import Action
 from lowtide.run.limit.unlimited import governing
@@ -26,6 +26,7 @@ from lowtide.run.move import TransferEngine
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
+from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch
@@ -41,6 +42,11 @@ _WHY = {
     Action.WARN_DEPARTED: (
         "it ran other operations than the step that was planned for, and lowtide looks at the next one"
     ),
+    Action.WARN_VARIES: (
+        "its steps run other operations each time, so from now on they evict what is cheapest to bring back "
+        "when memory is short, without a plan"
+    ),
+    Action.WARN_RESERVE: "later steps leave that much more free",
     Action.WARN_BACKWARDS: (
         "backward runs more than once through what one forward saved (retain_graph=True), where a plan is "
         "for one backward. Of several losses, add them up and run one backward; else give a smaller budget"
@@ -92,6 +98,7 @@ class PlannedStep(StepWatch):
         key: the step's own; its plan may be for larger ones.
         device: of the model.
         crowded: other limited models may take part in the step, so its peak is not its own.
+        may_vary: no other process has to evict what this one does.
         on_end: called with this each time that a backward of the step has ended.
 
     Attributes:
@@ -99,6 +106,9 @@ class PlannedStep(StepWatch):
         director: follows its operations, or ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
+        may_vary: whether a step like this can evict on demand.
+        ran: how many operations its forward ran, without and with gradients; ``None`` where nobody saw them.
+        extra: how many of them the plan does not have.
     """
 
     def __init__(
@@ -107,6 +117,7 @@ class PlannedStep(StepWatch):
         key: StepKey,
         device: torch.device,
         crowded: bool,
+        may_vary: bool,
         on_end: Callable[[Any], None],
     ) -> None:
         assert entry.planned is not None
@@ -117,6 +128,10 @@ class PlannedStep(StepWatch):
         self.director: PlanDirector | None = None
         self.margin_bytes = 0
         self._smaller, self._several = key != entry.planned.key, several
+        plan = entry.planned.plan
+        self.may_vary = may_vary and not crowded and not plan.moves and self.peak_bytes is not None
+        self._on_demand = self.may_vary and entry.state is State.VARYING and plan.budget_bytes is not None
+        self.ran: tuple[int, int] | None = None
         self._warned: tuple[Action, int] | None = None
 
     @property
@@ -126,6 +141,12 @@ class PlannedStep(StepWatch):
         if peak is None or self.crowded:
             return None  # crowded, it is that of all models together
         return planned.graph.resident_bytes + planned.plan.slab_bytes + peak
+
+    @property
+    def extra(self) -> int:
+        if self._on_demand:
+            return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
+        return self.director.extra if self.director is not None else 0
 
     def run(
         self, forward: Callable[[], Any], members: Members, stores: Stores, verify: Verify, begin: float
@@ -141,7 +162,7 @@ class PlannedStep(StepWatch):
         """
         plan = self.planned.plan
         varies = plan.budget_bytes is not None and self.entry.varies
-        if plan.changes_nothing and not varies:
+        if plan.changes_nothing and not varies and not self._on_demand:
             with governing(), unseen_by_checkpoint():
                 result = forward()
         else:
@@ -159,8 +180,13 @@ class PlannedStep(StepWatch):
             planned.timed = self
         compares = first and verify != "never"
         mover = TransferEngine(plan, stores, compares, members.device) if plan.moves else None
-        program, compiled_program = planned.program()
-        self.director = PlanDirector(program, plan.moves, smaller=self._smaller)
+        on_demand = None
+        if self._on_demand:
+            on_demand = self._eviction_on_demand()
+            self.director, compiled_program = PlanDirector(()), planned.for_varying()[1].compiled
+        else:
+            program, compiled_program = planned.program()
+            self.director = PlanDirector(program, plan.moves, smaller=self._smaller)
         recorder = Recorder(
             self.director,
             check=verify == "always",
@@ -168,6 +194,7 @@ class PlannedStep(StepWatch):
             mover=mover,
             gathered={private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])},
             program=compiled_program,
+            on_demand=on_demand,
         )
         if recorder.core is not None:
             self.follow(recorder.core.replays, self._several)
@@ -182,8 +209,18 @@ class PlannedStep(StepWatch):
                 f"codecs do not fit {count_text(len(mover.notes), 'value')}, kept as they are on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
+        self.ran = recorder.ran
         self.recording_seconds += inside - begin + time.perf_counter() - outside
         return result
+
+    def _eviction_on_demand(self) -> OnDemand:
+        planned = self.planned
+        limit = planned.plan.budget_bytes
+        assert limit is not None
+        rates, program = planned.for_varying()
+        spare = self.entry.rise_bytes + self.entry.reserve_bytes
+        most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
+        return OnDemand(self.live_bytes(), most - spare, rates, program)
 
     def overrun_text(self, overruns: Overruns, action: Action) -> str:
         """The warning after a backward of the step, with what follows; empty where the step kept its budget,

@@ -14,6 +14,7 @@ from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.digest import digest
 from lowtide.run.move import TransferEngine
+from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.tape import Ref
 from lowtide.writes import Watch
@@ -50,7 +51,7 @@ class Kept:
 class Evicted:
     """A saved tensor that is evicted, and brought back when autograd unpacks it."""
 
-    __slots__ = ("around", "asked", "digest", "mover", "ref", "starts", "version", "witness")
+    __slots__ = ("around", "asked", "digest", "mover", "on_demand", "ref", "starts", "version", "witness")
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class Evicted:
         around: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
         starts: Watch | None = None,
+        on_demand: OnDemand | None = None,
     ) -> None:
         self.mover = mover
+        self.on_demand = on_demand
         self.starts = starts  # it watches what replays start from while any tensor is evicted
         self.ref = ref
         self.asked = True  # no reader before the constructor has succeeded
@@ -90,6 +93,8 @@ class Evicted:
         if self.mover is not None:
             self.mover.begin()
         with unseen():
+            if self.on_demand is not None:
+                self.on_demand.relieve()
             found = self._bring_back()
         if self.mover is not None:
             self.mover.ahead()
@@ -99,7 +104,7 @@ class Evicted:
         _check_version(self.witness, self.version, self.ref.shape)
         value = self.ref.value
         overwritten_with = value.shown if isinstance(value.shown, torch.Tensor) else None
-        base = bring_back(value) if overwritten_with is None else overwritten_with
+        base = bring_back(value, self.on_demand) if overwritten_with is None else overwritten_with
         if overwritten_with is None and self.digest is not None and digest(base, value.extent) != self.digest:
             node = value.node
             raise ReplayError(

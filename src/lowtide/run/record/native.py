@@ -24,7 +24,7 @@ def native_recorder() -> Any:
     """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
-    from lowtide.run.record import directors, handles, replay, tape
+    from lowtide.run.record import directors, handles, on_demand, replay, tape
 
     module = interception.compiled_recorder()
     if module is not None:
@@ -33,10 +33,12 @@ def native_recorder() -> Any:
             node=tape.Node,
             tables=tape.Tables,
             director=directors.PlanDirector,
+            on_demand=on_demand.OnDemand,
             here=tape.LiveValue.here,
             unpack=handles.unpack,
             bring_back=replay.bring_back,
             overwritten=handles.raise_overwritten,
+            relieve=on_demand.OnDemand.relieve,
         )
     return module
 
@@ -49,18 +51,45 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
     made = module.Program()
     for step in steps:
         func = operation_named(step.name)
-        if not isinstance(func, private.OpOverload):
+        if isinstance(func, private.OpOverload):
+            _add(made, func, _kind(step, op_info(func)), step.stored)
+        else:
             made.add(step.name, "", _PYTHON, [], [], -1, step.stored, None)
-            continue
-        info = op_info(func)
-        places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
-        writes = [where if isinstance(where, int) else places[where] for where in info.written]
-        statistics = list(info.running_statistics)
-        training = -1 if info.training_position is None else info.training_position
-        name, _, overload = func.name().partition(".")
-        kind = _kind(step, info)
-        made.add(name, overload, kind, writes, statistics, training, step.stored, func)
     return made
+
+
+class AnyProgram:
+    """What the compiled half knows of the operations of steps that no plan is for: it records each one that
+    is plain, from the second time on.
+
+    Attributes:
+        compiled: as `compiled_program`.
+        evict: the compiled form of `lowtide.run.record.on_demand.evict_cheapest`, or ``None``.
+    """
+
+    def __init__(self) -> None:
+        module = native_recorder()
+        self.compiled: Any = None if module is None else module.Program(any=True)
+        self.evict: Any = None if module is None else module.evict
+        self._known = set[Any]()
+
+    def learn(self, func: Any) -> None:
+        """An operation has come that the compiled half did not take."""
+        if self.compiled is None or func in self._known or not isinstance(func, private.OpOverload):
+            return
+        self._known.add(func)
+        info = op_info(func)
+        if info.replays_plainly and not info.uninitialized:
+            _add(self.compiled, func, _RECORD, ())
+
+
+def _add(made: Any, func: Any, kind: int, stored: Sequence[bool]) -> None:
+    info = op_info(func)
+    places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
+    writes = [where if isinstance(where, int) else places[where] for where in info.written]
+    training = -1 if info.training_position is None else info.training_position
+    name, _, overload = func.name().partition(".")
+    made.add(name, overload, kind, writes, list(info.running_statistics), training, stored, func)
 
 
 def _kind(step: ProgramStep, info: OpInfo) -> int:

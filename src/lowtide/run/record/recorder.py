@@ -24,6 +24,7 @@ from lowtide.run.record import tape
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import native_recorder
+from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Tables, Unrecordable, Writer
 from lowtide.run.record.verify import copy_of, why_not_reproduced
@@ -49,6 +50,7 @@ class Recorder(Interceptor):
         gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             Verifying and checking are done in Python.
+        on_demand: evicts values when memory is short, or ``None``: those go at once that do not stay.
 
     Attributes:
         findings: names of the operations that did not reproduce, with the reason. What they wrote is kept.
@@ -67,6 +69,7 @@ class Recorder(Interceptor):
         mover: TransferEngine | None = None,
         gathered: Collection[int] = (),
         program: Any = None,
+        on_demand: OnDemand | None = None,
     ) -> None:
         private.keep_dynamo_out()
         if private.is_capturing():
@@ -76,10 +79,12 @@ class Recorder(Interceptor):
         self.check = check or verify
         self.around_unpack = around_unpack
         self.mover = mover
+        self.on_demand = on_demand
         self.gathered = gathered
         self.findings: dict[str, str] = {}
         self.tables = Tables()
         self._starts = writes.Watch()
+        self._ran = [0, 0]
         self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
             self.core = native_recorder().Core(
@@ -87,6 +92,7 @@ class Recorder(Interceptor):
                 director=director,
                 pack=weakref.WeakMethod(self.pack),
                 program=program,
+                on_demand=on_demand,
             )
 
     @property
@@ -155,6 +161,12 @@ class Recorder(Interceptor):
             self.core.replays.watch = self._starts
         del self._starts  # evicted tensors keep it
 
+    @property
+    def ran(self) -> tuple[int, int]:
+        """How many operations have run: without gradients, and with them."""
+        others = self.core.ran if self.core is not None else (0, 0)
+        return self._ran[0] + others[0], self._ran[1] + others[1]
+
     # ---- operations ------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,12 +176,15 @@ class Recorder(Interceptor):
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
+        self._ran[torch.is_grad_enabled()] += 1
         self._wanted = self.director.evicts(func, args, kwargs)
         call = self._call_of(func, args, kwargs)
         node = self._prepare(call)
         overwritten = [tensor for tensor in call.overwritten if not self.refills(tensor)]
         before = [(t, copy_of(t)) for t in overwritten] if self.verify and node is not None else []
         self._copy_on_write(overwritten)
+        if self.on_demand is not None:
+            self.on_demand.begins(func)
         result = run_first(node, self._call, call)
         flat = flat_results(result)
         if info.collective and node is not None:
@@ -178,6 +193,8 @@ class Recorder(Interceptor):
         if not fresh and not call.written:
             return result
         stays = self.director.stays(info, len(fresh) + len(call.written))
+        if self.on_demand is not None:
+            self.on_demand.left -= sum(flat[at].untyped_storage().nbytes() for at in fresh)
         if info.uninitialized:
             for position in fresh:
                 enter(self.tables.blank, flat[position].untyped_storage(), None)
@@ -216,8 +233,14 @@ class Recorder(Interceptor):
             key = private.storage_key(tensor)
             if not info.fills or covers_storage(tensor):
                 self.tables.blank.pop(key, None)
+            self._drop_cached(key)
             self.tables.given.pop(key, None)
             self.tables.held.pop(key, None)
+
+    def _drop_cached(self, key: int) -> None:
+        """A storage changes: the value in it is no longer there, and is replayed."""
+        if self.on_demand is not None and (entry := self.tables.given.get(key)) is not None:
+            entry[0].cached = None
 
     def _prepare(self, call: Call) -> Node | None:
         """The node of a call about to be made, or ``None`` where it cannot be replayed."""
@@ -305,6 +328,7 @@ class Recorder(Interceptor):
         """A storage is about to be resized within the forward."""
         if private.storage_address(storage) in self.gathered:
             return
+        self._drop_cached(private.storage_address(storage))
         reference = self.tables.held.get(private.storage_address(storage))
         value = reference() if reference is not None else None
         if value is not None and nbytes < storage.nbytes():
@@ -367,4 +391,8 @@ class Recorder(Interceptor):
             checked = value.digest = digest(tensor, value.extent)
         value.evicted = True
         checked = checked if self.check else None
-        return Evicted(Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, self._starts)
+        if self.on_demand is not None:
+            self.on_demand.save(value, tensor)
+        return Evicted(
+            Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, self._starts, self.on_demand
+        )

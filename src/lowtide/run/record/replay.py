@@ -27,6 +27,7 @@ from lowtide.errors import ReplayError
 from lowtide.interception import compiled_recorder, unseen
 from lowtide.ops import Call, op_info
 from lowtide.run.digest import words_of
+from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
 from lowtide.trace.untouched import generator_state, set_generator_state
 
@@ -38,7 +39,7 @@ def flat_results(result: Any) -> list[Any]:
     return [result]
 
 
-def bring_back(value: LiveValue) -> torch.Tensor:
+def bring_back(value: LiveValue, on_demand: OnDemand | None = None) -> torch.Tensor:
     """A tensor on the bytes of ``value``, after the replays that it takes.
 
     Operations run in forward order, each once. An output with readers left is cached with its value, and
@@ -49,7 +50,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
         ReplayError: the replay starts from a tensor that was overwritten or freed.
     """
     base = value.here()
-    return Replay(value).run() if base is None else base
+    return Replay(value, on_demand).run() if base is None else base
 
 
 class Replay:
@@ -62,8 +63,8 @@ class Replay:
         uses: how often each value is still to be used; then it is no longer in ``made``.
     """
 
-    def __init__(self, value: LiveValue) -> None:
-        self.value = value
+    def __init__(self, value: LiveValue, on_demand: OnDemand | None = None) -> None:
+        self.value, self.on_demand = value, on_demand
         self.order: list[Writer] = []
         self.made: dict[int, torch.Tensor] = {}
         stack, seen = [value], set[int]()
@@ -87,6 +88,8 @@ class Replay:
         with unseen(), private.replaying():
             for node in self.order:
                 private.set_grad_enabled(node.grad)
+                if self.on_demand is not None:
+                    self.on_demand.relieve()
                 if isinstance(node, Fetch):
                     self._place(node.output, node.fetch())
                 else:
@@ -160,6 +163,8 @@ class Replay:
             return
         if value.readers > 0 and value.cached is None:
             value.keep_cached(tensor)
+            if self.on_demand is not None:
+                self.on_demand.note_kept(value)
         if self.uses[id(value)] > 0:
             self.made[id(value)] = tensor
 

@@ -124,6 +124,8 @@ class LiveValue:
 
         What is emptied comes back with the same bytes before it is read (sharded weights), or `here` raises.
         """
+        if self.cached is not None and private.storage_key(self.cached) == key:
+            self.cached = None  # it was no copy: what autograd had saved
         if how == "emptied":
             self.before_emptying()
         if self.emptied is not None:

@@ -5,6 +5,7 @@
 //
 //   recorder.h   the operations of a forward, and its saved tensors
 //   saved.h      what autograd holds in place of a saved tensor
+//   on_demand.h  evicts values when memory is short
 //   replay.h     brings evicted values back
 //   tape.h       values, and the nodes that wrote them, made of call.h and python.h
 //   hooks.h      when autograd calls the recorder at all
@@ -90,11 +91,14 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_readonly("seconds", &Replays::seconds)
       .def_readwrite("asked", &Replays::asked)
       .def_property("watch", nullptr, &Replays::keep);
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init<bool>(), "any"_a = false)
+      .def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
-      .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>>(),
-           py::kw_only(), "tables"_a, "director"_a, "pack"_a, "program"_a)
+      .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>, py::object>(),
+           py::kw_only(), "tables"_a, "director"_a, "pack"_a, "program"_a, "on_demand"_a = py::none())
       .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
+      .def_property_readonly("ran", &Core::ran)
       .def_property_readonly("replays", &Core::replays)
       .def("hooks_found", &Core::hooks_found)
       .def("hooks_end", &Core::hooks_end)
@@ -103,10 +107,13 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       });
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
   m.def("know", [](py::object value, py::object node, py::object tables, py::object director,
-                   py::object here, py::object unpack, py::object bring_back, py::object overwritten) {
-    classes = new Classes{{value}, {node}, {tables}, {director}, here, unpack, bring_back, overwritten};
-  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
-     "overwritten"_a);
+                   py::object on_demand, py::object here, py::object unpack, py::object bring_back,
+                   py::object overwritten, py::object relieve) {
+    classes = new Classes{{value}, {node},     {tables},    {director}, {on_demand}, here,
+                          unpack,  bring_back, overwritten, relieve};
+  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "on_demand"_a, "here"_a, "unpack"_a,
+     "bring_back"_a, "overwritten"_a, "relieve"_a);
+  m.def("evict", &evict);
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });

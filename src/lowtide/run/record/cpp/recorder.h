@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
+#include <unordered_map>
 
 #include "hooks.h"
 #include "saved.h"
@@ -26,30 +28,51 @@ struct Operation {
 };
 
 struct Program {
-  std::vector<Operation> operations;
+  explicit Program(bool any = false) : any(any) {}
+
+  const bool any;  // for steps of any operations: each is there once
+  std::deque<Operation> operations;
+
+  const Operation* next(size_t at, const OperatorHandle& op) const {  // or null
+    if (any) {
+      py::gil_scoped_acquire gil;  // Python adds to it
+      auto found = places.find(op);
+      return found == places.end() ? nullptr : &operations[found->second];
+    }
+    if (at >= operations.size()) return nullptr;
+    const Operation& known = operations[at];
+    return known.does != Does::Python && *known.op == op ? &known : nullptr;
+  }
 
   void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
            std::vector<size_t> statistics, long training, std::vector<bool> stored,
            py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
+    if (any && op && Does(does) != Does::Python) places.emplace(*op, operations.size());
     operations.push_back({op, op ? Does(does) : Does::Python, arguments, std::move(writes),
                           std::move(statistics), training, std::move(stored), std::move(func)});
   }
+
+ private:
+  std::unordered_map<OperatorHandle, size_t> places;
 };
 
 class Core {
  public:
   std::atomic<bool> on{false};
 
-  // Of a recorder: its tables and director, and a weak reference to its method `pack`.
-  Core(py::object tables, py::object director, py::object pack, std::shared_ptr<Program> program)
+  // Of a recorder: its tables and director, a weak reference to its method `pack`, and what evicts on demand.
+  Core(py::object tables, py::object director, py::object pack, std::shared_ptr<Program> program,
+       py::object on_demand)
       : program_(std::move(program)),
         tables_(std::move(tables)),
         director_(std::move(director)),
         pack_(std::move(pack)) {
-    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type))
-      throw py::type_error("Core(tables=, director=): these are not the classes of `know`");
+    bool whole = on_demand.is_none() || is_a(on_demand, classes->on_demand.type);
+    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type) || !whole)
+      throw py::type_error("Core(tables=, director=, on_demand=): these are not the classes of `know`");
+    replays_->on_demand = std::move(on_demand);
     given_ = py::reinterpret_borrow<py::dict>(classes->tables.given(tables_));
     held_ = py::reinterpret_borrow<py::dict>(classes->tables.held(tables_));
     blank_ = py::reinterpret_borrow<py::dict>(classes->tables.blank(tables_));
@@ -70,9 +93,9 @@ class Core {
   // Runs an operation, or returns false where Python has to.
   bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     if (python_ran_) from_python();
-    if (at_ >= program_->operations.size()) return false;
-    const Operation& known = program_->operations[at_];
-    if (known.does == Does::Python || !(*known.op == op)) return false;
+    const Operation* next = program_->next(at_, op);
+    if (next == nullptr) return false;
+    const Operation& known = *next;
     first_ = stack->size() - known.arguments;
     shown_.clear();
     for (size_t at = first_; at < stack->size(); ++at) {
@@ -85,8 +108,13 @@ class Core {
       });
       if (!fits) return false;
     }
-    return known.does == Does::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
+    bool grad = c10::GradMode::is_enabled();
+    bool took = known.does == Does::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
+    if (took) ++ran_[grad];
+    return took;
   }
+
+  std::pair<long, long> ran() const { return {ran_[0], ran_[1]}; }
 
   void to_python() {  // it runs the next operation, and may evict values
     if (!python_ran_) {
@@ -116,6 +144,7 @@ class Core {
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
+        if (!on_demand().is_none()) save_on_demand(on_demand(), value, tensor);
         return Boxed<Evicted>::of(tensor, std::move(value), replays_);
       }
     }
@@ -135,6 +164,8 @@ class Core {
     order_ = PyLong_AsLong(classes->tables.order(tables_));
     python_ran_ = false;
   }
+
+  const py::object& on_demand() const { return replays_->on_demand; }
 
   bool evicts_any() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
 
@@ -185,6 +216,7 @@ class Core {
     c10::SmallVector<py::object, 4> inputs;
     py::object call = Boxed<RecordedCall>::of(op);
     if (!describe(*Boxed<RecordedCall>::in(call), *stack, inputs)) return false;
+    if (!on_demand().is_none()) relieve_if_short(on_demand());
     {
       py::gil_scoped_release others;
       run(op, keys, stack);
@@ -196,8 +228,11 @@ class Core {
       if (is_new(results[at]) && std::none_of(places.begin(), places.end(), same)) places.push_back(at);
     }
     if (places.empty()) return true;
+    if (!on_demand().is_none()) {
+      for (size_t at : places) wrote(on_demand(), results[at].storage().nbytes());
+    }
     bool same = places.size() == known.stored.size();
-    if (!same) skips();
+    if (!same && !program_->any) skips();
     ++at_;
     py::object node = new_node(known.func, order_++, std::move(call));
     reads(node, inputs);
@@ -283,6 +318,7 @@ class Core {
   bool python_ran_ = false;
   size_t at_ = 0, first_ = 0;  // places: in the program; of the first argument on the stack
   long order_ = 0;
+  long ran_[2] = {0, 0};  // how many operations it ran: without gradients, with them
   c10::SmallVector<Shown, 8> shown_;
 };
 

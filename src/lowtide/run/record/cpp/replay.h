@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "tape.h"
+#include "on_demand.h"
 
 namespace lowtide {
 
@@ -19,10 +19,10 @@ struct Replaying {  // as lowtide.private.replaying
 // One replay: the nodes that it runs, and the values that they read and write.
 class Replay {
  public:
-  explicit Replay(py::handle value) : value_(value) {}
+  Replay(py::handle value, py::handle on_demand) : value_(value), on_demand_(on_demand) {}
 
   Tensor run() {
-    if (!collect(value_.ptr())) return classes->bring_back(value_).cast<Tensor>();
+    if (!collect(value_.ptr())) return classes->bring_back(value_, on_demand_).cast<Tensor>();
     std::sort(order_.begin(), order_.end());
     order_.erase(std::unique(order_.begin(), order_.end()), order_.end());
     for (auto& [_, node] : order_) {
@@ -74,15 +74,24 @@ class Replay {
       bases.push_back(values_[input.ptr()].made);
       TORCH_CHECK(bases.back().defined(), "a replay lacks an input: please report this");
     }
+    if (!on_demand_.is_none()) relieve_if_short(on_demand_);
     Tensors results = call_of(node)->again(bases);
     bases.clear();
     for (py::handle output : py::reinterpret_borrow<py::tuple>(n.outputs(node))) {
       py::object made = behind(PyTuple_GET_ITEM(output.ptr(), 1));
       if (made.is_none()) continue;
       const Tensor& result = results[PyLong_AsSize_t(PyTuple_GET_ITEM(output.ptr(), 0))];
-      if (readers_of(made) > 0 && v.cached(made) == Py_None) keep_cached(made, result);
+      if (readers_of(made) > 0 && v.cached(made) == Py_None) {
+        keep_cached(made, result);
+        if (!on_demand_.is_none()) note_kept(on_demand_, made);
+      }
       auto met = values_.find(made.ptr());
       if (met != values_.end() && met->second.uses > 0) met->second.made = result;
+    }
+    if (!on_demand_.is_none()) {
+      size_t bytes = 0;
+      for (const Tensor& result : results) bytes += result.defined() ? result.storage().nbytes() : 0;
+      wrote(on_demand_, bytes);
     }
     results.clear();
     if (n.waits(node) == Py_True) {
@@ -96,6 +105,7 @@ class Replay {
   }
 
   py::handle value_;  // it keeps the values that it depends on alive
+  py::handle on_demand_;
   std::vector<std::pair<long, PyObject*>> order_;
   ska::flat_hash_map<PyObject*, Met> values_;
 };

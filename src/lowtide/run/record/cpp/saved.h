@@ -13,6 +13,7 @@ struct Replays {  // of one step
   py::object asked;  // called whenever backward asks for an evicted tensor, if it is set
   py::object watch;  // as of lowtide.writes: kept while there are evicted tensors
   long evicted = 0;
+  py::object on_demand = py::none();
 
   void keep(py::object one) {
     if (evicted > 0) watch = std::move(one);
@@ -60,6 +61,7 @@ class Evicted {
 
   py::object back() {
     if (replays_->asked) replays_->asked();
+    if (!replays_->on_demand.is_none()) relieve(replays_->on_demand);
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = overwritten_with(value_);
@@ -76,7 +78,7 @@ class Evicted {
   Tensor replayed() {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();
-    Tensor base = Replay(value_).run();
+    Tensor base = Replay(value_, replays_->on_demand).run();
     replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     return base;
   }

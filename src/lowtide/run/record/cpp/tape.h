@@ -34,7 +34,11 @@ struct Classes {
     py::object type;
     Slot at{type, "at"}, skipped{type, "skipped"};
   } director;
-  py::object here, unpack, bring_back, overwritten;  // functions in Python
+  struct OfOnDemand {
+    py::object type;
+    Slot kept{type, "kept"}, left{type, "left"};
+  } on_demand;
+  py::object here, unpack, bring_back, overwritten, relieve;  // functions in Python
   py::tuple nothing{0};
   py::dict no_names;
 };
@@ -91,6 +95,11 @@ inline void keep_cached(py::handle value, const Tensor& copy) {  // LiveValue.ke
   auto& v = classes->value;
   if (!copy.is_cpu()) v.stream.set(value, owned(THPStream_Wrap(stream_of(copy))));
   v.cached.set(value, wrapped(copy));
+}
+
+inline void note_kept(py::handle on_demand, py::handle value) {  // OnDemand.note_kept
+  auto kept = classes->on_demand.kept(on_demand);
+  if (PyList_Append(kept, weak(value).ptr()) < 0) throw py::error_already_set();
 }
 
 // Undefined where the value has to be replayed, or where Python has to raise an error.

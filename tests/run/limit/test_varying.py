@@ -1,0 +1,140 @@
+"""Models whose steps run other operations each time keep their budget without a plan for each."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.varying import MOST_ABOVE, budgets_of, holds, row_of
+from benchmarks.varying_kinds import KINDS, batch_of, draws_of, run, same
+from small_model import needs_meter
+from torch import nn
+
+import lowtide
+from lowtide.graph import Event, Operation, StepGraph, Storage, Value
+from lowtide.run.limit.entry import State
+from lowtide.run.limit.varying import rates, rise_bytes
+
+QUICKLY = lowtide.policies.optimal(0.05)  # seconds that a search takes
+
+
+@needs_meter
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_steps_that_vary_keep_the_budget_bitwise(kind: Any) -> None:
+    draws, plain, model, above = draws_of(kind, 12), kind(), kind(), []
+    peaks = []
+    for number, how in enumerate(draws):
+        plain.zero_grad()
+        peaks.append(lowtide.measure(lambda n=number, how=how: run(plain, batch_of(n), how)).peak_bytes)
+    budget = int(0.6 * (max(peaks) + lowtide.meter.resident_bytes(kind())))
+    handle = lowtide.limit_memory(model, budget, policy=QUICKLY, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for number, how in enumerate(draws):
+            x = batch_of(number)
+            assert same(run(plain, x, how), run(model, x, how))
+            assert handle.measured_peak_bytes is not None
+            above += [number] if handle.measured_peak_bytes > 1.002 * budget else []
+    (entry,) = handle._limiter.cache.known.values()
+    assert entry.state in (State.VARYING, State.DOUBTED) and entry.profiles <= 4
+    planned = [number for number in above if number and number < 8]
+    assert len(planned) <= MOST_ABOVE + entry.profiles and max(above, default=0) < 10
+
+
+@pytest.mark.slow
+@needs_meter
+@pytest.mark.parametrize("share", ["60%", "1.1 min"])
+@pytest.mark.parametrize("name", KINDS)
+def test_two_hundred_steps_that_vary(name: str, share: str) -> None:
+    draws = draws_of(KINDS[name], 200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        row = row_of(name, share, budgets_of(KINDS[name], draws)[share], draws)
+    assert holds(row), row
+
+
+class Gated(nn.Module):
+    """Layers of which the step says how many run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 64), nn.GELU()) for _ in range(4))
+        self.back = nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor, count: int) -> torch.Tensor:
+        for layer in self.layers[:count]:  # pyright: ignore
+            x = x + self.back(layer(x))
+        return x.square().mean()
+
+
+def limited(counts: list[int], **options: Any) -> tuple[Any, lowtide.Handle]:
+    model = Gated()
+    handle = lowtide.limit_memory(model, progress=False, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for count in counts:
+            model.zero_grad()
+            model(torch.ones(100, 16), count).backward()
+    entry = next(iter(handle._limiter.cache.known.values()))
+    return entry, handle
+
+
+@needs_meter
+def test_the_same_program_each_time_has_its_plan() -> None:
+    """Also where only the first step computed what later ones have at hand."""
+    assert limited([4, 3, 3, 3], budget="70%")[0].state is State.PLANNED
+    assert limited([4, 3, 2, 3], budget="70%")[0].state is State.VARYING
+
+
+@needs_meter
+def test_what_a_plan_moves_stays_with_the_plan() -> None:
+    entry, handle = limited([4, 3, 2, 3], budget="min", policy=lowtide.policies.mixed("host", min_bytes=1))
+    assert handle.plan is not None and handle.plan.moves
+    assert entry.state is State.PLANNED
+
+
+@needs_meter
+def test_another_budget_and_the_next_micro_step_hold_as_well() -> None:
+    model = Gated()
+    handle = lowtide.limit_memory(model, "80%", progress=False)
+    plain, x = Gated(), torch.ones(100, 16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for step, count in enumerate([4, 3, 2, 4, 1, 4, 3, 4]):
+            if step == 4:
+                assert handle.plan is not None
+                handle.set_budget(int(0.9 * (handle.plan.budget_bytes or 0)))
+            if step % 2 == 0:
+                model.zero_grad()
+                plain.zero_grad()
+            for one in (model, plain):
+                one(x, count).backward()
+            pairs = zip(model.parameters(), plain.parameters(), strict=True)
+            assert all(a.grad is b.grad is None or torch.equal(a.grad, b.grad) for a, b in pairs)  # pyright: ignore
+            assert handle.plan is not None and handle.measured_peak_bytes is not None
+            if step > 4:
+                assert handle.measured_peak_bytes <= 1.002 * (handle.plan.budget_bytes or 0)
+    states = [entry.state for entry in handle._limiter.cache.known.values()]
+    assert State.VARYING in states
+
+
+def test_what_a_step_says_of_operations_and_memory() -> None:
+    names = ("aten.sin.default", "aten.sin.default", "aten.cos.default")
+    graph = StepGraph(
+        tuple(
+            Operation(at, name, (at,), (at + 1,), "backward" if at == 2 else "forward", seconds=at + 1.0)
+            for at, name in enumerate(names)
+        ),
+        tuple(Storage(at, size, "forward", at - 1 if at else None) for at, size in enumerate((2, 4, 8, 16))),
+        tuple(Value(at, at, 0, at - 1 if at else None) for at in range(4)),
+        (),
+        tuple(Event("op", at) for at in range(3)),
+        resident_bytes=2,
+    )
+    found = rates(graph)
+    assert found[id(torch.ops.aten.sin.default)] == 3 / (2 + 4 + 4 + 8)
+    assert found[id(torch.ops.aten.cos.default)] == 3 / 24 and found[None] == 6 / 42
+    assert rise_bytes(graph) == 8 + 16, "nobody looks within backward"
