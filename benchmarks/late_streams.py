@@ -40,8 +40,8 @@ FOUND = (
 
 def measured(seconds: float) -> dict[str, Any]:
     """Run everything."""
-    from late_client import Late, scenario_names
-    from late_sites import ELSEWHERE, FAILS
+    from late_client import Late, scenario_names  # pyright: ignore[reportMissingImports]
+    from late_sites import ELSEWHERE, FAILS  # pyright: ignore[reportMissingImports]
 
     late, scenarios, sites = Late(), [], []
     for name in scenario_names():
