@@ -219,11 +219,9 @@ def watchers() -> list[Any]:
 
 def is_evicted(tensor: torch.Tensor) -> bool:
     """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that
-    saving it costs nothing. Under a limit, and in a graph that is compiled, layers save what they would in a
-    plain step.
+    saving it costs nothing. Under a limit layers save what they would in a plain step, and so in a graph that
+    is compiled: there they do not ask, as Dynamo may be kept out of this module.
     """
-    if torch.compiler.is_compiling():
-        return False
     return any(one.will_evict(tensor) for one in watchers() if hasattr(one, "will_evict"))
 
 

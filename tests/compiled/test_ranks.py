@@ -12,7 +12,7 @@ from ranks import needs_gloo, on_ranks
 from torch import nn
 
 import lowtide
-from lowtide import parallel
+from lowtide import parallel, private
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import local_tensor
 
@@ -177,6 +177,7 @@ def parallel_step(kind: str) -> None:
     """Gloo's threads hold buffers a moment longer in some steps: the least of a few counts."""
     from mesh_model import make
 
+    private.keep_dynamo_out()  # as any limit in this process would
     torch.manual_seed(0)
     x = torch.randn(1024, 32) if kind == "layers" else torch.randint(64, (8, 64))
     model = make(False) if kind == "mesh" else {"layers": Shared, "sequence": Sequence}[kind]()

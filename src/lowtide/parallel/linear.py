@@ -45,7 +45,8 @@ class _ColumnLinears(torch.autograd.Function):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.group, ctx.dimension, ctx.reduce_dtype = group, dimension, reduce_dtype
         whole = x if dimension is None else gather(x, group, dimension).wait()
-        ctx.whole_saved = dimension is None or is_evicted(whole)
+        compiling = torch.compiler.is_compiling()  # then Dynamo may not enter the call
+        ctx.whole_saved = dimension is None or (not compiling and is_evicted(whole))
         trained = any(ctx.needs_input_grad[4 : 4 + len(weights)])
         ctx.save_for_backward((whole if ctx.whole_saved else x) if trained else None, *weights)
         rows = whole if dimension is None else whole.movedim(dimension, 0)

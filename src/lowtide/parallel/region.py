@@ -106,7 +106,7 @@ class _RegionLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, source: Source
     ) -> Tensor:
         ctx.source = source
-        ctx.whole_saved = is_evicted(x)
+        ctx.whole_saved = not torch.compiler.is_compiling() and is_evicted(x)
         trained = ctx.needs_input_grad[2]
         if trained and not ctx.whole_saved:
             source.readers += 1

@@ -249,7 +249,7 @@ def test_a_step_that_takes_the_other_branch_is_looked_at_next() -> None:
     budget = int(1.1 * refusal.value.smallest_bytes)
     handle = lowtide.limit_memory(limited, budget)
     taken = []
-    for mask in (masks[0], masks[0], *[masks[1]] * 4):
+    for mask in (masks[0], masks[0], *[masks[1]] * 10):
         loss = plain(x, mask)
         loss.backward()
         standing = meter.resident_bytes(limited) + x.nbytes + mask.nbytes
@@ -263,7 +263,8 @@ def test_a_step_that_takes_the_other_branch_is_looked_at_next() -> None:
         limited.zero_grad()
     assert handle.graph is not None
     assert any(operation.name == "aten.sinh.default" for operation in handle.graph.operations)
-    assert max(taken[-2:]) <= budget
+    assert max(taken[-3:]) <= budget  # steps that were above it leave more room to the next
+    assert sum(bytes_ > budget for bytes_ in taken) <= 4
     assert len(handle.plans) == 1
 
 
