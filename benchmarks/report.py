@@ -305,6 +305,27 @@ def compiling(found: dict[str, Any]) -> list[str]:
     return parts
 
 
+def varying(found: dict[str, Any]) -> str:
+    """Steps whose program varies."""
+    rows = [
+        [
+            row["kind"],
+            row["budget"],
+            str(row["steps"]),
+            str(len(row["profiled"])),
+            f"{len(row['above'])} (up to {percent(max(share for _, share in row['above']))})"
+            if row["above"]
+            else "0",
+            str(len(row["not_said"])),
+            str(row["other_gradients"]),
+            f"{row['time_ratio']:.2f}",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["steps", "budget", "", "profiled", "above", "not warned of", "other gradients", "time"]
+    return table(head, rows)
+
+
 def main() -> None:
     """Write docs/results.md, and the README's part between its marks."""
     parts = [
@@ -390,6 +411,15 @@ def main() -> None:
             "a share of the plain step's peak, or the same in bytes, for which that need not be known."
         )
         parts += ["", "## Compiling under a budget", "", where(found), "", text, "", *compiling(found)]
+    found = load("varying")
+    if found:
+        text = (
+            "Five kinds of seeded steps whose program varies, on small models. *Profiled* are the steps that were "
+            "recorded, *above* those that took more than the budget, with the most by which; each was warned of, "
+            "and no gradient differed, where nothing else is said. *Time* is the steps' over that of the same "
+            "steps with a plan prepared for every program (aim 1.05)."
+        )
+        parts += ["", "## Steps whose program varies", "", where(found), "", text, "", varying(found)]
     found = load("op_sweep")
     if found:
         parts += [

@@ -201,7 +201,8 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
         "What to do, any one of these:",
         "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the "
         "smallest that works",
-        "  - make the batch or the sequences at least 51 % smaller",
+        "  - make the batch or the sequences at least 51 % smaller, and keep the budget at 25GiB (a "
+        "percentage shrinks with them)",
         "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., "
         "host_fraction=0.09)",
         "At its peak stands the loss.",

@@ -143,9 +143,10 @@ def kind_row(name: str, where: Where) -> Row:
 
     for _ in range(2):  # statistics of batches move on with every step, and change no gradient
         step()
-    exact = gradients(model)
-    step()
-    repeats = compared(exact, model)
+    exact, again = gradients(model), []
+    for _ in range(4):
+        step()
+        again.append(compared(exact, model))
     handle = lowtide.limit_memory(model, budget)
     bits = []
     for _ in range(4):
@@ -157,8 +158,8 @@ def kind_row(name: str, where: Where) -> Row:
     return {
         "same_gradients": all(bit["same_gradients"] for bit in bits),
         "largest_difference": max(bit["largest_difference"] for bit in bits),
-        "plain_repeats": repeats["same_gradients"],
-        "plain_difference": repeats["largest_difference"],
+        "plain_repeats": all(bit["same_gradients"] for bit in again),
+        "plain_difference": max(bit["largest_difference"] for bit in again),
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "plan_plain_bytes": plan.plain_peak_bytes,

@@ -65,7 +65,8 @@ def _mib(key: str) -> Callable[[Row], str]:
 def _bits(row: Row) -> str:
     if row["same_gradients"]:
         return "yes"
-    repeats = "" if row["plain_repeats"] else ", plain steps neither"
+    apart = f" ({row['plain_difference']:.1e})" if row.get("plain_difference") else ""
+    repeats = "" if row["plain_repeats"] else f", plain steps neither{apart}"
     return f"**no**, {row['largest_difference']:.1e}{repeats}"
 
 

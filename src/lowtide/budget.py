@@ -326,7 +326,7 @@ def too_small(
         parts=parts,
         plain_peak_bytes=plain_peak_bytes,
         policy=policy,
-        remedies=[smallest, *_remedies(smallest_bytes - budget_bytes, parts, policy)],
+        remedies=[smallest, *_remedies(budget_bytes, smallest_bytes, parts, policy)],
         made=made,
         holders=in_lines(largest(made, parts)) if made else (),
     )
@@ -349,16 +349,16 @@ def renamed(error: BudgetError, parts: Mapping[str, int]) -> BudgetError:
     return found
 
 
-def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:
+def _remedies(budget_bytes: int, smallest_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:
     """What would free the bytes that are missing, by what stands at the peak."""
-    missing_bytes = max(1, missing_bytes)
+    missing_bytes = max(1, smallest_bytes - budget_bytes)
     found = ["use the policy 'optimal', which finds the least memory that it can"] if policy else []
     loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
     activations = parts.get(ACTIVATIONS, 0) + parts.get(INPUTS, 0) + loss
     if missing_bytes <= _MOST_SMALLER * activations:
         found.append(
             f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
-            "smaller"
+            f"smaller, and keep the budget at {rounded_up(budget_bytes)} (a percentage shrinks with them)"
         )
     if parts.get(OUTPUTS, 0) > missing_bytes:
         found.append(
