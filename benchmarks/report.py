@@ -414,10 +414,9 @@ def main() -> None:
     found = load("varying")
     if found:
         text = (
-            "Five kinds of seeded steps whose program varies, on small models. *Profiled* are the steps that were "
-            "recorded, *above* those that took more than the budget, with the most by which; each was warned of, "
-            "and no gradient differed, where nothing else is said. *Time* is the steps' over that of the same "
-            "steps with a plan prepared for every program (aim 1.05)."
+            "Five kinds of seeded steps whose program varies, on small models. *Profiled* are the steps that "
+            "were recorded, *above* those that took more than the budget, with the most by which. *Time* is "
+            "the steps' over that of the same steps with a plan prepared for every program (aim 1.05)."
         )
         parts += ["", "## Steps whose program varies", "", where(found), "", text, "", varying(found)]
     found = load("op_sweep")

@@ -121,7 +121,8 @@ def brief() -> str:
         f"where checkpointing every block takes {percent(per_block['extra'])} at {100 * share:.0f} %; "
         f"compiled, at checkpointing's own peak, {percent(at_peak['extra'])} (forecast "
         f"{percent(at_peak['predicted_extra'])}) beside {percent(whole['extra'])}; one sequence of "
-        f"16,384 tokens at checkpointing's peak, moved to main memory and recomputed as the planner chose, {percent(moved['mixed']['extra'])} beside "
-        f"{percent(moved['per block']['extra'])}. The predicted peak is what the allocator was asked for "
+        f"16,384 tokens at checkpointing's peak, moved to main memory and recomputed as the planner chose, "
+        f"{percent(moved['mixed']['extra'])} beside {percent(moved['per block']['extra'])}. The predicted "
+        "peak is what the allocator was asked for "
         f"within 1 MiB in {hits} of {len(exact)} eager rows."
     )
