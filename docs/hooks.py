@@ -25,6 +25,9 @@ OUTSIDE = {
     "results/host_optimizer.md": "benchmarks/results/host_optimizer.md",
     "results/budget_curve.md": "benchmarks/results/budget_curve.md",
     "results/operations.md": "benchmarks/results/op_sweep.md",
+    "results/one_h100.md": "benchmarks/results/gpu_h100.md",
+    "results/sharded.md": "benchmarks/results/sharded.md",
+    "results/late_streams.md": "benchmarks/results/late_streams.md",
 }
 """Pages of the site, and the files of the repository that they show."""
 
