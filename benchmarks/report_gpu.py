@@ -52,13 +52,11 @@ def _moved(rows: Rows) -> str:
     named = {
         "lowtide": "lowtide, all in main memory",
         "mixed": "lowtide, moved and recomputed",
-        "per block": "per block",
+        "save_on_cpu": "`save_on_cpu`",
     }
     lines = [
         [
-            named.get(
-                one["contender"], f"`{one['contender']}`" if "_" in one["contender"] else one["contender"]
-            ),
+            named.get(one["contender"], one["contender"]),
             mib(one["peak_bytes"]),
             mib(one["moved_bytes"]) if "moved_bytes" in one else "",
             f"{1e3 * one['seconds']:.1f}",

@@ -87,6 +87,18 @@ def _optimizer(dtype: torch.dtype = torch.float32, device: str = "cuda:0", **giv
     return run
 
 
+def _streamed(device: str, gradients: Callable[[nn.Module, HostOptimizer, int], None]) -> list[Tensor]:
+    """Three steps with streamed gradients, which ``gradients`` makes for the step of that number."""
+    model = _small(device, torch.float32)
+    optimizer = _adam(model, stream_gradients=True)
+    for number in range(3):
+        gradients(model, optimizer, number)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    return _values(model)
+
+
 @scenario
 def optimizer_on_host() -> Run:
     """Gradients go down and parameters up within `step`."""
@@ -184,39 +196,25 @@ def gradients_zeroed_in_place() -> Run:
 def gradients_forgotten() -> Run:
     """Gradients are dropped while they are on their way, and others come in their place."""
 
-    def train(device: str) -> list[Tensor]:
-        model = _small(device, torch.float32)
-        optimizer = _adam(model, stream_gradients=True)
-        for number in range(3):
-            for micro in range(2):
-                _backward(model, 10 * number + micro)
-            optimizer.zero_grad()
-            _backward(model, 10 * number + 7)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return _values(model)
+    def gradients(model: nn.Module, optimizer: HostOptimizer, number: int) -> None:
+        for micro in range(2):
+            _backward(model, 10 * number + micro)
+        optimizer.zero_grad()
+        _backward(model, 10 * number + 7)
 
-    return _same_on_cpu(train)
+    return _same_on_cpu(lambda device: _streamed(device, gradients))
 
 
 @scenario
 def clipped_then_more() -> Run:
     """A norm is known before its gradient has arrived; another micro-batch follows the clipping."""
 
-    def train(device: str) -> list[Tensor]:
-        model = _small(device, torch.float32)
-        optimizer = _adam(model, stream_gradients=True)
-        for number in range(3):
-            _backward(model, 10 * number)
-            optimizer.clip_grad_norm_(0.01)
-            _backward(model, 10 * number + 1)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return _values(model)
+    def gradients(model: nn.Module, optimizer: HostOptimizer, number: int) -> None:
+        _backward(model, 10 * number)
+        optimizer.clip_grad_norm_(0.01)
+        _backward(model, 10 * number + 1)
 
-    return _same_on_cpu(train)
+    return _same_on_cpu(lambda device: _streamed(device, gradients))
 
 
 @scenario
