@@ -140,7 +140,7 @@ class Saved:
     Attributes:
         id: position in ``StepGraph.saved``, in the order of packing.
         value: id of the value it lies in.
-        droppable: whether an executor may give it up: false outside the planned region and for parameters,
+        droppable: whether an executor may give it up: false outside the model's forward and for parameters,
             buffers and the like, which stay anyway.
         module: qualified name of the module that saved it.
         shape: the tensor's shape.

@@ -62,7 +62,7 @@ def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(costs, "peak", peak)
     profiler = Profiler(None, torch.device("cuda"))
     profiler.costs.clock = Clock(torch.device("cpu"))
-    profiler.tracer.in_region = False
+    profiler.tracer.in_forward = False
     with profiler:
         torch.ones(2).exp()
     assert asked == [torch.device("cuda")] * 2

@@ -1,6 +1,6 @@
 """Blocks of a model, as its modules' names tell, and segments of equal size: what checkpointing them stores.
 
-In: a step, perhaps its `Simulator`. Out: names of blocks, the region that each operation lies in, and sets of
+In: a step, perhaps its `Simulator`. Out: names of blocks, the block that each operation lies in, and sets of
 values to store.
 """
 
@@ -58,46 +58,46 @@ def _hands_a_gradient_on(graph: StepGraph) -> bool:
     return any((v.shape, v.dtype) in inputs and not graph.storages[v.storage].name for v in last)
 
 
-def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
-    """Forward operation -> number of the region (a module, given by name) that it lies in.
+def blocks_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
+    """Forward operation -> number of the block (a module, given by name) that it lies in.
 
     Raises:
         PlanError: no operation ran in one of the modules.
     """
     names = list(modules)
     outermost = [n for n in names if not any(n != m and n.startswith(m + ".") for m in names)]
-    region: dict[int, int] = {}
+    block: dict[int, int] = {}
     for op in graph.operations:
         for number, name in enumerate(outermost if op.phase == "forward" else ()):
             if name in ("", op.module) or op.module.startswith(name + "."):
-                region[op.index] = number
+                block[op.index] = number
                 break
-    missing = [n for number, n in enumerate(outermost) if number not in region.values()]
+    missing = [n for number, n in enumerate(outermost) if number not in block.values()]
     if missing:
         known = sorted({op.module for op in graph.operations if op.phase == "forward" and op.module})
         raise PlanError(
             f"no operation ran in module {missing[0]!r}; modules of this step: "
             f"{', '.join(known[:12])}{' ...' if len(known) > 12 else ''}"
         )
-    return region
+    return block
 
 
-def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
-    """What stays when in every region only what enters it is kept: everything that is not made and used
-    within one region.
+def block_stored(sim: Simulator, block: dict[int, int]) -> frozenset[int]:
+    """What stays when in every block only what enters it is kept: everything that is not made and used
+    within one block.
 
-    Values that leave their region stay because they enter another, or what follows.
+    Values that leave their block stay because they enter another, or what follows.
     """
     graph = sim.graph
     kept: set[int] = set()
     for value in graph.values:
         if value.producer is None or not value.storable:
             continue
-        home = region.get(value.producer, -1)
+        home = block.get(value.producer, -1)
         if home >= 0:
-            readers = all(region.get(i, -1) == home for i in sim.readers[value.id])
+            readers = all(block.get(i, -1) == home for i in sim.readers[value.id])
             if readers and all(
-                region.get(sim.packed_after[t], -1) == home for t in sim.saved_of.get(value.id, ())
+                block.get(sim.packed_after[t], -1) == home for t in sim.saved_of.get(value.id, ())
             ):
                 continue
         kept.add(value.id)
@@ -111,7 +111,7 @@ def full_stored(sim: Simulator, blocks: Sequence[str] | None = None) -> frozense
         raise PlanError(
             "this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'"
         )
-    return region_stored(sim, regions_of(sim.graph, names))
+    return block_stored(sim, blocks_of(sim.graph, names))
 
 
 class Segments:
@@ -151,8 +151,8 @@ class Segments:
         for k in range(1, count if total else 1):
             near = range(place(k - 0.3), min(place(k + 0.3) + 1, len(self.operations)))
             cuts.append(min(near, key=lambda at: (*self._crossing[at], abs(saved[at] - k * total / count))))
-        region = {index: bisect_left(cuts, at) for at, index in enumerate(self.operations)}
-        return region_stored(self.sim, region)
+        block = {index: bisect_left(cuts, at) for at, index in enumerate(self.operations)}
+        return block_stored(self.sim, block)
 
 
 def sqrt_stored(sim: Simulator, segments: int | None = None) -> frozenset[int]:
@@ -162,12 +162,11 @@ def sqrt_stored(sim: Simulator, segments: int | None = None) -> frozenset[int]:
 
 def entering_blocks(sim: Simulator) -> frozenset[int]:
     """The values that enter a block: made outside it, read in it."""
-    region = regions_of(sim.graph, default_blocks(sim.graph))
+    block = blocks_of(sim.graph, default_blocks(sim.graph))
     return frozenset(
         v.id
         for v in sim.graph.values
         if any(
-            region.get(i, -1) >= 0 and region.get(sim.producer[v.id], -2) != region[i]
-            for i in sim.readers[v.id]
+            block.get(i, -1) >= 0 and block.get(sim.producer[v.id], -2) != block[i] for i in sim.readers[v.id]
         )
     )

@@ -29,7 +29,7 @@ from lowtide.trace.traced import TracedOperation, TracedStorage, TracedValue
 from lowtide.trace.transforms import in_place
 from lowtide.trace.untouched import Gradients
 
-OUTSIDE = "it runs outside the planned region"
+OUTSIDE = "it runs outside the model's forward"
 """Why an operation is not replayable that the model's forward did not run."""
 HIDDEN = "it was made by code that the dispatcher does not see"
 """Why a value has to stay that a compiled submodule, say, returned."""
@@ -47,7 +47,7 @@ class Tracer:
         on_end: called with each storage that has ended.
 
     Attributes:
-        in_region: whether what runs is the model's forward, which can be planned.
+        in_forward: whether what runs is the model's forward, which can be planned.
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
         signatures: for each operation, what calls share that cost the same.
@@ -76,7 +76,7 @@ class Tracer:
         self.saved: list[Saved] = []
         self.events: list[tuple[EventKind, int]] = []
         self.signatures: list[Any] = []
-        self.in_region = True
+        self.in_forward = True
         self.closed = False
         self.behind: set[int] = set()
         self.unreleased = 0
@@ -330,7 +330,7 @@ class Tracer:
             writes.append(storage.value)
         reason = info.reason or reason
         if not reason:
-            if not self.in_region:
+            if not self.in_forward:
                 reason = OUTSIDE
             elif backward:
                 reason = _INNER
@@ -371,7 +371,7 @@ class Tracer:
         storage = self.storages[self.values[value].storage]
         producer = self.values[value].producer
         made_here = storage.producer is not None and storage.id not in self._elsewhere
-        droppable, forced = self.in_region and made_here, False
+        droppable, forced = self.in_forward and made_here, False
         if producer is not None and self._scopes:
             droppable &= producer not in self._kept_by_scopes
             forced = self.operations[producer].region == self._regions  # what enters a region stays

@@ -24,7 +24,7 @@ from lowtide.estimate.simulation.traced import Traced, pretended_group, trace_ch
 from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
-from lowtide.plan.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
+from lowtide.plan.blocks import block_stored, blocks_of, default_blocks, full_stored, sqrt_stored
 from lowtide.plan.policies.recompute import attention_stored
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.progress import current
@@ -247,7 +247,7 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
             dict.fromkeys(op.module for op in graph.operations if op.module.endswith("attention.core"))
         )
         if policy is None and cores:  # the project's own models name the core
-            return region_stored(simulator, regions_of(graph, cores))
+            return block_stored(simulator, blocks_of(graph, cores))
         return attention_stored(simulator)
     raise EstimateError(
         f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan "
@@ -259,8 +259,8 @@ def _segments(config: Config, graph: StepGraph, simulator: Simulator) -> frozens
     """Sublinear checkpointing: what enters each segment of k layers stays."""
     size = segment_layers(config)
     blocks = default_blocks(graph)
-    region = regions_of(graph, blocks)
-    return region_stored(simulator, {op: number // size for op, number in region.items()})
+    block = blocks_of(graph, blocks)
+    return block_stored(simulator, {op: number // size for op, number in block.items()})
 
 
 def _chunk(config: Config, pair: Pair, policy: str | None) -> Chunk:

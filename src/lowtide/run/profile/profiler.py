@@ -28,7 +28,7 @@ from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_w
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, digest, reach
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
-from lowtide.run.profile.tape import Region, Tape
+from lowtide.run.profile.segments import Segment, SegmentedTape
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
@@ -46,7 +46,7 @@ class Profiler(Interceptor):
     """Profiles one step.
 
     Args:
-        model: its forward is the region that can be planned.
+        model: its forward can be planned.
         device: whose memory and time are measured.
         verify: run every operation twice and compare.
         on_end: called with this once backward has ended.
@@ -83,9 +83,9 @@ class Profiler(Interceptor):
         if private.is_capturing():
             raise PlanError(CAPTURED)
         self._workspace_bytes = resident_workspace_bytes(device)
-        region = Region()
-        self.tracer = Tracer(model, device, region.forget)
-        self.tape = Tape(self.tracer, region, verify)
+        segment = Segment()
+        self.tracer = Tracer(model, device, segment.forget)
+        self.tape = SegmentedTape(self.tracer, segment, verify)
         self.costs = Costs(device)
         self.verified = verify
         self.began = time.perf_counter()
@@ -108,7 +108,7 @@ class Profiler(Interceptor):
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self.left))
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward, which is the region that can be planned. What its caller does until backward has
+        """Run the forward, which can be planned. What its caller does until backward has
         ended belongs to the step, too.
         """
         tracer, tape = self.tracer, self.tape
@@ -139,7 +139,7 @@ class Profiler(Interceptor):
                 self._stack.callback(self.stop)
                 self._stack.callback(private.before_storage_resizes(self._resizes))
                 result = forward(*args, **kwargs)
-            tracer.in_region = False
+            tracer.in_forward = False
             self.watch.forward_ends(tensors_returned(result))
         except BaseException as error:
             self.close()
@@ -168,7 +168,7 @@ class Profiler(Interceptor):
     @property
     def governs(self) -> bool:
         """While the forward runs."""
-        return self.tracer.in_region and not self.tracer.closed
+        return self.tracer.in_forward and not self.tracer.closed
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -184,16 +184,16 @@ class Profiler(Interceptor):
         self.under_way.beside()
         reads, evicted = tracer.read_by(call), tracer.evicted_by_scope(call)
         cost = self.costs.of(call)
-        if tracer.in_region:
+        if tracer.in_forward:
             self.asks |= info.name in _ASKS
             self._note_checkpoint()
         reason = "" if not call.others or all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
-        records = tracer.in_region and not backward and not info.is_view
+        records = tracer.in_forward and not backward and not info.is_view
         node = self.tape.node_of(call) if records else None
         before = self.tape.copies_of(call) if node is not None else []
         if records and call.overwritten:
             self.tape.overwrites(call)
-        warm = not tracer.in_region or backward
+        warm = not tracer.in_forward or backward
         result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm), call)
         flat = flat_results(result)
         if records and info.collective and node is not None:
@@ -238,7 +238,7 @@ class Profiler(Interceptor):
             return []
         parts = [part for tensor in sparse for part in plain_parts(tensor)]
         self.tape.made_sparse(parts)
-        if self.tracer.in_region and not private.in_backward():
+        if self.tracer.in_forward and not private.in_backward():
             return []
         call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
         return [parts[position] for position in call.fresh(parts)]
@@ -379,7 +379,7 @@ class Profiler(Interceptor):
 
     def left(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
-        if self.tracer.unreleased == 0 and not (self.tracer.in_region or private.in_backward()):
+        if self.tracer.unreleased == 0 and not (self.tracer.in_forward or private.in_backward()):
             self.close()
 
     def close(self) -> None:

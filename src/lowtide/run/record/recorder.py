@@ -119,7 +119,7 @@ class Recorder(Interceptor):
             yield
 
     def boundary(self) -> None:
-        """Begin a region: earlier values are its inputs, and are kept where replays need them."""
+        """Begin a segment: earlier values are its inputs, and are kept where replays need them."""
         self._watch()
         self.tables.given.clear()
         self.tables.held.clear()
@@ -140,7 +140,7 @@ class Recorder(Interceptor):
 
     @contextmanager
     def region(self, director: RegionDirector) -> Iterator[None]:
-        """A scope inside this recorder's forward: a region with a director of its own.
+        """A scope inside this recorder's forward: a segment with a director of its own.
 
         Not under a plan, which has decisions for the scope's operations.
         """

@@ -24,7 +24,7 @@ from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
 
 
-class Region:
+class Segment:
     """Values that can be recomputed from where few bytes crossed, while the program holds their storages.
 
     Attributes:
@@ -56,27 +56,27 @@ class Region:
         self.storages.clear()
 
 
-class Tape:
+class SegmentedTape:
     """Records the forward of a profiled step.
 
     Args:
         tracer: knows the step's storages.
-        region: forgets those that end.
+        segment: forgets those that end.
         verify: run each operation twice and compare, and compare what is read with what was written.
 
     Attributes:
         findings: names of the operations that did not reproduce, with the reason. What they wrote is held.
     """
 
-    def __init__(self, tracer: Tracer, region: Region, verify: bool) -> None:
+    def __init__(self, tracer: Tracer, segment: Segment, verify: bool) -> None:
         self.verify = verify
         self.findings: dict[str, str] = {}
         self._tracer = tracer
         self._order = 0
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
         self._blank: dict[int, object] = {}  # memory that nothing has written yet
-        self._region = region
-        self._evicted: set[LiveValue] = set()  # of this region
+        self._segment = segment
+        self._evicted: set[LiveValue] = set()  # of this segment
         self._evicted_bytes = self._held_bytes = 0
         self._starts = writes.Watch()
 
@@ -114,7 +114,7 @@ class Tape:
                 self._blank.pop(private.storage_key(tensor), None)
             storage = self._tracer.storage_of(tensor)
             if storage is not None and not storage.gathered:
-                self._region.forget(storage)
+                self._segment.forget(storage)
                 storage.held = None
 
     def uninitialized(self, tensor: torch.Tensor) -> None:
@@ -166,7 +166,7 @@ class Tape:
         value.extent = extent
         if self.verify:
             value.digest = digest(tensor, extent)
-        self._region.add(self._tracer.registered(tensor), value)
+        self._segment.add(self._tracer.registered(tensor), value)
         return value
 
     def stood_before(self, tensor: torch.Tensor) -> bool:
@@ -182,7 +182,7 @@ class Tape:
 
     def gathered(self, storage: TracedStorage) -> None:
         """A sharded weight was gathered into a storage: no replay brings it back."""
-        self._region.forget(storage)
+        self._segment.forget(storage)
         self._blank.pop(storage.key, None)
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
@@ -224,27 +224,27 @@ class Tape:
 
     def _written_unseen(self, storage: TracedStorage, tensor: torch.Tensor) -> LiveValue:
         """Code that the dispatcher does not see has overwritten ``tensor``: hold its present value."""
-        replayable = [other.live for other in self._region.storages if other.live is not None]
+        replayable = [other.live for other in self._segment.storages if other.live is not None]
         new = written_unseen(storage.live, tensor, replayable, self.findings.setdefault)
-        self._region.forget(storage)
+        self._segment.forget(storage)
         storage.held = weakref.ref(new)
         return new
 
-    # ---- regions ---------------------------------------------------------------------------------
+    # ---- segments ---------------------------------------------------------------------------------
 
     def boundary(self) -> None:
-        """Begin a region: what was made before is held from here on where replays need it. What is held
+        """Begin a segment: what was made before is held from here on where replays need it. What is held
         already stays known: it is a copy.
         """
-        self._region.end()
+        self._segment.end()
         self._evicted.clear()
         self._evicted_bytes = 0
 
     def at_scope(self) -> None:
-        """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a region
+        """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a segment
         begins there if that is small beside what is evicted.
         """
-        if self._evicted_bytes > 2 * self._region.nbytes:
+        if self._evicted_bytes > 2 * self._segment.nbytes:
             self.boundary()
 
     def close(self) -> None:
@@ -256,7 +256,7 @@ class Tape:
         living = [s for s in self._tracer.living() if s.held is not None and not s.gathered]
         self._starts.add({s.key: s.held for s in living if s.held is not None})
         alive: dict[int, weakref.ref[LiveValue]] = {}
-        for storage in self._region.storages:
+        for storage in self._segment.storages:
             value = storage.live
             if value is not None and value.evicted and value.readers:
                 value.shown, alive[storage.key] = storage, weakref.ref(value)
@@ -290,14 +290,14 @@ class Tape:
         return Evicted(Ref(value, tensor), tensor, None, starts=self._starts)
 
     def _divide(self, evicted: LiveValue) -> None:
-        """Begin a region where few bytes cross.
+        """Begin a segment where few bytes cross.
 
-        That is once the region's evicted bytes are more than all held ones, and than four times those that
+        That is once the segment's evicted bytes are more than all held ones, and than four times those that
         the program still holds of it.
         """
         self._evicted.add(evicted)
         self._evicted_bytes += evicted.nbytes
-        if self._evicted_bytes > max(self._held_bytes, 4 * self._region.nbytes):
+        if self._evicted_bytes > max(self._held_bytes, 4 * self._segment.nbytes):
             self.boundary()
 
 
