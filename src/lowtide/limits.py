@@ -12,7 +12,12 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
-from lowtide.run.limit.arguments import check_arguments, no_replicas, refuse_first_fsdp, refuse_replicas
+from lowtide.run.limit.arguments import (
+    check_arguments,
+    no_replicas,
+    refuse_first_fsdp,
+    refuse_several_devices,
+)
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
@@ -87,7 +92,7 @@ def limit_memory(
     check_verify(verify)
     check_given(budget, policy)
     check_arguments(model, policy, loss_fn, optimizer, stores)
-    refuse_replicas(model)
+    refuse_several_devices(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model) and "_orig_mod" in model._modules:

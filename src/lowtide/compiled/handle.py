@@ -35,7 +35,7 @@ from lowtide.remedies import INPUTS, REDUCED, STANDING
 from lowtide.run.limit.arguments import (
     check_optimizer,
     no_replicas,
-    refuse_replicas,
+    refuse_several_devices,
     sharded_units,
 )
 from lowtide.run.limit.handle import LimitHandle
@@ -83,7 +83,7 @@ class CompiledHandle(LimitHandle):
         tiers: tuple[Offload, ...] = (),
         forward: Callable[..., Any] | None = None,
     ) -> None:
-        refuse_replicas(model)
+        refuse_several_devices(model)
         _refuse_cuda_graphs(options)
         budgets.check(budget)
         honour_regions()

@@ -11,6 +11,7 @@ import torch
 import torch.utils.checkpoint
 from small_model import batch, small
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from lowtide import BudgetError, PlanError, StepGraph, TraceError
@@ -240,6 +241,26 @@ def test_data_parallel_is_refused_given_and_inside() -> None:
     lowtide.limit_memory(model, "100%")
     model[0] = on_two_devices(model[0])
     with pytest.raises(PlanError, match=REPLICAS):
+        model(torch.ones(2, 4))
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    """When it is limited, and in the first step after it has been moved apart."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        apart = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for at, layer in enumerate(apart):
+            layer.weight = nn.Parameter(torch.empty(4, 4, device=f"cuda:{at}"))
+            layer.bias = None
+        several = r"0\.weight on cuda:0, 1\.weight on cuda:1.*move the model to one of them.*fully_shard"
+        for limit in (lowtide.limit_memory, lambda m, b: lowtide.compile(m, b, backend="aot_eager")):
+            with pytest.raises(PlanError, match=several):
+                limit(apart, "80%")
+        with pytest.raises(lowtide.TraceError, match=r"tensors on cuda:0 and cuda:1.*model=model"):
+            lowtide.trace(lambda: apart(torch.ones(2, 4)).sum())
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    lowtide.limit_memory(model, "100%")
+    model[1] = apart[1]
+    with pytest.raises(PlanError, match=r"0\.weight on cpu, 1\.weight on cuda:1"):
         model(torch.ones(2, 4))
 
 

@@ -84,8 +84,9 @@ def refuse_first_fsdp(model: torch.nn.Module) -> None:
         )
 
 
-def refuse_replicas(model: torch.nn.Module) -> None:
-    """Refuse a model that `torch.nn.DataParallel` runs on several devices, or a part of it.
+def refuse_several_devices(model: torch.nn.Module) -> None:
+    """Refuse a model that is on several devices, by itself or by `torch.nn.DataParallel`: a budget is of the
+    memory of one.
 
     Raises:
         PlanError: it is one, or holds one.
@@ -93,6 +94,17 @@ def refuse_replicas(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
             no_replicas()
+    named: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "meta":
+            named.setdefault(parameter.device, name)
+    if len(named) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in named.items())
+        raise PlanError(
+            f"the model is on several devices ({places}), and a budget is of one device's memory: move the "
+            f"model to one of them, or start one process for each device (torchrun) and share the model "
+            "between them, with fully_shard (FSDP2) or as pipeline stages (docs/guides/sharded.md)"
+        )
 
 
 def no_replicas() -> NoReturn:

@@ -15,7 +15,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.run.limit import machine
-from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_replicas
+from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_several_devices
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.machine import Action
@@ -61,7 +61,7 @@ class Cache:
             if (own := self.known.get(key)) is not None or serving:
                 return own or min(serving, key=lambda entry: entry.key.elements())
             refuse_first_fsdp(self.maker.model)
-            refuse_replicas(self.maker.model)
+            refuse_several_devices(self.maker.model)
             sibling = self._sibling(key)
             entry = self.known[key] = Entry(key)
             if sibling is not None and sibling.refused_at != self.maker.version:

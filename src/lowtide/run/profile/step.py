@@ -139,7 +139,18 @@ def _variables(function: Any) -> list[Any]:
 
 
 def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> torch.device:
-    """The type of the device of the first tensor of the modules or the arguments."""
+    """The type of the device of the first tensor of the modules or the arguments.
+
+    Raises:
+        TraceError: there are tensors on several devices of this type.
+    """
     own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    tensors = (item for item in (*own, *args) if isinstance(item, torch.Tensor))
-    return torch.device(next((tensor.device.type for tensor in tensors), "cpu"))
+    found = dict.fromkeys(item.device for item in (*own, *args) if isinstance(item, torch.Tensor))
+    kind = next((device.type for device in found), "cpu")
+    alike = [str(device) for device in found if device.type == kind]
+    if len(alike) > 1:
+        raise TraceError(
+            f"the step has tensors on {' and '.join(alike)}, and a step graph is of one device's memory: run "
+            "it on one device, or name the model that is on one, lowtide.trace(step, model=model)"
+        )
+    return torch.device(kind)
