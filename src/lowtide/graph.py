@@ -22,6 +22,9 @@ from typing import Any, Literal, NamedTuple
 
 GRAPH_FORMAT = 7
 
+OUTSIDE = "outside"
+"""Name of the operation that stands for what runs between the compiled graphs of a step."""
+
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "gathered", "forward", "backward"]
 """Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``,
 ``gradient``), or an operation of the ``forward`` or ``backward`` phase allocated it. ``gathered`` ones hold

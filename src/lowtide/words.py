@@ -18,6 +18,15 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if size >= 0.9995 else f"{seconds * 1e3:.3g} ms"
 
 
+def added_text(seconds: float) -> str:
+    """Seconds that are added to others, with their sign.
+
+    >>> added_text(0.0123), added_text(-0.0028)
+    ('+ 12.3 ms', '- 2.8 ms')
+    """
+    return f"{'-' if seconds < 0 else '+'} {seconds_text(abs(seconds))}"
+
+
 def percent_text(share: float) -> str:
     """A signed share of something as percent.
 

@@ -114,6 +114,21 @@ def test_what_was_not_measured_says_why(browser: Any, deep: Report, tmp_path: Pa
     page.close()
 
 
+def test_a_plain_time_that_no_step_took_is_not_called_measured(
+    browser: Any, deep: Report, tmp_path: Path
+) -> None:
+    """Steps under the plan were timed; what they say of a plain one is no measurement of one."""
+    words = {"calibrated_plain_seconds": 2.0, "calibrated_extra_seconds": 0.5, "plain_seconds": 1.5}
+    faster = {"predicted_extra_seconds": -0.0028, "peak_operation": "outside"}
+    save_report(replace(deep, summary={**deep.summary, **words, **faster}), tmp_path / "bare.html")
+    page = opened(browser, tmp_path / "bare.html")
+    rows = [row.split("\t") for row in page.locator("#measured tr").all_inner_texts()]
+    cells = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    assert cells["time, plain"][1] == "not run" and cells["time, planned"][1] == "2.5 s"
+    assert "1.5 s plain \u2212 2.8 ms" in page.locator("body").inner_text()
+    page.close()
+
+
 def test_the_keyboard_reaches_every_control(browser: Any, file: Path) -> None:
     page = opened(browser, file)
     wanted = page.evaluate(

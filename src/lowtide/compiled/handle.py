@@ -15,7 +15,7 @@ from lowtide.compiled.flow import UNCOMPILED, Flow
 from lowtide.compiled.moving import stores
 from lowtide.compiled.profile import Stood
 from lowtide.errors import BudgetError, LowtideError, PlanError
-from lowtide.graph import StepGraph
+from lowtide.graph import OUTSIDE, StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
 from lowtide.meter.resident import innermost
@@ -149,7 +149,7 @@ class CompiledHandle(LimitHandle):
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they cannot run again, with the reason."""
         operations = self.graph.operations if self.graph is not None else ()
-        return {one.name: one.reason for one in operations if one.reason and one.name != "outside"}
+        return {one.name: one.reason for one in operations if one.reason and one.name != OUTSIDE}
 
     @property
     def variants(self) -> list[int]:

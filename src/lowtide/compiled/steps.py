@@ -17,7 +17,7 @@ from torch import fx
 
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, lazily
 from lowtide.compiled.profile import Moment, Timeline
-from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
+from lowtide.graph import OUTSIDE, Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
 
 Phase = Literal["forward", "backward"]
@@ -186,7 +186,7 @@ class _Writer:
         stands = self._new(level - self.least, phase, index)
         self._standing = self.values[stands].storage
         writes = [stands, *(self._enter(place, phase, index) for place in self.shared.given(moment))]
-        self._operation("outside", (), tuple(writes), phase, reason="outside")
+        self._operation(OUTSIDE, (), tuple(writes), phase, reason=OUTSIDE)
         self._ending = {
             key: self._there.pop(number) for (_, key), number in own.items() if number in self._there
         }

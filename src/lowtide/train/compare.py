@@ -5,7 +5,6 @@ side.
 from __future__ import annotations
 
 import hashlib
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,7 +33,7 @@ class Measured:
 
     Attributes:
         peak_bytes: the most live bytes, of everything that counts against the budget.
-        seconds: median over the pairs.
+        seconds: of the pair whose change is the median of all pairs.
         curve: live bytes over one step.
     """
 
@@ -51,8 +50,6 @@ class Comparison:
         plan: what the planned step ran.
         planned, plain: what was measured; ``plain`` is ``None`` where the plain step does not fit into
             memory.
-        extra: measured extra time as a share of the plain step: the median over pairs that ran one after the
-            other.
         different: names of the gradients (or ``loss``) that were not bitwise equal; ``None`` where there was
             nothing to compare with.
     """
@@ -60,8 +57,12 @@ class Comparison:
     plan: Plan
     planned: Measured
     plain: Measured | None
-    extra: float | None
     different: tuple[str, ...] | None
+
+    @property
+    def extra(self) -> float | None:
+        """Measured extra time as a share of the plain step; ``None`` where that did not fit."""
+        return None if self.plain is None else self.planned.seconds / self.plain.seconds - 1
 
     @property
     def within_budget(self) -> bool | None:
@@ -144,7 +145,9 @@ def compare(
     room = free_bytes(device)
     if agree(room is not None and plan.plain_peak_bytes - standing > 0.9 * room):
         runs = [run(planned=True)[0] for _ in range(pairs)]
-        return Comparison(plan, _measured("planned", runs, standing + plan.slab_bytes), None, None, None)
+        middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
+        measured = _measured("planned", runs, middle, standing + plan.slab_bytes)
+        return Comparison(plan, measured, None, None)
     plain_digests = _digests(model, run(planned=False)[0].value)
     plain_runs, planned_runs = [], []
     began = time.perf_counter()
@@ -155,27 +158,33 @@ def compare(
         for planned in order:
             (planned_runs if planned else plain_runs).append(run(planned)[0])
     optimizer.zero_grad(set_to_none=True)
-    extra = statistics.median(
-        planned.seconds / plain.seconds - 1 for plain, planned in zip(plain_runs, planned_runs, strict=True)
-    )
+    # one pair gives both times and their change: on a noisy machine two medians contradict that of the pairs
+    plain, planned = median_pair(list(zip(plain_runs, planned_runs, strict=True)))
     different = tuple(name for name, digest in plain_digests.items() if planned_digests.get(name) != digest)
     return Comparison(
         plan,
-        _measured("planned", planned_runs, standing),
-        _measured("plain", plain_runs, standing),
-        extra,
+        _measured("planned", planned_runs, planned, standing),
+        _measured("plain", plain_runs, plain, standing),
         different,
     )
 
 
-def _measured(label: str, runs: list[meter.Measurement], standing: int) -> Measured:
-    """The highest peak and the median time of some runs; the curve of the one with the median time."""
-    runs = sorted(runs, key=lambda run: run.seconds)
-    middle = runs[len(runs) // 2]
+def median_pair(
+    pairs: list[tuple[meter.Measurement, meter.Measurement]],
+) -> tuple[meter.Measurement, meter.Measurement]:
+    """Of pairs of a plain and a planned step, one right after the other, the one with the median change."""
+    ranked = sorted(pairs, key=lambda pair: pair[1].seconds / pair[0].seconds)
+    return ranked[(len(ranked) - 1) // 2]
+
+
+def _measured(
+    label: str, runs: list[meter.Measurement], middle: meter.Measurement, standing: int
+) -> Measured:
+    """The highest peak of some runs; the time and the curve of the middle one."""
     moments = [(when, standing + live) for when, live in middle.timeline]
     return Measured(
         standing + max(run.peak_bytes for run in runs),
-        statistics.median(run.seconds for run in runs),
+        middle.seconds,
         Curve(label, moments),
     )
 

@@ -156,8 +156,9 @@ def _of_times(plan: Plan, comparison: Comparison) -> str:
     calibrated = ""
     if base and plan.calibrated_extra_seconds is not None:
         calibrated = f", {percent_text(plan.calibrated_extra_seconds / base)} as the run's own steps took"
-    paired = ", its change that of pairs, one right after the other" if comparison.extra is not None else ""
-    return f"time: the median of measured steps{paired}; {forecast} was forecast before any step{calibrated}"
+    pair = "of the pair of steps, one right after the other, whose change is the median of all pairs"
+    shown = "the median of measured steps" if comparison.extra is None else pair
+    return f"time: {shown}; {forecast} was forecast before any step{calibrated}"
 
 
 def _change(now: float, before: float) -> str:

@@ -227,7 +227,14 @@ def test_what_steps_took_stands_beside_the_forecast(half: Plan):
     )
     assert (later.predicted_extra, later.calibrated_extra) == (plan.predicted_extra, 0.25)
     assert "2 s plain + 500 ms (+25.00 %), calibrated by steps" in str(later)
+    assert "2 s plain - 2.81 ms (-0.14 %), calibrated by steps" in str(plan.calibrated(2.0, -0.00281))
     assert Plan.from_json(later.to_json()) == later and later.gap == plan.gap
+
+
+def test_a_peak_between_compiled_graphs_is_said_to_stand_outside_of_them(half: Plan):
+    assert "peak stands at " in str(half)
+    outside = replace(half, peak_operation="outside", peak_module="")
+    assert "peak stands outside the compiled graphs" in str(outside)
 
 
 def test_a_step_that_cannot_be_cut() -> None:

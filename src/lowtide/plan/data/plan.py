@@ -20,8 +20,8 @@ from lowtide.plan.data.decisions import (
     decision_from_json,
     form_and_tier,
 )
-from lowtide.plan.data.table import ModuleRow, module_in_words, table
-from lowtide.words import count_text, seconds_text
+from lowtide.plan.data.table import ModuleRow, place_in_words, table
+from lowtide.words import added_text, count_text, seconds_text
 
 _FORMAT = 5
 
@@ -226,7 +226,7 @@ def render(plan: Plan, width: int | None = None) -> str:
         lines.append("bound  none is stated for this policy's moves: policy 'mixed' states one")
     else:
         won = f"at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
-        lines.append(f"bound  + {seconds_text(plan.bound_extra_seconds)}: {won}")
+        lines.append(f"bound  {added_text(plan.bound_extra_seconds)}: {won}")
     if plan.moves:
         lines.append(
             f"moves  {count_text(len(plan.moves), 'value')}, "
@@ -241,7 +241,7 @@ def render(plan: Plan, width: int | None = None) -> str:
         )
         lines.append(f"       they come back {where}")
     if plan.peak_operation:
-        lines.append(f"peak stands at {plan.peak_operation} in {module_in_words(plan.peak_module)}")
+        lines.append(f"peak stands {place_in_words(plan.peak_operation, plan.peak_module)}")
     lines += [f"note: {note}" for note in plan.notes]
     if width is not None:
         lines = [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=" " * 7)]
@@ -252,7 +252,7 @@ def render(plan: Plan, width: int | None = None) -> str:
 
 def _times(plain_seconds: float, extra_seconds: float) -> str:
     percent = 100 * extra_seconds / plain_seconds if plain_seconds else 0.0
-    return f"{seconds_text(plain_seconds)} plain + {seconds_text(extra_seconds)} ({percent:+.2f} %)"
+    return f"{seconds_text(plain_seconds)} plain {added_text(extra_seconds)} ({percent:+.2f} %)"
 
 
 def _places(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.budget import format_bytes
+from lowtide.graph import OUTSIDE
 from lowtide.words import seconds_text
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -34,6 +35,19 @@ class ModuleRow:
 def module_in_words(module: str) -> str:
     """A module in words. What no submodule runs, a loss outside among it, is the model itself."""
     return f"module {module!r}" if module else "the model itself"
+
+
+def place_in_words(operation: str, module: str) -> str:
+    """Where something stands: in which operation, of which module.
+
+    >>> place_in_words("aten.mm.default", "head"), place_in_words("outside", "")
+    ("at aten.mm.default in module 'head'", 'outside the compiled graphs')
+    """
+    return (
+        "outside the compiled graphs"
+        if operation == OUTSIDE
+        else f"at {operation} in {module_in_words(module)}"
+    )
 
 
 def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:

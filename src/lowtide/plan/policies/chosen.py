@@ -82,7 +82,7 @@ def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
 def _least_time(graph: StepGraph, budget: int | None = None, seconds: float | None = None) -> Plan:
     search = search_of(graph)
     with search.lock:
-        limit = search.smallest.simulation.peak_bytes if budget is None else budget
+        limit = search.lowest.simulation.peak_bytes if budget is None else budget
         best = search.solve(limit, seconds)
         notes = (ENDED_EARLY,) if search.ended_early(best, limit) else ()
         return make_plan(

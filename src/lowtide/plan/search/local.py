@@ -3,13 +3,18 @@ once as pay."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import numpy as np
 
 from lowtide.plan.bound.program import Effort
 from lowtide.plan.data import Move
+from lowtide.plan.data.table import by_members
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _PASSES = 4
@@ -122,7 +127,10 @@ class LocalSearch:
             best, better, turns = better, None, _TURNS
             yield best
             peak, at = best.simulation.peak_bytes, best.simulation.peak_event
-            for stored, count in self._changed(best, budget, many) if peak > budget else ():
+            if peak <= budget:
+                break
+            changed = chain(self._changed(best, budget, many), self._changed_alike(best, many))
+            for stored, count in changed:
                 if turns <= 0 or self.effort.over:
                     break
                 closed = self.sim.close(stored)
@@ -166,6 +174,33 @@ class LocalSearch:
                 count //= 2
             for values in rows:
                 yield change(values), 1
+
+    def _changed_alike(self, best: Candidate, many: int) -> Iterator[tuple[frozenset[int], int]]:
+        """Sets of stored values that differ in one decision of every alike block: where a plan is as high in
+        each of them, one decision changed in one lowers it there and raises it in all others.
+        """
+        stored, evicted = dict[Any, list[int]](), dict[Any, list[int]]()
+        for index, _, values in self._to_store(best):
+            stored.setdefault(self._alike[index], []).extend(values)
+        for v in best.stored:
+            if self.sim.producer[v] >= 0 and v not in self.sim.forced:
+                evicted.setdefault(self._alike[self.sim.producer[v]], []).append(v)
+        for change, groups in ((best.stored.union, stored), (best.stored.difference, evicted)):
+            for values in sorted(
+                groups.values(), key=lambda group: sum(self.sim.value_bytes[v] for v in group)
+            ):
+                if len({self.sim.producer[v] for v in values}) > 1:
+                    yield change(values), many
+
+    @cached_property
+    def _alike(self) -> list[Any]:
+        """Of each operation what it shares with those in its place in alike blocks: the block's name without
+        its number, and which of the operations there it is."""
+        seen, kinds = Counter[tuple[str, str]](), list[Any]()
+        for op in self.sim.graph.operations:
+            seen[op.module, op.name] += 1
+            kinds.append((by_members(op.module)[0], op.name, seen[op.module, op.name]))
+        return kinds
 
     def _to_store(self, best: Candidate) -> Iterator[tuple[int, int, list[int]]]:
         """Of each operation that runs again: its index, the bytes of results that could be stored, and these

@@ -95,9 +95,14 @@ class Search:
         lowest = sorted(self.baselines, key=lambda c: c.height)[:_DESCENTS]
         return [Descent(LocalSearch(self.sim, Effort(_DESCENT_EFFORT)), start) for start in lowest]
 
+    @property
+    def lowest(self) -> Candidate:
+        """The plan with the smallest peak of all that this search has found, for whatever budget."""
+        return min((self.smallest, *self._found_before), key=lambda c: c.height)
+
     @cached_property
     def smallest(self) -> Candidate:
-        """The plan with the smallest peak that is found."""
+        """The plan with the smallest peak that is found by bytes alone, in every process the same."""
         current().say("searching for the least memory")
         return min((descent.end() for descent in self.descents), key=lambda c: c.height)
 

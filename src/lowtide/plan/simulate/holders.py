@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lowtide.budget import too_small
 from lowtide.errors import BudgetError
-from lowtide.graph import Operation, StepGraph
+from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.table import by_members, ranges
 from lowtide.plan.simulate.replay import Held
@@ -213,5 +213,7 @@ def at_peak(simulation: Simulation) -> str:
     op = simulation.peak_operation
     if op is None:
         return "what stood before the step"
+    if op.name == OUTSIDE:
+        return f"what runs outside the compiled graphs (number {op.index}, {op.phase})"
     how = "replayed " if simulation.peak_in_replay else ""
     return f"{how}operation {op.name} (number {op.index}, {op.phase}) in {module_in_words(op.module)}"

@@ -224,9 +224,8 @@ class StackChart {
   }
 
   value(tick) {
-    const {operation, module, phase} = this.step.running(tick);
     const words =
-      `${secondsText(this.step.ticks.seconds[tick])}, ${phase}, ${operation} in ${module}: ` +
+      `${secondsText(this.step.ticks.seconds[tick])}, ${this.step.running(tick)}: ` +
       bytesText(this.step.live[tick]);
     this.slider.setAttribute("aria-valuenow", String(tick));
     this.slider.setAttribute("aria-valuetext", words);

@@ -47,6 +47,11 @@ function secondsText(seconds) {
   return `${Number((seconds * scale).toPrecision(3))} ${unit}`;
 }
 
+/** Seconds that are added to others, with their sign. */
+function addedText(seconds) {
+  return `${seconds < 0 ? "−" : "+"} ${secondsText(Math.abs(seconds))}`;
+}
+
 function percentText(share, digits = 1) {
   return `${share < 0 ? "−" : ""}${(100 * Math.abs(share)).toFixed(digits)} %`;
 }
@@ -88,12 +93,10 @@ class Step {
 
   /** What runs at a tick, in words. */
   running(tick) {
-    const module = this.texts[this.ticks.module[tick]];
-    return {
-      operation: this.texts[this.ticks.operation[tick]],
-      module: module || "the model itself",
-      phase: PHASES[this.ticks.phase[tick]],
-    };
+    const module = this.texts[this.ticks.module[tick]] || "the model itself";
+    const operation = this.texts[this.ticks.operation[tick]];
+    const place = operation === "outside" ? "outside the compiled graphs" : `${operation} in ${module}`;
+    return `${PHASES[this.ticks.phase[tick]]}, ${place}`;
   }
 
   end(tick) {

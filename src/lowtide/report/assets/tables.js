@@ -59,8 +59,8 @@ function tiles(data) {
         ? ["good", `held: ${bytesText(ran.peak_bytes)} measured`]
         : ["bad", `exceeded: ${bytesText(ran.peak_bytes)} measured`]
       : null;
-  const [before, added] = [summary.plain_seconds, summary.predicted_extra_seconds].map(secondsText);
-  const forecast = `${before} plain + ${added}, forecast`;
+  const added = addedText(summary.predicted_extra_seconds);
+  const forecast = `${secondsText(summary.plain_seconds)} plain ${added}, forecast`;
   const shown = [
     tile(
       "Peak",
@@ -98,7 +98,6 @@ function tiles(data) {
 function peakBar(name, step, whole, budget) {
   const kinds = step.kindsAt(step.peakTick);
   const parts = KINDS.map((kind) => [kind, kinds[kind]]);
-  const {operation, module, phase} = step.running(step.peakTick);
   const shares = parts.filter(([, bytes]) => bytes > 0).sort((a, b) => b[1] - a[1]);
   const words = shares.map(([kind, bytes]) => `${KIND_WORDS[kind]} ${bytesText(bytes)}`).join(", ");
   const scaled = element("div", {class: "scaled"}, bar(parts, whole, `${name}: ${words}`));
@@ -120,7 +119,7 @@ function peakBar(name, step, whole, budget) {
       element(
         "span",
         {class: "quiet"},
-        ` at ${secondsText(step.ticks.seconds[step.peakTick])}, ${phase}, in ${operation} of ${module}`,
+        ` at ${secondsText(step.ticks.seconds[step.peakTick])}, ${step.running(step.peakTick)}`,
       ),
     ),
     scaled,
@@ -147,7 +146,6 @@ function peakBar(name, step, whole, budget) {
 
 /** Who stands in memory at a tick, for the list beside the charts. */
 function who(step, tick, name, most = 9) {
-  const {operation, module, phase} = step.running(tick);
   const kinds = step.kindsAt(tick);
   const holders = step.holders(tick);
   const rest = holders.slice(most).reduce((sum, holder) => sum + holder.bytes, 0);
@@ -160,7 +158,7 @@ function who(step, tick, name, most = 9) {
     );
   return [
     element("h3", {}, `${bytesText(step.live[tick])} at ${secondsText(step.ticks.seconds[tick])}`),
-    element("p", {class: "quiet"}, `${name}, ${phase}: ${operation} in ${module}`),
+    element("p", {class: "quiet"}, `${name}, ${step.running(tick)}`),
     bar(
       KINDS.map((kind) => [kind, kinds[kind]]),
       step.peakBytes,
@@ -393,13 +391,7 @@ function measuredTable(data) {
     );
   add("peak, plain", summary.plain_peak_bytes, plain?.peak_bytes, bytesText, plain ? "no meter" : "not run");
   add("peak, planned", summary.predicted_peak_bytes, planned?.peak_bytes, bytesText, "no meter");
-  add(
-    "time, plain",
-    summary.plain_seconds,
-    plain?.seconds ?? summary.calibrated_plain_seconds,
-    secondsText,
-    "not timed",
-  );
+  add("time, plain", summary.plain_seconds, plain?.seconds, secondsText, "not run");
   const extra = summary.calibrated_extra_seconds;
   const calibrated =
     extra === null || extra === undefined ? undefined : summary.calibrated_plain_seconds + extra;
@@ -423,10 +415,16 @@ function measuredTable(data) {
       seen === null ? "" : `${signedPercent(seen - forecast)} of the step`,
     ]),
   );
+  const pairs = data.measured_extra !== null && data.measured_extra !== undefined;
+  const timed =
+    seen === null || pairs
+      ? null
+      : "extra time: no plain step ran beside these; of the planned ones, what recording and running again took.";
   return element(
     "div",
     {},
     table("Forecast against measured", columns, rows),
+    timed ? element("p", {class: "quiet"}, timed) : null,
     ...[...missing].map((reason) => element("p", {class: "quiet"}, `${reason}: ${MISSING[reason]}`)),
   );
 }
