@@ -49,7 +49,7 @@ def step(called: Any, model: nn.Module) -> tuple[list[torch.Tensor], int]:
 
 
 def engine(handle: Any) -> CompiledHandle | None:
-    return handle._limiter.around.handle
+    return handle._limiter.delegate.handle
 
 
 @pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")

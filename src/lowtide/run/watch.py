@@ -123,6 +123,10 @@ class StepWatch:
         alive = self._awaited is not None and self._awaited() is not None
         return alive and not (self.backwards or self.began)
 
+    def reaches_backward(self) -> bool:
+        """Whether a backward has begun, or can."""
+        return self.pending() or self.began or self.backwards > 0
+
     def failed(self) -> bool:
         """Whether a backward has begun and ended with an error; to be asked outside of backward, since
         autograd calls no hook then.

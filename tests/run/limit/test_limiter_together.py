@@ -382,6 +382,28 @@ class Wide(nn.Module):
 
 
 @needs_meter
+@needs_meter
+def test_a_model_that_joins_the_steps_of_one_with_a_plan_is_noticed() -> None:
+    first, second, alone = small(), small(layers=2), small(layers=2)
+    handle, other = lowtide.limit_memory(first, "80%"), lowtide.limit_memory(second, "80%")
+    lowtide.limit_memory(alone, "80%")
+    alone(batch(200)).backward()
+    for _ in range(2):
+        first(batch(200)).backward()
+    assert handle.measured_peak_bytes is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            (first(batch(200)) + second(batch(200))).backward()
+            assert handle.measured_peak_bytes is None and other.measured_peak_bytes is None
+    texts = [str(warning.message) for warning in told]
+    assert [text for text in texts if "was predicted" in text] == [], "the other's bytes are not its own"
+    assert sum("several limited models" in text for text in texts) == 2
+    graph, expected = other.graph, lowtide.handle_of(alone).graph  # type: ignore[union-attr]
+    assert graph is not None and expected is not None
+    assert [op.name for op in graph.operations] == [op.name for op in expected.operations]
+
+
 def test_limited_blocks_take_what_checkpoints_around_them_take() -> None:
     """A block without numbered children is one region, not as many as it has layers."""
 

@@ -84,7 +84,7 @@ class Cache:
             for entry in self.known.values():
                 machine.removed(entry)
 
-    def called(self, entry: Entry, hidden: bool = False) -> Action:
+    def called(self, entry: Entry, backward_unseen: bool = False) -> Action:
         """What a step of an entry that begins does, once plans are made that have to be.
 
         Raises:
@@ -92,7 +92,7 @@ class Cache:
         """
         with self.lock:
             self._ask_peers(entry)
-            action = self._plan(entry, machine.called(entry, self.maker.version, hidden))
+            action = self._plan(entry, machine.called(entry, self.maker.version, backward_unseen))
             alone = self.maker.agreement is None
             if alone and action is Action.RUN and entry.planned and (better := entry.planned.better()):
                 machine.better_found(entry, better)

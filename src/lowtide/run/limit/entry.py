@@ -167,8 +167,8 @@ class Entry:
         rise_bytes: the most that live bytes rose between two looks, in any profiled step.
         reserve_bytes: what varying steps leave free beside what their plan shows, since they took more.
         untold_bytes: the most that its profiled steps took, not yet held against a budget.
-        hidden: backward runs on a thread whose operations are not intercepted, so that a step is profiled
-            aside.
+        backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
+            profiled aside.
         was_late: what its latest step took more may have been a collective's buffer that a thread held for
             longer. Another in turn is believed.
     """
@@ -193,7 +193,7 @@ class Entry:
     rise_bytes: int = 0
     reserve_bytes: int = 0
     untold_bytes: int = 0
-    hidden: bool = False
+    backward_unseen: bool = False
     was_late: bool = False
 
     @property

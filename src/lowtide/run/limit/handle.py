@@ -191,7 +191,7 @@ def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(member)
     def found(self: Handle, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._limiter.around.handle
+        compiled = self._limiter.delegate.handle
         if compiled is None:
             return member(self, *args, **kwargs)
         theirs = getattr(compiled, member.__name__)
@@ -300,8 +300,8 @@ class Handle(LimitHandle):
         holds_reserved(limiter.maker.reserved, limiter.model, budget)  # which checks it
         with limiter.cache.lock:
             limiter.maker.set_budget(budget)
-        if limiter.around.handle is not None:
-            limiter.around.handle.set_budget(budget)
+        if limiter.delegate.handle is not None:
+            limiter.delegate.handle.set_budget(budget)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer's state and step from the next step on, in place of the one counted so far:
@@ -323,8 +323,8 @@ class Handle(LimitHandle):
         check_optimizer(self.model, optimizer)
         with limiter.cache.lock:
             limiter.maker.set_optimizer(None if optimizer is None else innermost(optimizer))
-        if limiter.around.handle is not None:
-            limiter.around.handle.set_optimizer(optimizer)
+        if limiter.delegate.handle is not None:
+            limiter.delegate.handle.set_optimizer(optimizer)
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""

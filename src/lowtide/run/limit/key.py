@@ -1,9 +1,11 @@
-"""The key of a kind of step: steps with equal keys share a plan."""
+"""What a step begins with, and the key of its kind: steps with equal keys share a plan."""
 
 from __future__ import annotations
 
 import math
+import time
 from array import array
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -123,6 +125,37 @@ class Members:
     def device(self) -> torch.device:
         """The first parameter's device."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
+
+
+class Inputs:
+    """What a call of a limited model begins with.
+
+    Args:
+        model: the model.
+        args, kwargs: of its forward.
+        compiled: `torch.compile` is around the call and restores dispatch when it returns, so no interceptor
+            sees the backward.
+
+    Attributes:
+        begin: when the call began, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
+    ) -> None:
+        self.begin = time.perf_counter()
+        self.args, self.kwargs, self.compiled = args, kwargs, compiled
+        self._model = model
+
+    @cached_property
+    def members(self) -> Members:
+        """The members of the model now."""
+        return Members(self._model)
+
+    @cached_property
+    def key(self) -> StepKey:
+        """The key of the step."""
+        return step_key(self.members, self.args, self.kwargs)
 
 
 def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:

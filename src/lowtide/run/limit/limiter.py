@@ -1,7 +1,7 @@
 """Replace the forward of a model whose training step stays within a budget.
 
-A call reads: a step that is not ours runs plainly; finish the last step; find the entry of this one; do what
-the state machine says, which is to plan, to profile the step, or to run it under its plan.
+A call (`Limiter._call_eagerly`) that is not ours runs plainly. Else the last step is finished, the entry of
+this one is found, and it runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -21,26 +21,24 @@ import torch
 from lowtide import accelerator, private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.interception import alone, interceptors, settle
+from lowtide.interception import alone, settle
 from lowtide.progress import took
 from lowtide.run.limit import machine
-from lowtide.run.limit.around import Around, Engine, Refused
 from lowtide.run.limit.cache import Cache
+from lowtide.run.limit.delegate import Delegate, Engine, Refused
 from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.limit.key import Members, step_key
+from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.machine import Action
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.refusal import out_of_memory
-from lowtide.run.limit.step import PlannedStep, ProfiledStep
+from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_beside
 from lowtide.run.limit.unlimited import (
-    IN_BACKWARD,
     SHARED,
     UNCALLED,
     UNREACHED,
     Engagement,
+    Unlimited,
     governed,
-    keeps_nothing,
-    why_governed,
     why_unlimited,
 )
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
@@ -49,7 +47,7 @@ from lowtide.run.profile.step import profile_aside
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.verify import Verify
-from lowtide.run.watch import StepWatch, open_peak, weakly
+from lowtide.run.watch import open_peak, weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
 
@@ -89,7 +87,7 @@ class Limiter:
     Attributes:
         maker: makes the plans.
         cache: the cached plans.
-        around: runs the steps that `torch.compile` is around.
+        delegate: gives the steps that `torch.compile` is around to the compiled engine.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         shared: other limited models take part in the same steps; each is planned for its own part.
         visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
@@ -121,7 +119,7 @@ class Limiter:
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
         self.overruns = Overruns()
-        self.around = Around(self.engine, self.warn_once)
+        self.delegate = Delegate(self.engine, self.warn_once)
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
@@ -187,99 +185,68 @@ class Limiter:
     # ---- a call ----------------------------------------------------------------------------------
 
     @private.skipped_by_dynamo
-    def enter(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the model's own call, hooks and all: those of FSDP's root belong to the step."""
-        if self.local.inside or self.removed or self.paused or not private.is_root(self.model):
-            return private.own_call(self.model, *args, **kwargs)
-        return self._call(args, kwargs)
-
-    @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
-        if self.local.inside or self.removed or self.paused:
+        if self._is_off():
             return self.forward(*args, **kwargs)
         if private.is_root(self.model):
             self.warn_once(UNCALLED)
             return self.forward(*args, **kwargs)
         return self._call(args, kwargs)
 
+    @private.skipped_by_dynamo
+    def enter(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's own call, hooks and all: those of FSDP's root belong to the step."""
+        if self._is_off() or not private.is_root(self.model):
+            return private.own_call(self.model, *args, **kwargs)
+        return self._call(args, kwargs)
+
+    def _is_off(self) -> bool:
+        """Whether calls run unchanged: those that the model makes of itself, and all without a limit."""
+        return self.local.inside or self.removed or self.paused
+
+    @private.skipped_by_dynamo
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call of the model from outside of it."""
+        """A call from outside of the model: compiled where `torch.compile` is around it, else eagerly."""
         with private.out_of_dynamo() as compiling:
             if compiling is not None and self._may_compile():
-                try:
-                    with self._inside():
-                        return self.around.run(self, compiling, args, kwargs)
-                except Refused:
-                    pass
-            begin = time.perf_counter()
-            members = self._limited(args, kwargs)
-            if members is None:
-                return self._plainly(args, kwargs)
-            if not self._finish_last():
-                return self._beside(args, kwargs)
-            key = step_key(members, args, kwargs)
-            entry = self.cache.find(key)
-            # a compiled call restores dispatch when it returns
-            action = self.cache.called(entry, hidden=compiling is not None)
-            if self.shared and self.maker.budget is not None:
-                self.warn_once(SHARED)
-            crowded = self._is_crowded()
-            if action is Action.PROFILE and (crowded or entry.hidden):
-                action = self._profile_aside_first(args, kwargs, crowded)
-            if action is Action.PROFILE:
-                return self._profile(entry, members.device, args, kwargs)
-            alone = not members.sharded and self.maker.agreement is None and not entry.hidden
-            step = PlannedStep(entry, key, members.device, crowded, alone, weakly(self._step_ended))
-            return self._run(step, members, args, kwargs, begin)
+                with suppress(Refused), self._inside():
+                    return self.delegate.run(self, compiling, args, kwargs)
+            return self._call_eagerly(Inputs(self.model, args, kwargs, compiling is not None))
+
+    def _call_eagerly(self, inputs: Inputs) -> Any:
+        """Not ours: run it plainly. Else finish the last step, find the entry, and run its next step."""
+        if (why := why_unlimited(inputs)) is not None:
+            return self._run_plainly(inputs, why)
+        self.engagement.end()
+        self.visible = False
+        if (profiled := self._finish_last()) is not None:
+            return self._run_within(profiled, inputs)
+        return self._run_next(self.cache.find(inputs.key), inputs)
 
     def _may_compile(self) -> bool:
         """Whether this model decides about its own step, and it is no lazy one that has yet to begin."""
         if governed() or torch.compiler.is_exporting():  # pyright: ignore
             return False
-        if self.around.handle is None:
+        if self.delegate.handle is None:
             if any(map(torch.nn.parameter.is_lazy, self.model.parameters())):
                 return False
             self.engagement.end()
         return True
 
-    def _limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Members | None:
-        """The members of the model if this step is limited, else ``None``: it runs plainly. Warns once where
-        that would surprise.
-        """
-        if keeps_nothing():
-            return None
-        if governed():
-            self.engagement.end()
-            self.visible = True
-            if reason := why_governed():
-                self.warn_once(reason)
-            return None
-        if private.in_backward():
-            self.engagement.end()
-            if private.torch_checkpoint() is None:
-                self.warn_once(IN_BACKWARD)
-            return None
-        members = Members(self.model)
-        unlimited = why_unlimited(members, args, kwargs)
-        if unlimited is None:
-            self.engagement.end()
-            self.visible = False
-            return members
-        if unlimited:
-            self.engagement.end()  # the reason is told instead
-            self.warn_once(unlimited)
-        self.visible = True
-        return None
-
-    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_plainly(self, inputs: Inputs, why: Unlimited) -> Any:
         """Run the forward as it is. One that a backward runs is, where a checkpoint around this model runs it
         again, to save what the first one has shown to that checkpoint.
         """
-        again = private.in_backward() and not keeps_nothing() and not governed() and not self.visible
-        with self._inside(), self._metered(), unseen_by_checkpoint() if again else nullcontext():
-            return self.step(*args, **kwargs)
+        if why.engages:
+            self.engagement.end()
+        if why.reason:
+            self.warn_once(why.reason)
+        hides = why.in_backward and not self.visible
+        self.visible |= not (why.in_backward or why.keeps_nothing)
+        with self._inside(), self._metered(), unseen_by_checkpoint() if hides else nullcontext():
+            return self.step(*inputs.args, **inputs.kwargs)
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
@@ -301,78 +268,85 @@ class Limiter:
         finally:
             self.local.inside = False
 
-    def _finish_last(self) -> bool:
-        """Finish this thread's last step, whose graph its caller may have kept.
-
-        Returns:
-            Whether it is over; one that is being profiled and whose backward is still to come is not.
+    def _finish_last(self) -> ProfiledStep | None:
+        """Finish this thread's last step, whose graph its caller may have kept; returns it if it is being
+        profiled and its backward is still to come.
         """
         settle()
         step = self.local.step
-        if isinstance(step, ProfiledStep) and step.pending:
-            return False
+        if step is None:
+            return None
+        if isinstance(step, ProfiledStep) and step.pending():
+            return step
         self.local.step = None
-        if isinstance(step, ProfiledStep):
-            if step.has_ended:
-                if step.profiler.tracer.unreleased:  # else it went with an output that no loss used
-                    self.warn_once(_TOGETHER)
-                self._profile_ended(step.entry, step.profiler)
-            step.profiler.close()
-        elif step is not None and step.pending():
+        if step.is_needed():
             self.warn_once(_TOGETHER)
-        elif step is not None:
-            step.close()
-        return True
+        step.finish()
+        return None
 
-    def _beside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_within(self, profiled: ProfiledStep, inputs: Inputs) -> Any:
         """Run another forward of a step that is being profiled."""
-        step = self.local.step
-        assert isinstance(step, ProfiledStep)
         with unseen_by_checkpoint(), self._inside():
-            result = self.step(*args, **kwargs)
-        step.profiler.beside(result, partial(self.warn_once, ABANDONED))
+            result = self.step(*inputs.args, **inputs.kwargs)
+        profiled.profiler.abandon_for(result, partial(self.warn_once, ABANDONED))
         return result
 
-    def _is_crowded(self) -> bool:
-        """Whether other limited models take part in the step. Where one is being profiled, the profile shows
-        the operations of both; whether it is one step, its end will show.
-        """
-        within = [one for one in interceptors() if isinstance(one, Profiler)]
-        for profiler in within:
-            profiler.others.append(self)
-        return self.shared or bool(within)
+    # ---- the next step of an entry ---------------------------------------------------------------
 
-    # ---- profiling -------------------------------------------------------------------------------
-
-    def _profile(
-        self, entry: Entry, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Run a step in little memory, and plan from it when its backward has ended."""
-        native_recorder()  # takes half a minute once; better now than after backward
-        self.maker.replicas = private.replicated_by(self.model)
-        profiler = Profiler(
-            self.model,
-            device,
-            verify=self.cache.is_to_verify(entry),
-            on_end=weakly(self._profile_ended, entry),
-        )
-        self.local.step = ProfiledStep(profiler, entry)
+    def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
+        """Do what the state machine says: profile the step, or run it under the plan."""
+        action = self.cache.called(entry, backward_unseen=inputs.compiled)
+        shared = self._is_shared(inputs)
+        if action is Action.PROFILE and (shared or entry.backward_unseen):
+            action = self._profile_aside_first(inputs, shared)
+        begin = self._begin_profiled if action is Action.PROFILE else self._begin_planned
+        step = self.local.step = begin(entry, inputs, shared)
         try:
             with self._inside():
-                result = profiler.run(self.step, args, kwargs)
+                result = step.run(self.step)
         except BaseException:
             self.local.step = None
             raise
-        self._warn_unreached(profiler.watch)
+        if self.model.training and not step.reaches_backward():
+            self.warn_once(UNREACHED)
         return result
 
-    def _profile_aside_first(self, args: tuple[Any, ...], kwargs: dict[str, Any], crowded: bool) -> Action:
+    def _is_shared(self, inputs: Inputs) -> bool:
+        """Whether other limited models take part in the step: one that is profiled sees the operations of
+        this one, and one under a plan measures its bytes. Whether it is one step, its end will show.
+        """
+        if self.shared and self.maker.budget is not None:
+            self.warn_once(SHARED)
+        theirs = steps_beside(inputs)
+        for step in theirs:
+            step.others.add(self)
+        return self.shared or bool(theirs)
+
+    def _begin_profiled(self, entry: Entry, inputs: Inputs, _: bool) -> ProfiledStep:
+        """A step that is profiled; a plan is made when its backward has ended."""
+        native_recorder()  # takes half a minute once; better now than after backward
+        self.maker.replicas = private.replicated_by(self.model)
+        return ProfiledStep(entry, inputs, self.cache.is_to_verify(entry), weakly(self._profile_ended))
+
+    def _begin_planned(self, entry: Entry, inputs: Inputs, shared: bool) -> PlannedStep:
+        """A step under the entry's plan."""
+        members, ended = inputs.members, weakly(self._step_ended)
+        if accelerator.is_accelerator(members.device):
+            out_of_memory().follow(self)
+        alone = not members.sharded and self.maker.agreement is None and not entry.backward_unseen
+        step = PlannedStep(entry, inputs, self.stores, self.verify, ended, shared=shared, may_vary=alone)
+        step.planned.note_time()
+        if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
+            self.warn_once(UNMEASURED)
+        return step
+
+    def _profile_aside_first(self, inputs: Inputs, shared: bool) -> Action:
         """Profile a step of lowtide's own, before one of the user's that cannot be profiled."""
         try:
             with alone():
-                self.prepare(args, kwargs, within_step=True)
+                self.prepare(inputs.args, inputs.kwargs, within_step=True)
         except TraceError:
-            if not crowded:  # a teacher beside others takes no part in backward
+            if not shared:  # a teacher beside others takes no part in backward
                 raise
             return Action.PROFILE
         return Action.RUN
@@ -388,13 +362,13 @@ class Limiter:
             BudgetError: no plan fits.
             TraceError: no loss can be found or made up.
         """
-        members = Members(self.model)
-        entry = self.cache.find(step_key(members, args, kwargs))
+        inputs = Inputs(self.model, args, kwargs, compiled=False)
+        entry = self.cache.find(inputs.key)
         if self.cache.called(entry) is Action.PROFILE:
             with self.engagement.paused(), self._inside():
                 profiler, graph = profile_aside(
                     [self.model],
-                    members.device,
+                    inputs.members.device,
                     self.step,
                     args,
                     kwargs,
@@ -406,18 +380,19 @@ class Limiter:
         assert entry.planned is not None
         return entry.planned
 
-    def _profile_ended(self, entry: Entry, profiler: Profiler) -> None:
+    # ---- a backward has ended --------------------------------------------------------------------
+
+    def _profile_ended(self, step: ProfiledStep) -> None:
         """The backward of a profiled step has ended: plan from it."""
-        last = self.local.step
-        if isinstance(last, ProfiledStep) and last.profiler is profiler:
+        entry, profiler = step.entry, step.profiler
+        if self.local.step is step:
             self.local.step = None
-        if profiler.blind or profiler.others:
-            if profiler.blind:
-                with self.cache.lock:
-                    machine.hide(entry)
-            for limiter in profiler.others:
-                limiter.shared = self.shared = True
-            self.measured_bytes = None  # it is that of all models together
+        if profiler.backward_unseen:
+            with self.cache.lock:
+                machine.note_unseen_backward(entry)
+        if profiler.backward_unseen or step.others:
+            self._share(step)
+            self.measured_bytes = None
             profiler.close()
             return
         twice = "every operation ran twice" if profiler.verified else "no operation ran twice"
@@ -431,36 +406,16 @@ class Limiter:
         if users and entry.planned is not None:
             self.measured_bytes = taken
 
-    # ---- running ---------------------------------------------------------------------------------
-
-    def _run(
-        self, step: PlannedStep, members: Members, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float
-    ) -> Any:
-        """Run a step under its plan; the call began at ``begin``."""
-        planned = step.planned
-        if accelerator.is_accelerator(members.device):
-            out_of_memory().follow(self)
-        planned.note_time()
-        if planned.plan.budget_bytes is not None and step.peak_bytes is None:
-            self.warn_once(UNMEASURED)
-        self.local.step = step
-        forward = partial(self.step, *args, **kwargs)
-        with self._inside():
-            result = step.run(forward, members, self.stores, self.verify, begin)
-        self._warn_unreached(step)
-        return result
-
     def _step_ended(self, step: PlannedStep) -> None:
         """A backward of a planned step has ended: what follows, by what it took."""
+        self._share(step)
         self.measured_bytes = step.measured_bytes
         with self.cache.lock:
             action = machine.ended(step.entry, step)
         if text := step.overrun_text(self.overruns, action):
             warn(text, each_time=True)
 
-    # ---- warnings --------------------------------------------------------------------------------
-
-    def _warn_unreached(self, watch: StepWatch) -> None:
-        """Warn where a training step's forward has ended and backward cannot begin at what it returned."""
-        if self.model.training and not (watch.pending() or watch.began or watch.backwards):
-            self.warn_once(UNREACHED)
+    def _share(self, step: ProfiledStep | PlannedStep) -> None:
+        """Others took part in a step of this model: its peak, and theirs, is that of all of them."""
+        for limiter in step.others:
+            limiter.shared = self.shared = True

@@ -212,15 +212,15 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     entry.reserve_bytes, entry.rise_bytes = sibling.reserve_bytes, sibling.rise_bytes
 
 
-def called(entry: Entry, version: int, hidden: bool = False) -> Action:
+def called(entry: Entry, version: int, backward_unseen: bool = False) -> Action:
     """A step begins.
 
     Args:
         entry: of the step.
         version: of budget and optimizer, now.
-        hidden: its backward runs where no operation is intercepted.
+        backward_unseen: its backward runs where no operation is intercepted.
     """
-    entry.hidden |= hidden
+    entry.backward_unseen |= backward_unseen
     facts: dict[Fact, bool] = {
         "graph known": entry.graph is not None,
         "other budget": entry.refused_at != version,
@@ -257,9 +257,9 @@ def pop_taken(entry: Entry) -> int:
     return taken
 
 
-def hide(entry: Entry) -> None:
+def note_unseen_backward(entry: Entry) -> None:
     """Backward ran where no operation is intercepted: the profile is of no use."""
-    entry.hidden = True
+    entry.backward_unseen = True
 
 
 def profiled(

@@ -7,18 +7,20 @@ one begins, and by autograd's graph.
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
-
-import torch
+from weakref import WeakSet
 
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.entry import Entry, State
-from lowtide.run.limit.key import Members, StepKey
+from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.machine import Action
 from lowtide.run.limit.unlimited import governing
 from lowtide.run.messages import OF_GRAPH, Overruns, warn
@@ -67,25 +69,75 @@ _WHY = {
 }
 
 
+class _UnderWay(threading.local):
+    """The latest limited steps of a thread, as long as anybody holds them."""
+
+    def __init__(self) -> None:
+        self.steps: WeakSet[ProfiledStep | PlannedStep] = WeakSet()
+
+
+_under_way = cache(_UnderWay)
+
+
+def steps_beside(inputs: Inputs) -> list[ProfiledStep | PlannedStep]:
+    """The steps of other limited models, on this thread, whose backward is still to come."""
+    model = inputs.members.modules[0]
+    return [step for step in _under_way().steps if step.model() is not model and step.pending()]
+
+
 class ProfiledStep:
     """A step that is run in little memory and written down.
 
     Args:
-        profiler: writes it down.
         entry: of the step.
+        inputs: of the step.
+        verify: whether each operation runs twice.
+        on_end: called with this once a backward of the step has ended. Autograd's graph holds the step, so
+            it must not hold the model.
+
+    Attributes:
+        model: refers weakly to the limited model.
+        profiler: writes it down.
+        others: other limited models that take part in the step.
     """
 
-    def __init__(self, profiler: Profiler, entry: Entry) -> None:
-        self.profiler, self.entry = profiler, entry
+    def __init__(self, entry: Entry, inputs: Inputs, verify: bool, on_end: Callable[[Any], None]) -> None:
+        self.entry, self._inputs, self._on_end = entry, inputs, on_end
+        self.others: WeakSet[Any] = WeakSet()
+        model, device = inputs.members.modules[0], inputs.members.device
+        self.model = weakref.ref(model)
+        self.profiler = Profiler(model, device, verify=verify, on_end=lambda _: on_end(self))
 
-    @property
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run the model's own forward, and write it down."""
+        _under_way().steps.add(self)
+        inputs, self._inputs = self._inputs, None
+        assert inputs is not None, "a step runs once"
+        return self.profiler.run(forward, inputs.args, inputs.kwargs)
+
     def pending(self) -> bool:
         """Whether its backward is still to come."""
         profiler, watch = self.profiler, self.profiler.watch
         return not (profiler.ended or watch.backwards or profiler.tracer.closed or watch.failed())
 
+    def reaches_backward(self) -> bool:
+        """Whether a backward has begun, or can."""
+        return self.profiler.watch.reaches_backward()
+
+    def is_needed(self) -> bool:
+        """Whether autograd still holds what the step saved, though a backward of it has ended. Else the rest
+        went with an output that no loss used.
+        """
+        return self._has_ended and self.profiler.tracer.unreleased > 0
+
+    def finish(self) -> None:
+        """End a step whose thread begins another one: take in what its backward has shown."""
+        if self._has_ended:
+            self._on_end(self)
+        self.profiler.close()
+
     @property
-    def has_ended(self) -> bool:
+    def _has_ended(self) -> bool:
         """Whether a backward of it has ended, and nobody has taken it in."""
         return self.profiler.watch.backwards > 0 and not self.profiler.ended
 
@@ -95,13 +147,17 @@ class PlannedStep(StepWatch):
 
     Args:
         entry: of the step.
-        key: the step's own; its plan may be for larger ones.
-        device: of the model.
-        crowded: other limited models may take part in the step, so its peak is not its own.
+        inputs: of the step; its plan may be for larger ones.
+        stores: hold values that the plan moves.
+        verify: as of `lowtide.limit_memory`.
+        shared: other limited models take part in the step, so its peak is not its own.
         may_vary: no other process has to evict what this one does.
-        on_end: called with this each time that a backward of the step has ended.
+        on_end: called with this each time that a backward of the step has ended. Autograd's graph holds the
+            step, so it must not hold the model.
 
     Attributes:
+        model: refers weakly to the limited model.
+        others: other limited models that took part in the step after its forward.
         planned: what it runs under.
         director: follows its operations, or ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
@@ -114,32 +170,46 @@ class PlannedStep(StepWatch):
     def __init__(
         self,
         entry: Entry,
-        key: StepKey,
-        device: torch.device,
-        crowded: bool,
-        may_vary: bool,
+        inputs: Inputs,
+        stores: Stores,
+        verify: Verify,
         on_end: Callable[[Any], None],
+        *,
+        shared: bool = False,
+        may_vary: bool = True,
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.backwards > 1
-        super().__init__(on_end, device, (lambda: None) if several else None)
-        self.entry, self.planned, self.crowded = entry, entry.planned, crowded
+        super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
+        self.entry, self.planned, self.shared = entry, entry.planned, shared
+        self.model = weakref.ref(inputs.members.modules[0])
+        self.others: WeakSet[Any] = WeakSet()
         self.director: PlanDirector | None = None
         self.margin_bytes = 0
-        self._smaller, self._several = key != entry.planned.key, several
+        self._inputs, self._stores, self._verify = inputs, stores, verify
+        self._smaller, self._several = inputs.key != entry.planned.key, several
         plan = entry.planned.plan
-        self.may_vary = may_vary and not crowded and not plan.moves and self.peak_bytes is not None
+        self.may_vary = may_vary and not shared and not plan.moves and self.peak_bytes is not None
         self._on_demand = self.may_vary and entry.state is State.VARYING and plan.budget_bytes is not None
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[Action, int] | None = None
+
+    def is_needed(self) -> bool:
+        """Whether autograd still holds what the step saved: its backward is to come."""
+        return self.pending()
+
+    def finish(self) -> None:
+        """End a step whose thread begins another one."""
+        if not self.pending():
+            self.close()
 
     @property
     def measured_bytes(self) -> int | None:
         """The step's peak so far, resident bytes included; ``None`` where that is not known."""
         peak, planned = self.peak_bytes, self.planned
-        if peak is None or self.crowded:
-            return None  # crowded, it is that of all models together
+        if peak is None or self.shared or self.others:
+            return None  # it is that of all models together
         return planned.graph.resident_bytes + planned.plan.slab_bytes + peak
 
     @property
@@ -148,38 +218,30 @@ class PlannedStep(StepWatch):
             return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
         return self.director.extra if self.director is not None else 0
 
-    def run(
-        self, forward: Callable[[], Any], members: Members, stores: Stores, verify: Verify, begin: float
-    ) -> Any:
-        """Run the forward under the plan.
-
-        Args:
-            forward: the model's own, with its arguments.
-            members: of the model.
-            stores: hold values that the plan moves.
-            verify: as of `lowtide.limit_memory`.
-            begin: when the call began: what it took beside the forward is overhead.
-        """
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run the model's own forward under the plan."""
+        _under_way().steps.add(self)
         plan = self.planned.plan
         varies = plan.budget_bytes is not None and self.entry.varies
+        inputs, self._inputs = self._inputs, None
+        assert inputs is not None, "a step runs once"
         if plan.changes_nothing and not varies and not self._on_demand:
             with governing(), unseen_by_checkpoint():
-                result = forward()
+                result = forward(*inputs.args, **inputs.kwargs)
         else:
-            result = self._recorded(forward, members, stores, verify, begin)
+            result = self._recorded(forward, inputs)
         self.planned.steps += 1
         self.forward_ends(tensors_returned(result))
         return result
 
-    def _recorded(
-        self, forward: Callable[[], Any], members: Members, stores: Stores, verify: Verify, begin: float
-    ) -> Any:
+    def _recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        members = inputs.members
         planned, plan = self.planned, self.planned.plan
         first, timed = planned.steps == 0, planned.times_next()
         if timed:
             planned.timed = self
-        compares = first and verify != "never"
-        mover = TransferEngine(plan, stores, compares, members.device) if plan.moves else None
+        compares = first and self._verify != "never"
+        mover = TransferEngine(plan, self._stores, compares, members.device) if plan.moves else None
         on_demand = None
         if self._on_demand:
             on_demand = self._eviction_on_demand()
@@ -189,7 +251,7 @@ class PlannedStep(StepWatch):
             self.director = PlanDirector(program, plan.moves, smaller=self._smaller)
         recorder = Recorder(
             self.director,
-            check=verify == "always",
+            check=self._verify == "always",
             around_unpack=self.unpacks if timed or self._several else None,
             mover=mover,
             gathered={private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])},
@@ -202,7 +264,7 @@ class PlannedStep(StepWatch):
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(members.compiled))
             inside = time.perf_counter()
-            result = forward()
+            result = forward(*inputs.args, **inputs.kwargs)
             outside = time.perf_counter()
         if mover is not None and mover.notes and first:
             warn(
@@ -210,7 +272,7 @@ class PlannedStep(StepWatch):
                 f"predicted peak ({mover.notes[0]})"
             )
         self.ran = recorder.ran
-        self.recording_seconds += inside - begin + time.perf_counter() - outside
+        self.recording_seconds += inside - inputs.begin + time.perf_counter() - outside
         return result
 
     def _eviction_on_demand(self) -> OnDemand:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from lowtide import private
 from lowtide.interception import interceptors
-from lowtide.run.limit.key import Members
+from lowtide.run.limit.key import Inputs
 from lowtide.run.messages import warn
 from lowtide.run.scope.scope import ScopeRecorder
 from lowtide.trace.results import tensors_inside
@@ -59,21 +60,39 @@ _IN_SCOPE = (
 )
 
 
-def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Why a step with these arguments is not limited, or ``None``; empty where nobody would be surprised.
+@dataclass(frozen=True)
+class Unlimited:
+    """A call of a limited model that runs as it is.
 
-    Args:
-        members: of the model.
-        args, kwargs: of its forward.
+    Attributes:
+        reason: is told once; empty where nobody would be surprised.
+        engages: the limit need not be waited for any more: it is of use, or its user is told why not.
+        in_backward: a backward runs the forward again.
+        keeps_nothing: autograd does not take part.
     """
+
+    reason: str = ""
+    engages: bool = True
+    in_backward: bool = False
+    keeps_nothing: bool = False
+
+
+def why_unlimited(inputs: Inputs) -> Unlimited | None:
+    """Why a call is no limited step; ``None`` for one that is."""
+    if keeps_nothing():
+        return Unlimited(engages=False, keeps_nothing=True)
+    if governed():
+        return Unlimited(why_governed())
+    if private.in_backward():
+        return Unlimited("" if private.torch_checkpoint() is not None else IN_BACKWARD, in_backward=True)
     if private.is_transformed():
-        return _TRANSFORMED
-    if members.lazy:
-        return _LAZY
-    if any(parameter.requires_grad for parameter in members.parameters):
+        return Unlimited(_TRANSFORMED)
+    if inputs.members.lazy:
+        return Unlimited(_LAZY)
+    if any(parameter.requires_grad for parameter in inputs.members.parameters):
         return None
-    asked = any(tensor.requires_grad for tensor in tensors_inside((args, kwargs)))
-    return _UNTRAINED if asked else ""
+    asked = any(tensor.requires_grad for tensor in tensors_inside((inputs.args, inputs.kwargs)))
+    return Unlimited(_UNTRAINED) if asked else Unlimited(engages=False)
 
 
 class _Governing(threading.local):

@@ -62,11 +62,10 @@ class Profiler(Interceptor):
         watch: follows the step's backward.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
-        blind: backward ran on a thread whose operations are not intercepted.
+        backward_unseen: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
         asks: whether the forward asked for values, which may change what it does from step to step.
-        others: limited models whose forward ran within this step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
         under_way: the collectives that are, and what they hold beside other operations.
@@ -90,8 +89,7 @@ class Profiler(Interceptor):
         self.verified = verify
         self.began = time.perf_counter()
         self.peak_bytes: int | None = None
-        self.blind = self.ended = self.asks = False
-        self.others: list[Any] = []
+        self.backward_unseen = self.ended = self.asks = False
         self.checkpoints = 0
         self.given: tuple[int, ...] = ()
         self.under_way = UnderWay()
@@ -355,13 +353,15 @@ class Profiler(Interceptor):
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def beside(self, result: Any, alone: Callable[[], None]) -> None:
-        """Abandon this profile, and call ``alone``, if backward runs only through this other ``result``."""
+    def abandon_for(self, result: Any, note: Callable[[], None]) -> None:
+        """Abandon this profile, and ``note`` that, if backward runs only through this ``result`` of another
+        forward.
+        """
 
         def ends() -> None:
             if not (self.watch.backwards or self.watch.began):
                 self.close()
-                alone()
+                note()
 
         for tensor in tensors_returned(result):
             if tensor.grad_fn is not None:
@@ -370,12 +370,13 @@ class Profiler(Interceptor):
     def _backward_ends(self, _: StepWatch) -> None:
         if self.tracer.closed:
             return
-        self.blind |= self not in interceptors()
+        self.backward_unseen |= self not in interceptors()
         if self.tracer.unreleased == 0:
+            on_end = self._on_end
             self.close()
             self.ended = True
-            if self._on_end is not None:
-                self._on_end(self)
+            if on_end is not None:
+                on_end(self)
 
     def left(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
@@ -385,7 +386,7 @@ class Profiler(Interceptor):
     def close(self) -> None:
         """End the profile: the step is over, or given up."""
         if not self.tracer.closed:
-            self.tracer.closed = True
+            self.tracer.closed, self._on_end = True, None
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
             self._stack.close()

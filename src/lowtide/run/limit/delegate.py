@@ -34,8 +34,8 @@ class Refused(Exception):
     """The compiled engine does not take this step."""
 
 
-class Around:
-    """Runs steps through the compiled engine, or says why it does not.
+class Delegate:
+    """Gives steps to the compiled engine, or says why it does not.
 
     Args:
         engine: makes the handle; ``None`` takes no step.
