@@ -50,12 +50,15 @@ def test_nothing_is_allocated_after_the_first_step_and_the_peak_is_exact(
     handle = lowtide.limit_memory(limited, policy=policy_of(form, recompute, window))
     stores = handle._limiter.stores
     slabs: set[Any] = set()
+    took = []
     for seed in range(3):
         exact, found = step(plain, seed=seed), step(limited, seed=seed)
         slabs.add(stores.slab)
+        took.append(handle.measured_peak_bytes)
         assert same(exact, found) if isinstance(form, Offload) else torch.equal(exact[0], found[0])
     plan = handle.plan
     assert plan is not None and plan.slab_bytes and stores.slab is not None
+    assert took[1] == took[2]  # the slab counts once, also in the step that it is made for
     assert slabs - {None} == {stores.slab} and stores.slab.memory.nbytes == plan.slab_bytes
     assert stores.unplaced == 0  # allocations for what comes back, in all steps
     limited.zero_grad(set_to_none=True)

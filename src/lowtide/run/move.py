@@ -230,7 +230,7 @@ class TransferEngine:
 
     def __init__(self, plan: Plan, stores: Stores, verify: bool, device: torch.device | None = None) -> None:
         self._device = with_index(torch.device(plan.device) if device is None else device)
-        _prepare(plan, stores, self._device)
+        lay_out(plan, stores, self._device)
         self.plan = plan
         self.stores = stores
         self.verify = verify
@@ -253,7 +253,7 @@ class TransferEngine:
                 and not self._waiting
             ):
                 self._device = tensor.device  # the plan was made on another device of this kind
-                _prepare(self.plan, self.stores, self._device)
+                lay_out(self.plan, self.stores, self._device)
             stored = StoredTensor(move, number, tensor, self.stores, self.verify)
             if stored.note:
                 self.notes.append(stored.note)
@@ -296,8 +296,10 @@ class TransferEngine:
         self._order.pop(stored.move.fetched, None)
 
 
-def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out and reserve what every step under ``plan`` stores, once."""
+def lay_out(plan: Plan, stores: Stores, device: torch.device) -> None:
+    """Lay out and reserve what every step under ``plan`` stores, once. A step that is measured begins after
+    it: the slab counts as standing.
+    """
     if stores.prepared is not None and stores.prepared[0] is plan and stores.prepared[1] == device:
         return
     lives: dict[Tier, list[tuple[int, int, int]]] = {}

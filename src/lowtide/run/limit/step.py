@@ -24,7 +24,7 @@ from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.machine import Action
 from lowtide.run.limit.unlimited import governing
 from lowtide.run.messages import OF_GRAPH, Overruns, warn
-from lowtide.run.move import TransferEngine
+from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
@@ -181,6 +181,8 @@ class PlannedStep(StepWatch):
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.backwards > 1
+        if entry.planned.plan.moves:
+            lay_out(entry.planned.plan, stores, inputs.members.device)  # stands before the step
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
         self.entry, self.planned, self.shared = entry, entry.planned, shared
         self.model = weakref.ref(inputs.members.modules[0])
