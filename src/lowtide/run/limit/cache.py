@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from dataclasses import replace
 
 from lowtide import budget as budgets
@@ -47,7 +48,7 @@ class Cache:
         self.known: dict[StepKey, Entry] = {}
         self.latest: Planned | None = None
         self.lock = threading.RLock()
-        self._verified: set[str] = set()  # programs whose operations were seen to reproduce
+        self._verified: deque[StepGraph] = deque(maxlen=MOST_ENTRIES)  # their operations reproduce
 
     # ---- a step begins ---------------------------------------------------------------------------
 
@@ -191,13 +192,12 @@ class Cache:
             taken = graph.resident_bytes + (maker.optimizer_bytes if has_state else 0) + peak
             machine.note_taken(entry, taken)
         self._warn_of_operations(profiler)
-        program = graph.fingerprint(sizes=False)
         if profiler.verified:
-            self._verified.add(program)
+            self._verified.append(graph)
         action = machine.profiled(
             entry,
             graph,
-            verified=self.verify == "never" or program in self._verified,
+            verified=profiler.verified or self.verify == "never" or self._reproduces(graph),
             backwards=profiler.watch.backwards,
             makes_graph=profiler.watch.makes_graph,
             varies=profiler.asks,
@@ -209,6 +209,11 @@ class Cache:
         self.latest = entry.planned or self.latest
         self._warn_above(entry)
         return taken
+
+    def _reproduces(self, graph: StepGraph) -> bool:
+        """Whether a step of the same program was seen to reproduce."""
+        program = graph.fingerprint(sizes=False)
+        return any(program == one.fingerprint(sizes=False) for one in self._verified)
 
     def _plan_together(self, entry: Entry, graph: StepGraph, profiler: Profiler) -> None:
         """Plan for a step that was just profiled.

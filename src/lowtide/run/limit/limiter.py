@@ -20,7 +20,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide.errors import TraceError
-from lowtide.graph import StepGraph
+from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import alone, settle
 from lowtide.progress import took
 from lowtide.run.limit import machine
@@ -397,7 +397,8 @@ class Limiter:
             return
         twice = "every operation ran twice" if profiler.verified else "no operation ran twice"
         took("looked at a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
-        self._take_in(entry, profiler, profiler.graph(), users=True)
+        with no_collection():  # of the many small objects that describe the step, none is garbage
+            self._take_in(entry, profiler, profiler.graph(), users=True)
 
     def _take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> None:
         """Plan from a profiled step; see `Cache.profiled`."""

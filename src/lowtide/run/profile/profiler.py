@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,10 +28,11 @@ from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_w
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, digest, reach
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
-from lowtide.run.profile.segments import Segment, SegmentedTape
+from lowtide.run.profile.segments import Segment, SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
+from lowtide.run.record.tape import Node
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
 from lowtide.trace.tracer import Tracer
@@ -40,6 +41,26 @@ _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the ste
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
 _ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
+
+
+class _Ran(NamedTuple):
+    """An operation that has run.
+
+    Attributes:
+        result: what it returned.
+        flat: the same as a flat list.
+        fresh: the tensors on storages that it made, one for each, with their positions in that list.
+        made: these tensors, and the parts of sparse ones.
+        returned: whether it returned tensors.
+        node: replays it, or ``None``.
+    """
+
+    result: Any
+    flat: list[Any]
+    fresh: list[tuple[int, torch.Tensor]]
+    made: list[torch.Tensor]
+    returned: bool
+    node: Node | None
 
 
 class Profiler(Interceptor):
@@ -128,7 +149,7 @@ class Profiler(Interceptor):
                         self._gathered()
                     for unit in units:  # behind its own hook, which has just filled it
                         stack.callback(unit.register_forward_pre_hook(self._gathered).remove)
-                    for block in dict.fromkeys((*units, *_blocks(model))):
+                    for block in dict.fromkeys((*units, *blocks_in(model))):
                         stack.callback(block.register_forward_pre_hook(begins).remove)
                         stack.callback(block.register_forward_hook(begins).remove)
                     stack.enter_context(left_alone(model.modules(), self.opaque_call))
@@ -171,61 +192,74 @@ class Profiler(Interceptor):
     # ---- operations ------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation, measure it, and write it down; in the forward, record it on the tape."""
+        """Run one operation, measured, and write it down; in the forward, record it on the tape."""
         tracer = self.tracer
         if tracer.closed:
             return proceed(func, args, kwargs)
-        call, backward = Call(func, args, kwargs), private.in_backward()
-        info = call.info
-        if info.waits:
+        call, in_forward = Call(func, args, kwargs), tracer.in_forward and not private.in_backward()
+        if call.info.waits:
             return self.under_way.waits(call, proceed(func, args, kwargs))
         self.under_way.beside()
-        reads, evicted = tracer.read_by(call), tracer.evicted_by_scope(call)
-        cost = self.costs.of(call)
         if tracer.in_forward:
-            self.asks |= info.name in _ASKS
+            self.asks |= call.info.name in _ASKS
             self._note_checkpoint()
+        reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
         reason = "" if not call.others or all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
-        records = tracer.in_forward and not backward and not info.is_view
-        node = self.tape.node_of(call) if records else None
-        before = self.tape.copies_of(call) if node is not None else []
-        if records and call.overwritten:
-            self.tape.overwrites(call)
-        warm = not tracer.in_forward or backward
-        result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm), call)
-        flat = flat_results(result)
-        if records and info.collective and node is not None:
-            flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
-        fresh = [(position, flat[position]) for position in call.fresh(flat)]
-        made = [tensor for _, tensor in fresh]
-        returned = True
-        if len(made) < len(flat):
-            made += self._sparse_parts(call, flat)
-            returned = bool(made) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
-        if not made and not call.written:
-            return result
-        if records:
-            self.tape.overwrote(call)
-            if info.uninitialized:
-                for tensor in made:
-                    self.tape.uninitialized(tensor)
-            if node is not None and self.verified and not info.collective and not cost.trusted(info.name):
-                again = lambda run: self.costs.measured(cost, run)  # noqa: E731
-                if self.tape.reproduces(node, call, flat, before, again):
-                    cost.reproduced += 1
-                else:
-                    node = None
-        index = tracer.wrote(call, reads, made, cost, reason, returned, evicted)
-        if info.collective:
-            self.under_way.begins(call, cost, flat, may_run_again=records)
+        records = in_forward and not call.info.is_view
+        ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
+        if not ran.made and not call.written:
+            return ran.result
+        index = tracer.wrote(call, reads, ran.made, cost, reason, ran.returned, evicted)
+        if call.info.collective:
+            self.under_way.begins(call, cost, ran.flat, may_run_again=records)
         tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
-        if node is not None:
-            self.tape.link(node, call, fresh)
-        if backward:
+        if ran.node is not None:
+            self.tape.link(ran.node, call, ran.fresh)
+        if private.in_backward():
             self._nodes[index] = self._node_of(call, index)
         if call.written:
             self._overwritten(call.written)
-        return result
+        return ran.result
+
+    def _run(self, call: Call, cost: Cost, warm: bool) -> _Ran:
+        """Run an operation that no replay runs again."""
+        result = self.costs.run(cost, call.func, call.args, call.kwargs, warm)
+        return self._ran(call, result, flat_results(result), None)
+
+    def _run_recorded(self, call: Call, cost: Cost) -> _Ran:
+        """Run an operation of the forward, with a node for its replays; where that has yet to be trusted, run
+        it twice. One that does not reproduce gets no node.
+        """
+        node = self.tape.node_of(call)
+        before = self.tape.copies_of(call) if node is not None else []
+        if call.overwritten:
+            self.tape.overwrites(call)
+        result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm=False), call)
+        flat = flat_results(result)
+        if call.info.collective and node is not None:
+            flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
+        ran = self._ran(call, result, flat, node)
+        if not ran.made and not call.written:
+            return ran
+        self.tape.overwrote(call)
+        if call.info.uninitialized:
+            for tensor in ran.made:
+                self.tape.uninitialized(tensor)
+        twice = self.verified and not call.info.collective and not cost.trusted(call.info.name)
+        if node is not None and twice:
+            again = lambda run: self.costs.measured(cost, run)  # noqa: E731
+            if not self.tape.reproduces(node, call, flat, before, again):
+                return ran._replace(node=None)
+            cost.reproduced += 1
+        return ran
+
+    def _ran(self, call: Call, result: Any, flat: list[Any], node: Node | None) -> _Ran:
+        fresh = [(position, flat[position]) for position in call.fresh(flat)]
+        made, returned = [tensor for _, tensor in fresh], True
+        if len(made) < len(flat):
+            made += self._sparse_parts(call, flat)
+            returned = bool(made) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
+        return _Ran(result, flat, fresh, made, returned, node)
 
     def _sparse_parts(self, call: Call, flat: list[Any]) -> list[torch.Tensor]:
         """What the sparse tensors that an operation returned are made of. Not those of the forward: there a
@@ -460,26 +494,3 @@ def _digest_of(tensor: torch.Tensor) -> int:
     with unseen():
         own = tensor if covers_storage(tensor) else tensor.detach().clone()
         return digest(own, reach(own))
-
-
-def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost members of the model's lists of modules, or its children, without single layers."""
-    return _no_layers(_members(model)) or _no_layers(model.children())
-
-
-def _no_layers(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those that have children and take hooks, which TorchScript's do not."""
-    return [
-        module
-        for module in modules
-        if next(module.children(), None) is not None and not isinstance(module, torch.jit.ScriptModule)
-    ]
-
-
-def _members(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    children = list(module.children())
-    if len(children) > 1 and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
-        yield from children
-    else:
-        for child in children:
-            yield from _members(child)

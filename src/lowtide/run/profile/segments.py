@@ -8,7 +8,7 @@ inputs of blocks, and what crosses where few bytes do.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -305,3 +305,26 @@ def _held(storage: TracedStorage) -> LiveValue | None:
     """The value that is held in the storage's place, if the storage was not written since."""
     value = storage.held() if storage.held is not None else None
     return value if value is not None and value.unchanged else None
+
+
+def blocks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost members of the model's lists of modules, or its children, without single layers."""
+    return _no_layers(_members(model)) or _no_layers(model.children())
+
+
+def _no_layers(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Those that have children and take hooks, which TorchScript's do not."""
+    return [
+        module
+        for module in modules
+        if next(module.children(), None) is not None and not isinstance(module, torch.jit.ScriptModule)
+    ]
+
+
+def _members(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    children = list(module.children())
+    if len(children) > 1 and isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential)):
+        yield from children
+    else:
+        for child in children:
+            yield from _members(child)
