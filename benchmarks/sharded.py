@@ -18,11 +18,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.multiprocessing as mp
 from torch import Tensor
 
@@ -42,6 +44,7 @@ LATE_SECONDS = 0.5
 """At most so long a collective waits for Gloo's threads to let go of what they moved."""
 _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor")
 _COLLECTIVES += ("reduce_scatter_single", "all_reduce")
+_TASKS = Path("/proc/self/task")
 
 
 class Gathers:
@@ -61,7 +64,8 @@ class Gathers:
 
 
 def settle() -> None:
-    """From here on FSDP's collectives return when Gloo's threads hold nothing of what they moved.
+    """From here on collectives (FSDP's, and those of DTensors) return when Gloo's threads hold nothing of what
+    they moved.
 
     A thread that has told that a collective is done lets go of its buffers when it runs next. On a busy
     machine that is milliseconds later, in whatever stands at its peak then, with a limit or without. NCCL has
@@ -70,19 +74,26 @@ def settle() -> None:
     for name in _COLLECTIVES:
         if (own := getattr(dist, name, None)) is not None:
             setattr(dist, name, partial(_settled, own))
+    functional.wait_tensor = partial(_settled, functional.wait_tensor)
+    private.wait_for_collective = partial(_settled, private.wait_for_collective)
 
 
 def _settled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    moved = [item.untyped_storage() for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-    before = [private.storage_use_count(storage) for storage in moved]
-    with meter.peak("cpu") as seen:
-        result = own(*args, **kwargs)
-        end = time.monotonic() + LATE_SECONDS
-        while result is None and time.monotonic() < end:
-            if seen.live_bytes <= 0 and [private.storage_use_count(storage) for storage in moved] == before:
-                break
-            time.sleep(0)
+    result = own(*args, **kwargs)
+    end, asleep = time.monotonic() + LATE_SECONDS, 0
+    while asleep < 2 and not isinstance(result, dist.Work) and time.monotonic() < end:
+        time.sleep(0)
+        asleep = asleep + 1 if _gloo_sleeps() else 0
     return result
+
+
+def _gloo_sleeps() -> bool:
+    """Whether all of Gloo's threads in this process wait for something to do."""
+    for task in _TASKS.iterdir():
+        name, _, state = (task / "stat").read_text().rpartition(") ")
+        if "gloo" in name and state[0] != "S":
+            return False
+    return True
 
 
 class Run:
