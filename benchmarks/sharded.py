@@ -64,7 +64,7 @@ class Gathers:
 
 
 def settle() -> None:
-    """From here on collectives (FSDP's, and those of DTensors) return when Gloo's threads hold nothing of what
+    """From here on collectives of FSDP and of DTensors return when Gloo's threads hold nothing of what
     they moved.
 
     A thread that has told that a collective is done lets go of its buffers when it runs next. On a busy

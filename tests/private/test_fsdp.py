@@ -65,6 +65,25 @@ def test_settings_and_gradients_that_wait_whole_are_told_apart(model: Any) -> No
     assert private.settings(model) != own
 
 
+def test_units_begin_and_end_whatever_method_calls_them(model: Any) -> None:
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    model(torch.ones(2, 4))
+    type(model[0]).other = nn.Linear.forward
+    register_fsdp_forward_method(model[0], "other")
+    seen: list[tuple[str, bool]] = []
+
+    def filled(when: str) -> None:
+        weights = [t for name, t in private.gathered(model) if name == "0.weight"]
+        seen.append((when, bool(weights[0].untyped_storage().nbytes())))
+
+    with private.around_units(model, lambda: filled("begins"), lambda: filled("ended")):
+        model[0].other(torch.ones(2, 4))
+        model[0](torch.ones(2, 4))
+    model[0].other(torch.ones(2, 4))
+    assert seen == [("begins", True), ("ended", False)] * 2
+
+
 def test_a_call_goes_where_it_is_sent_hooks_and_all(model: Any) -> None:
     seen: list[str] = []
 

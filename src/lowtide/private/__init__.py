@@ -89,6 +89,7 @@ from lowtide.private.fake import (
     without_fake_mode,
 )
 from lowtide.private.fsdp import (
+    around_units,
     called_by,
     gathered,
     is_first_fsdp,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -57,6 +58,34 @@ def own_call(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def units(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The modules that `fully_shard` was called for, the model itself among them."""
     return [module for module in model.modules() if is_unit(module)]
+
+
+@contextmanager
+def around_units(
+    model: torch.nn.Module, begins: Callable[[], None], ended: Callable[[], None]
+) -> Iterator[None]:
+    """Within the block, call ``begins`` where the forward of a unit begins, when its weights have just been
+    gathered, and ``ended`` after it. Methods that were given to `register_fsdp_forward_method` count as
+    forwards: they pass by the module's hooks, and ask FSDP's state.
+    """
+    with ExitStack() as stack:
+        for unit in units(model):  # behind its own hook, which gathers
+            stack.callback(unit.register_forward_pre_hook(lambda *_: begins()).remove)
+            stack.callback(unit.register_forward_hook(lambda *_: ended()).remove)
+        for state in _states(model):
+            for name, call in (("_pre_forward", begins), ("_post_forward", ended)):
+                state.__dict__[name] = _followed_by(getattr(state, name), call)
+                stack.callback(state.__dict__.pop, name)
+        yield
+
+
+def _followed_by(method: Callable[..., Any], call: Callable[[], None]) -> Callable[..., Any]:
+    def both(*args: Any) -> Any:
+        found = method(*args)
+        call()
+        return found
+
+    return both
 
 
 def _states(model: torch.nn.Module) -> list[Any]:

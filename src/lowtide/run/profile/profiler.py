@@ -144,12 +144,9 @@ class Profiler(Interceptor):
                 model = tracer.model
                 if model is not None:
                     begins = lambda *_: tape.boundary()  # noqa: E731
-                    units = private.units(model)
-                    if units:
-                        self._gathered()
-                    for unit in units:  # behind its own hook, which has just filled it
-                        stack.callback(unit.register_forward_pre_hook(self._gathered).remove)
-                    for block in dict.fromkeys((*units, *blocks_in(model))):
+                    self._gathered()
+                    stack.enter_context(private.around_units(model, self._gathered, tape.boundary))
+                    for block in blocks_in(model):
                         stack.callback(block.register_forward_pre_hook(begins).remove)
                         stack.callback(block.register_forward_hook(begins).remove)
                     stack.enter_context(left_alone(model.modules(), self.opaque_call))
@@ -178,11 +175,12 @@ class Profiler(Interceptor):
             raise
         return result
 
-    def _gathered(self, *_: object) -> None:
-        """Note where the model's weights are gathered by now."""
+    def _gathered(self) -> None:
+        """A unit begins, perhaps: note where the model's weights are gathered by now."""
         model = self.tracer.model
         for name, tensor in private.gathered(model) if model is not None else ():
             self.tape.gathered(self.tracer.gathers(tensor, name))
+        self.tape.boundary()
 
     @property
     def governs(self) -> bool:
