@@ -20,6 +20,7 @@ from lowtide.run.limit.arguments import (
 )
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.pipeline import PipelineLimiter, module_of
 from lowtide.run.limit.planning import Policy
 from lowtide.run.limit.reserved import holds_reserved
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
@@ -28,7 +29,7 @@ from lowtide.store.stores import Stores
 
 
 def limit_memory(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Any,
     budget: str | int | None = None,
     *,
     policy: Policy | None = None,
@@ -51,7 +52,9 @@ def limit_memory(
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``. What
             `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; only
-            ``optimizer`` goes with that.
+            ``optimizer`` goes with that. Or a pipeline's schedule, as of ``torch.distributed.pipelining``,
+            whose ``step`` is replaced: the budget is then for all of this rank's stages and micro-batches
+            together. Every rank of the pipeline puts a limit on its own.
         budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
             planned so far, or of ``optimizer.step()`` where that takes more), ``"min"`` for the smallest that
             works, or ``"auto"`` for what the device has, less a reserve. ``None`` needs a policy that does
@@ -87,8 +90,16 @@ def limit_memory(
         True
         >>> handle.remove()
     """
+    schedule = model if private.is_schedule(model) else None
+    if schedule is not None:
+        if loss_fn is not None:
+            raise PlanError("loss_fn= does not go with a pipeline's schedule, which has one: leave it out")
+        model = module_of(private.stages_of(schedule))
     if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"limit_memory takes a torch.nn.Module, not {type(model).__name__}")
+        raise PlanError(
+            f"limit_memory takes a torch.nn.Module, or a schedule of torch.distributed.pipelining, not "
+            f"{type(model).__name__}"
+        )
     check_verify(verify)
     check_given(budget, policy)
     check_arguments(model, policy, loss_fn, optimizer, stores)
@@ -105,7 +116,7 @@ def limit_memory(
             "reserved": reserved is not None,
         }
         return _compiled(model, budget, optimizer, [name for name, given in meaningless.items() if given])
-    before = handle_of(model)
+    before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
     refuse_first_fsdp(model)
@@ -118,6 +129,8 @@ def limit_memory(
         "reserved": reserved,
     }
     holds_reserved(reserved, model, budget)  # which checks it
+    if schedule is not None:
+        return Handle(PipelineLimiter(schedule, model, None, verify, stores, **asked))
     limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **asked)
     model.__dict__["forward"] = limiter
     if private.may_shard():  # before or after this

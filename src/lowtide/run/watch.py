@@ -99,6 +99,13 @@ class StepWatch:
                 output.grad_fn.register_prehook(self.backward_begins)
                 output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
+    def ends(self) -> None:
+        """The step is over, with its backwards, of which nobody asked when they ran."""
+        self._marks += [_now(self.device)] * (4 - len(self._marks))
+        self.backwards = 1
+        self._on_end(self)
+        self.close()
+
     def follow(self, replays: Any, several: bool) -> None:
         """Add the time of a compiled recorder's replays to `replay_seconds`.
 

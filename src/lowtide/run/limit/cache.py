@@ -73,10 +73,11 @@ class Cache:
 
     def _sibling(self, key: StepKey) -> Entry | None:
         """An entry whose step graph is known, of steps that differ from those with this key only in gradients
-        that exist before.
+        that exist before. Not of a pipeline's: one of its steps has many backwards.
         """
         alike = key.without_gradients()
-        others = (e for e in self.known.values() if e.graph and e.key.without_gradients() == alike)
+        known = (entry for entry in self.known.values() if entry.graph and not entry.forwards)
+        others = (entry for entry in known if entry.key.without_gradients() == alike)
         return next(others, None) if key.gradients else None
 
     def stop(self) -> None:
@@ -203,6 +204,7 @@ class Cache:
             varies=profiler.asks,
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.under_way.beside_bytes,
+            forwards=profiler.ran,
         )
         if action is Action.PLAN:
             self._plan_together(entry, graph, profiler)

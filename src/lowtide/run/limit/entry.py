@@ -7,6 +7,7 @@ a plan in force, and how long that took, is the plan's own (`Planned`).
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -66,6 +67,7 @@ class Planned:
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
     _program: tuple[Sequence[ProgramStep], Any] | None = None
+    _programs: list[tuple[Sequence[ProgramStep], Any]] | None = None
     _for_varying: tuple[dict[int | None, float], AnyProgram] | None = None
 
     def better(self) -> Planned | None:
@@ -92,6 +94,19 @@ class Planned:
         if self._program is None:
             self._program = self.plan.program, compiled_program(self.plan.program)
         return self._program
+
+    def programs(self, forwards: Sequence[tuple[int, int]]) -> list[tuple[Sequence[ProgramStep], Any]]:
+        """The same of each forward of a step that has several: its part of the plan's program.
+
+        Args:
+            forwards: of each its first operation and the first one after it.
+        """
+        if self._programs is None:
+            of = [op.index for op in self.graph.operations if op.phase == "forward"]
+            places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in forwards]
+            parts = [self.plan.program[begin:end] for begin, end in places]
+            self._programs = [(part, compiled_program(part)) for part in parts]
+        return self._programs
 
     def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
         """What steps need that run other operations than the plan has: the rates of operations, and what the
@@ -169,6 +184,7 @@ class Entry:
         untold_bytes: the most that its profiled steps took, not yet held against a budget.
         backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
             profiled aside.
+        forwards: of each forward of a pipeline's step, its first operation and the first one after it.
         was_late: what its latest step took more may have been a collective's buffer that a thread held for
             longer. Another in turn is believed.
     """
@@ -194,6 +210,7 @@ class Entry:
     reserve_bytes: int = 0
     untold_bytes: int = 0
     backward_unseen: bool = False
+    forwards: Sequence[tuple[int, int]] = ()
     was_late: bool = False
 
     @property

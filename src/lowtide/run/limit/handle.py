@@ -334,13 +334,7 @@ class Handle(LimitHandle):
             return
         limiter.removed = True
         limiter.cache.stop()
-        private.replicate_by(self.model, None)
-        private.called_by(self.model, None)
-        if self.model.__dict__.get("forward") is limiter:
-            if limiter.original is None:
-                del self.model.__dict__["forward"]
-            else:
-                self.model.__dict__["forward"] = limiter.original
+        limiter.uninstall()
         if limiter.own_stores:
             limiter.stores.close()
         settle()
@@ -406,6 +400,9 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     Raises:
         PlanError: ``model`` is no module.
     """
+    if private.is_schedule(model):
+        step = model.__dict__.get("step")
+        return (step.handle or Handle(step)) if isinstance(step, Limiter) and not step.removed else None
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"handle_of takes the limited module, not {type(model).__name__}")
     compiled = model.__dict__.get("_lowtide_handle")

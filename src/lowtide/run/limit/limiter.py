@@ -23,6 +23,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import alone, settle
 from lowtide.progress import took
+from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
 from lowtide.run.limit.delegate import Delegate, Engine, Refused
@@ -55,7 +56,7 @@ _TOGETHER = (
     "a forward of this limited model begins while what an earlier one saved is still needed (its backward is "
     "to come, or kept its graph): the budget holds for each of them, and together they take more than the "
     "budget. Run backward after each forward (gradients add up), or put the limit on a module that runs them "
-    "both"
+    "both; of a pipeline on its schedule"
 )
 
 
@@ -93,7 +94,11 @@ class Limiter:
         visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: they do for a while.
+        forwards: of a step that has several, with their backwards in it; ``None`` where a step is a forward,
+            and a backward that its caller runs.
     """
+
+    forwards: Forwards | None = None
 
     def __init__(
         self,
@@ -181,6 +186,16 @@ class Limiter:
     def step(self) -> Callable[..., Any]:
         """The model's own forward; of FSDP's root the whole call, whose hooks gather the weights."""
         return partial(private.own_call, self.model) if private.is_root(self.model) else self.forward
+
+    def uninstall(self) -> None:
+        """Give the model its own forward back."""
+        private.replicate_by(self.model, None)
+        private.called_by(self.model, None)
+        if self.model.__dict__.get("forward") is self:
+            if self.original is None:
+                del self.model.__dict__["forward"]
+            else:
+                self.model.__dict__["forward"] = self.original
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -325,8 +340,13 @@ class Limiter:
     def _begin_profiled(self, entry: Entry, inputs: Inputs, _: bool) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
         native_recorder()  # takes half a minute once; better now than after backward
-        self.maker.replicas = private.replicated_by(self.model)
-        return ProfiledStep(entry, inputs, self.cache.is_to_verify(entry), weakly(self._profile_ended))
+        self.maker.replicas = self._replicas()
+        verify, ended = self.cache.is_to_verify(entry), weakly(self._profile_ended)
+        return ProfiledStep(entry, inputs, verify, ended, self.forwards)
+
+    def _replicas(self) -> Any:
+        """The process group of the ranks that wait in a step for this one's plan, or ``None``."""
+        return private.replicated_by(self.model)
 
     def _begin_planned(self, entry: Entry, inputs: Inputs, shared: bool) -> PlannedStep:
         """A step under the entry's plan."""
@@ -334,11 +354,15 @@ class Limiter:
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
         alone = not members.sharded and self.maker.agreement is None and not entry.backward_unseen
-        step = PlannedStep(entry, inputs, self.stores, self.verify, ended, shared=shared, may_vary=alone)
+        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
         step.planned.note_time()
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)
         return step
+
+    def _planned_step(self, *asked: Any) -> PlannedStep:
+        """A step that is to run under its plan; see `PlannedStep`."""
+        return PlannedStep(*asked)
 
     def _profile_aside_first(self, inputs: Inputs, shared: bool) -> Action:
         """Profile a step of lowtide's own, before one of the user's that cannot be profiled."""

@@ -17,7 +17,7 @@ entry's fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
 
@@ -28,7 +28,7 @@ from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
 from lowtide.run.limit.entry import Entry, Planned, State
 from lowtide.run.limit.varying import rise_bytes
-from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.directors import Directors, PlanDirector
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
 _MOST_RESERVE = 1 / 4  # of the budget
@@ -272,6 +272,7 @@ def profiled(
     varies: bool = False,
     checkpoints: int = 0,
     collectives_bytes: int = 0,
+    forwards: Sequence[tuple[int, int]] = (),
 ) -> Action:
     """A step was profiled: the longest one is planned for.
 
@@ -279,7 +280,7 @@ def profiled(
         entry: of the step.
         graph: the step, with all of the model.
         verified: its operations were seen to reproduce, in this step or in one of the same program.
-        backwards, makes_graph, varies, checkpoints: of the step, as `Entry` names them.
+        backwards, makes_graph, varies, checkpoints, forwards: of the step, as `Entry` names them.
         collectives_bytes: what collectives under way held beside other operations.
     """
     entry.profiles += 1
@@ -297,6 +298,7 @@ def profiled(
     if action is Action.PLAN:
         entry.graph, entry.checkpoints, entry.makes_graph = graph, checkpoints, makes_graph
         entry.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
+        entry.forwards = tuple(forwards)
     return action
 
 
@@ -353,7 +355,7 @@ class Ended(Protocol):
     """What a planned step shows when a backward of it has ended; `PlannedStep` says what each is."""
 
     planned: Planned
-    director: PlanDirector | None
+    director: PlanDirector | Directors | None
     backwards: int
     makes_graph: bool
     margin_bytes: int

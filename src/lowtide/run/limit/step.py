@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import cache
 from typing import Any
 from weakref import WeakSet
@@ -19,6 +18,7 @@ from weakref import WeakSet
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.forwards import Forwards
 from lowtide.run.limit.entry import Entry, State
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.machine import Action
@@ -26,7 +26,7 @@ from lowtide.run.limit.unlimited import governing
 from lowtide.run.messages import OF_GRAPH, Overruns, warn
 from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.recorder import Recorder
@@ -94,6 +94,7 @@ class ProfiledStep:
         verify: whether each operation runs twice.
         on_end: called with this once a backward of the step has ended. Autograd's graph holds the step, so
             it must not hold the model.
+        forwards: as of `Profiler`.
 
     Attributes:
         model: refers weakly to the limited model.
@@ -101,12 +102,20 @@ class ProfiledStep:
         others: other limited models that take part in the step.
     """
 
-    def __init__(self, entry: Entry, inputs: Inputs, verify: bool, on_end: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        inputs: Inputs,
+        verify: bool,
+        on_end: Callable[[Any], None],
+        forwards: Forwards | None = None,
+    ) -> None:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
         self.others: WeakSet[Any] = WeakSet()
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
-        self.profiler = Profiler(model, device, verify=verify, on_end=lambda _: on_end(self))
+        ended = lambda _: on_end(self)  # noqa: E731
+        self.profiler = Profiler(model, device, verify=verify, on_end=ended, forwards=forwards)
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward, and write it down."""
@@ -159,7 +168,8 @@ class PlannedStep(StepWatch):
         model: refers weakly to the limited model.
         others: other limited models that took part in the step after its forward.
         planned: what it runs under.
-        director: follows its operations, or ``None`` where it is not recorded.
+        director: follows its operations (several do, one after the other, those of a pipeline's step), or
+            ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
         may_vary: whether a step like this can evict on demand.
@@ -174,7 +184,6 @@ class PlannedStep(StepWatch):
         stores: Stores,
         verify: Verify,
         on_end: Callable[[Any], None],
-        *,
         shared: bool = False,
         may_vary: bool = True,
     ) -> None:
@@ -187,7 +196,7 @@ class PlannedStep(StepWatch):
         self.entry, self.planned, self.shared = entry, entry.planned, shared
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Any] = WeakSet()
-        self.director: PlanDirector | None = None
+        self.director: PlanDirector | Directors | None = None
         self.margin_bytes = 0
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
@@ -244,38 +253,49 @@ class PlannedStep(StepWatch):
             planned.timed = self
         compares = first and self._verify != "never"
         mover = TransferEngine(plan, self._stores, compares, members.device) if plan.moves else None
-        on_demand = None
-        if self._on_demand:
-            on_demand = self._eviction_on_demand()
-            self.director, compiled_program = PlanDirector(()), planned.for_varying()[1].compiled
-        else:
-            program, compiled_program = planned.program()
-            self.director = PlanDirector(program, plan.moves, smaller=self._smaller)
-        recorder = Recorder(
-            self.director,
-            check=self._verify == "always",
-            around_unpack=self.unpacks if timed or self._several else None,
-            mover=mover,
-            gathered={private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])},
-            program=compiled_program,
-            on_demand=on_demand,
-        )
-        if recorder.core is not None:
-            self.follow(recorder.core.replays, self._several)
-        with ExitStack() as stack:
-            stack.enter_context(recorder.recording())
-            stack.enter_context(left_alone(members.compiled))
-            inside = time.perf_counter()
-            result = forward(*inputs.args, **inputs.kwargs)
-            outside = time.perf_counter()
+        on_demand = self._eviction_on_demand() if self._on_demand else None
+        around = self.unpacks if timed or self._several else None
+        gathered = {private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])}
+
+        def recorder(director: PlanDirector, compiled_program: Any) -> Recorder:
+            made = Recorder(
+                director,
+                check=self._verify == "always",
+                around_unpack=around,
+                mover=mover,
+                gathered=gathered,
+                program=compiled_program,
+                on_demand=on_demand,
+            )
+            if made.core is not None:
+                self.follow(made.core.replays, self._several)
+            return made
+
+        result, seconds = self._record(forward, inputs, recorder)
         if mover is not None and mover.notes and first:
             warn(
                 f"codecs do not fit {count_text(len(mover.notes), 'value')}, kept as they are on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
-        self.ran = recorder.ran
-        self.recording_seconds += inside - inputs.begin + time.perf_counter() - outside
+        self.recording_seconds += time.perf_counter() - inputs.begin - seconds
         return result
+
+    def _record(
+        self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
+    ) -> tuple[Any, float]:
+        """Run the forward within a recorder: what it returns, and how long it took."""
+        if self._on_demand:
+            self.director, compiled_program = PlanDirector(()), self.planned.for_varying()[1].compiled
+        else:
+            program, compiled_program = self.planned.program()
+            self.director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
+        made = recorder(self.director, compiled_program)
+        with made.recording(), left_alone(inputs.members.compiled):
+            inside = time.perf_counter()
+            result = forward(*inputs.args, **inputs.kwargs)
+            seconds = time.perf_counter() - inside
+        self.ran = made.ran
+        return result, seconds
 
     def _eviction_on_demand(self) -> OnDemand:
         planned = self.planned

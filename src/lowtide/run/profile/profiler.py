@@ -27,9 +27,11 @@ from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_wrapper
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, digest, reach
+from lowtide.run.forwards import Forwards
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
+from lowtide.run.profile.saved import SavedTensor
 from lowtide.run.profile.segments import Segment, SegmentedTape, blocks_in
-from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Node
@@ -71,6 +73,7 @@ class Profiler(Interceptor):
         device: whose memory and time are measured.
         verify: run every operation twice and compare.
         on_end: called with this once backward has ended.
+        forwards: where the step has several, with their backwards in it: what `run` runs is the whole step.
 
     Raises:
         PlanError: a CUDA graph is being captured.
@@ -90,6 +93,7 @@ class Profiler(Interceptor):
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
         under_way: the collectives that are, and what they hold beside other operations.
+        ran: of each forward of a step that has several, its first operation and the first one after it.
     """
 
     def __init__(
@@ -99,13 +103,14 @@ class Profiler(Interceptor):
         *,
         verify: bool = True,
         on_end: Callable[[Profiler], None] | None = None,
+        forwards: Forwards | None = None,
     ) -> None:
         if private.is_capturing():
             raise PlanError(CAPTURED)
         self._workspace_bytes = resident_workspace_bytes(device)
-        segment = Segment()
-        self.tracer = Tracer(model, device, segment.forget)
-        self.tape = SegmentedTape(self.tracer, segment, verify)
+        self._segment = Segment()
+        self.tracer = Tracer(model, device, self._segment.forget)
+        self.tape = SegmentedTape(self.tracer, self._segment, verify)
         self.costs = Costs(device)
         self.verified = verify
         self.began = time.perf_counter()
@@ -114,12 +119,12 @@ class Profiler(Interceptor):
         self.checkpoints = 0
         self.given: tuple[int, ...] = ()
         self.under_way = UnderWay()
+        self.ran: list[tuple[int, int]] = []
+        self._forwards, self._goes_on = forwards, forwards is not None
         self._on_end = on_end
         self._stack = ExitStack()
-        self._saved_in: dict[int, list[weakref.ref[_SavedTensor]]] = {}  # storage: what autograd saved in it
-        self._written: list[
-            tuple[weakref.ref[_SavedTensor], weakref.ref[torch.UntypedStorage], Geometry]
-        ] = []
+        self._saved_in: dict[int, list[weakref.ref[SavedTensor]]] = {}  # storage: what autograd saved in it
+        self._written: list[tuple[weakref.ref[SavedTensor], weakref.ref[torch.UntypedStorage], Geometry]] = []
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
@@ -130,27 +135,20 @@ class Profiler(Interceptor):
         """Run the forward, which can be planned. What its caller does until backward has
         ended belongs to the step, too.
         """
-        tracer, tape = self.tracer, self.tape
+        tracer = self.tracer
         try:
             with ExitStack() as stack:
-                stack.callback(tape.close)
                 given = list(tensors_inside((args, kwargs)))
                 if private.may_shard():
                     self.given = tuple(map(_digest_of, given))
                 for tensor in given:
                     tracer.given(tensor)
                 del given
-                stack.enter_context(tracer.following_modules())
-                model = tracer.model
-                if model is not None:
-                    begins = lambda *_: tape.boundary()  # noqa: E731
-                    self._gathered()
-                    stack.enter_context(private.around_units(model, self._gathered, tape.boundary))
-                    for block in blocks_in(model):
-                        stack.callback(block.register_forward_pre_hook(begins).remove)
-                        stack.callback(block.register_forward_hook(begins).remove)
-                    stack.enter_context(left_alone(model.modules(), self.opaque_call))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+                if self._forwards is None:
+                    stack.enter_context(self._forward())
+                else:
+                    tracer.in_forward = False
+                    stack.enter_context(self._forwards.within(self._one_of_several))
                 self.start()
                 self._stack.callback(self.stop)
                 self._stack.callback(private.before_storage_resizes(self._resizes))
@@ -173,7 +171,44 @@ class Profiler(Interceptor):
                     "modules around it"
                 ) from error
             raise
+        if self._forwards is not None:
+            self._goes_on, self.watch.backwards = False, 1
+            self._ends()
         return result
+
+    @contextmanager
+    def _forward(self) -> Iterator[None]:
+        """What runs in the block is the forward that can be planned."""
+        tracer, tape = self.tracer, self.tape
+        with ExitStack() as stack:
+            stack.callback(tape.close)
+            stack.enter_context(tracer.following_modules())
+            model = tracer.model
+            if model is not None:
+                begins = lambda *_: tape.boundary()  # noqa: E731
+                self._gathered()
+                stack.enter_context(private.around_units(model, self._gathered, tape.boundary))
+                for block in blocks_in(model):
+                    stack.callback(block.register_forward_pre_hook(begins).remove)
+                    stack.callback(block.register_forward_hook(begins).remove)
+                stack.enter_context(left_alone(model.modules(), self.opaque_call))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            yield
+
+    @contextmanager
+    def _one_of_several(self) -> Iterator[None]:
+        """One forward of a step that has several: it has a tape of its own."""
+        tracer, begin = self.tracer, len(self.tracer.operations)
+        if self.ran:
+            findings, self.tape = self.tape.findings, SegmentedTape(tracer, self._segment, self.verified)
+            self.tape.findings = findings
+        tracer.in_forward = True
+        try:
+            with self._forward():
+                yield
+        finally:
+            tracer.in_forward = False
+            self.ran.append((begin, len(tracer.operations)))
 
     def _gathered(self) -> None:
         """A unit begins, perhaps: note where the model's weights are gathered by now."""
@@ -337,7 +372,7 @@ class Profiler(Interceptor):
         self.settle()
         with unseen():
             number, droppable = self.tracer.packs(tensor)
-            packed = _SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable))
+            packed = SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable))
         storage = self.tracer.values[self.tracer.saved[number].value].storage
         self._saved_in.setdefault(storage, []).append(weakref.ref(packed))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
@@ -403,16 +438,21 @@ class Profiler(Interceptor):
         if self.tracer.closed:
             return
         self.backward_unseen |= self not in interceptors()
-        if self.tracer.unreleased == 0:
-            on_end = self._on_end
-            self.close()
-            self.ended = True
-            if on_end is not None:
-                on_end(self)
+        if self.tracer.unreleased == 0 and not self._goes_on:
+            self._ends()
+
+    def _ends(self) -> None:
+        """The step is over."""
+        on_end = self._on_end
+        self.close()
+        self.ended = True
+        if on_end is not None:
+            on_end(self)
 
     def left(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
-        if self.tracer.unreleased == 0 and not (self.tracer.in_forward or private.in_backward()):
+        under_way = self._goes_on or self.tracer.in_forward or private.in_backward()
+        if self.tracer.unreleased == 0 and not under_way:
             self.close()
 
     def close(self) -> None:
@@ -436,55 +476,6 @@ class Profiler(Interceptor):
         with no_collection():
             graph = self.tracer.graph(cost_of)
         return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
-
-
-class _SavedTensor:
-    """Autograd holds this in place of a saved tensor, and deletes it when it releases the saved tensor."""
-
-    __slots__ = ("__weakref__", "held", "number", "profiler")
-
-    def __init__(self, profiler: Profiler, number: int, held: Kept | Evicted) -> None:
-        self.profiler, self.number, self.held = profiler, number, held
-
-    def is_behind(self) -> bool:
-        """Whether the tensor is evicted, and its version counter does not show that it was overwritten."""
-        return isinstance(self.held, Evicted) and private.version(self.held.witness) == self.held.version
-
-    def lies_in(self, where: Geometry, nbytes: int) -> bool:
-        """Whether a write at ``where``, in the tensor's storage of ``nbytes``, overwrites a part of it."""
-        return not isinstance(self.held, Evicted) or where.overlaps(self.held.ref, nbytes)
-
-    def keep(self, storage: torch.UntypedStorage) -> None:
-        """Keep the tensor, which lies in ``storage``."""
-        if isinstance(self.held, Evicted):
-            self.held = self.held.as_kept(storage)
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, on a storage object of its own."""
-        self.profiler.watch.backward_begins()
-        self.profiler.settle()
-        try:
-            with unseen():
-                return self._unpack()
-        except BaseException:  # backward ends here without a hook
-            self.profiler.close()
-            raise
-
-    def _unpack(self) -> torch.Tensor:
-        tracer = self.profiler.tracer
-        tracer.unpacks(self.number)
-        self.profiler.under_way.beside()
-        tensor = self.held.unpack()
-        if isinstance(self.held, Kept):
-            tracer.hands_out(self.number, None)
-            return tensor
-        alone = self.held.ref.over(private.borrowed_storage(tensor))
-        owner = [tensor]  # holds the bytes for as long as the alias is there
-        tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
-        return alone
-
-    def __del__(self) -> None:
-        self.profiler.released(self.number)
 
 
 def _digest_of(tensor: torch.Tensor) -> int:

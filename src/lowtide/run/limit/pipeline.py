@@ -1,0 +1,159 @@
+"""A budget for the steps of a pipeline: one plan for all micro-batches that a rank has in flight.
+
+A step is one call of the schedule's ``step``: the forwards and backwards of all micro-batches through all of
+this rank's stages, in the schedule's order, with what is received, sent and held in between. It is profiled
+and planned for as one, so each micro-batch has decisions of its own (arXiv 2205.05198, appendix C), and
+stages share what the rank has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import PlanError
+from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.forwards import Forwards
+from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.key import Inputs
+from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.step import PlannedStep, ProfiledStep
+from lowtide.run.record.directors import Directors, PlanDirector
+from lowtide.run.record.recorder import Recorder
+
+
+def module_of(stages: Sequence[Any]) -> torch.nn.Module:
+    """The module that holds those of a rank's stages; that of stage 2 is its ``stage2``."""
+    module = torch.nn.Module()
+    for stage in stages:
+        module.add_module(f"stage{stage.stage_index}", stage.submod)
+    return module
+
+
+class PipelineLimiter(Limiter):
+    """Replaces ``schedule.step``: profiles the first step, and runs later ones under its plan.
+
+    Args:
+        schedule: of ``torch.distributed.pipelining``.
+        model: the module that holds the stages' (`module_of`).
+        rest, asked: as of `Limiter`.
+    """
+
+    def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **asked: Any) -> None:
+        self.schedule, self._own_step = schedule, schedule.step
+        stages = private.stages_of(schedule)
+        super().__init__(model, *rest, **asked)
+        self.forwards = Forwards(stages, "forward_one_chunk")
+        self._group = stages[0].group or torch.distributed.group.WORLD
+        self._losses: list[Any] | None = None
+        schedule.step = self
+
+    def __call__(self, *args: Any, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+        """In the place of the schedule's ``step``. What is in ``losses`` is an earlier step's."""
+        if self._is_off():
+            return self._own_step(*args, losses=losses, **kwargs)
+        self._losses = losses
+        try:
+            return self._call(args, kwargs)
+        finally:
+            self._losses = None
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """The schedule's own step."""
+        return self._run_schedule
+
+    def _run_schedule(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own_step(*args, losses=self._losses, **kwargs)
+
+    def _begin_profiled(self, entry: Entry, inputs: Inputs, shared: bool) -> ProfiledStep:
+        # what the schedule makes once stands before later steps
+        private.make_buffers(self.schedule, self._own_step, inputs.args, inputs.kwargs)
+        return super()._begin_profiled(entry, inputs, shared)
+
+    def _planned_step(self, *asked: Any) -> PlannedStep:
+        assert self.forwards is not None
+        return PipelineStep(self.forwards, *asked)
+
+    def _replicas(self) -> Any:
+        return self._group
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
+        """Refused: a step of a pipeline is one of all its ranks.
+
+        Raises:
+            PlanError: always.
+        """
+        raise PlanError(
+            "a pipeline is planned for from its first schedule.step(), in which all ranks take part: run "
+            "that in place of prepare()"
+        )
+
+    def uninstall(self) -> None:
+        """Give the schedule its own step back."""
+        assert self.forwards is not None
+        self.forwards.remove()
+        if self.schedule.__dict__.get("step") is self:
+            del self.schedule.step
+
+
+class PipelineStep(PlannedStep):
+    """A step of a pipeline under a plan: each forward in it has a recorder of its own, and its part of the
+    plan's program. The step has ended when the schedule returns.
+
+    Args:
+        forwards: the step's.
+        asked: as of `PlannedStep`.
+    """
+
+    def __init__(self, forwards: Forwards, *asked: Any) -> None:
+        super().__init__(*asked)
+        self._forwards = forwards
+        self._replays: list[Any] = []
+        self.may_vary = self._on_demand = False
+
+    def _record(
+        self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
+    ) -> tuple[Any, float]:
+        programs = iter(self.planned.programs(self.entry.forwards))
+        directors = self.director = Directors()
+        ran, seconds = [0, 0], [0.0]
+
+        @contextmanager
+        def recorded() -> Iterator[None]:
+            begin = time.perf_counter()
+            program, compiled_program = next(programs, ((), None))
+            director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
+            directors.followed.append(director)
+            made = recorder(director, compiled_program)
+            with made.recording(), left_alone(inputs.members.compiled):
+                inside = time.perf_counter()
+                yield
+                outside = time.perf_counter()
+            for place, count in enumerate(made.ran):
+                ran[place] += count
+            seconds[0] += inside - begin + time.perf_counter() - outside
+
+        begin = time.perf_counter()
+        with self._forwards.within(recorded):
+            result = forward(*inputs.args, **inputs.kwargs)
+        self.ran = (ran[0], ran[1])
+        return result, time.perf_counter() - begin - seconds[0]
+
+    def follow(self, replays: Any, several: bool) -> None:
+        """Add the time of one forward's replays."""
+        self._replays.append(replays)
+
+    @property
+    def replay_seconds(self) -> float:
+        return self._replay_seconds + sum(replays.seconds for replays in self._replays)
+
+    def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The schedule has returned: the step is over."""
+        self.ends()
+        self._replays.clear()

@@ -1,0 +1,60 @@
+"""`torch.distributed.pipelining` has what `lowtide.private.pipelining` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ranks import needs_gloo, on_ranks
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from lowtide import private
+
+
+class Counted(torch.nn.Linear):
+    """Counts the forwards that have memory."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += x.device.type != "meta"
+        return super().forward(x)
+
+
+def of_schedule(kind: Any, count: int) -> list[Any]:
+    """Of a schedule with ``count`` stages a rank: (stages and modules are found, no forward runs before a
+    step, buffers stay, forwards run in the step).
+    """
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    modules = [Counted(4, 4) for _ in range(count)]
+    stages = [
+        PipelineStage(module, rank + turn * ranks, count * ranks, torch.device("cpu"))
+        for turn, module in enumerate(modules)
+    ]
+    loss = torch.nn.functional.mse_loss
+    schedule = kind(stages if count > 1 else stages[0], n_microbatches=2, loss_fn=loss)
+    found = private.stages_of(schedule)
+    own = [stage.submod for stage in found] == modules and private.is_schedule(schedule)
+    args = (torch.ones(4, 4),) if rank == 0 else ()
+    more = {"target": torch.ones(4, 4)} if rank == ranks - 1 else {}
+    buffers = lambda: [  # noqa: E731
+        id(info.buffer) for s in stages for infos in s.args_recv_info.values() for info in infos
+    ]
+    private.make_buffers(schedule, schedule.step, args, {**more, "return_outputs": True})
+    before, made = sum(module.forwards for module in modules), buffers()
+    schedule.step(*args, **more)
+    after = sum(module.forwards for module in modules)
+    return [own, before <= count, bool(made) and made == buffers(), after - before == 2 * count]
+
+
+@needs_gloo
+def test_stages_and_buffers_of_a_schedule() -> None:
+    assert not private.is_schedule(torch.nn.Linear(2, 2))
+    for kind, count in ((Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
+        assert on_ranks(2, of_schedule, kind, count) == [[True] * 4] * 2
+
+
+def test_methods_that_private_make_buffers_and_private_stages_of_use() -> None:
+    assert callable(PipelineStage.forward_one_chunk)
+    assert callable(Schedule1F1B._check_inputs) and callable(Schedule1F1B._initialize_stage)
+    assert callable(ScheduleInterleaved1F1B._initialize_stages)
