@@ -9,9 +9,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lowtide import budget as budgets
-from lowtide import limit_memory
+from lowtide import limit_memory, private
 from lowtide.budget import format_bytes, parse, resolve, rounded_up, too_small
 from lowtide.errors import BudgetError
 from lowtide.meter.machine import free_main_memory
@@ -150,6 +151,18 @@ def test_auto_is_what_the_device_has_less_a_reserve(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: None)
     with pytest.raises(BudgetError, match="the system does not say: give bytes"):
         resolve("auto")
+
+
+def test_auto_divides_main_memory_among_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 40 * GIB)
+    dist.init_process_group("fake", store=private.fake_store(), rank=0, world_size=4)
+    try:
+        assert resolve("auto") == 9 * GIB
+        assert resolve("auto", standing_bytes=10 * GIB) == 18 * GIB
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the others run elsewhere
+        assert resolve("auto") == 18 * GIB
+    finally:
+        dist.destroy_process_group()
 
 
 def test_auto_leaves_out_tensors_beside_the_model_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

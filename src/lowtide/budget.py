@@ -7,6 +7,7 @@ What no plan can meet becomes an error that says what the step takes, what to do
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
@@ -245,7 +246,7 @@ def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
     What is free, and ``standing_bytes``, which the step counts and which are allocated already. On CUDA free
     is what the device has left and what PyTorch's allocator has reserved without a tensor in it: tensors
     beside the model (another model, a cache) stay where they are. On a CPU it is available main memory within
-    the limits of the process's control group.
+    the limits of the process's control group, in equal parts where several ranks run on the machine.
     """
     import torch  # here, since `lowtide --help` and the closed forms do without
 
@@ -257,7 +258,19 @@ def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
     from lowtide.meter import free_main_memory  # imports torch
 
     free = free_main_memory()
-    return None if free is None else free + standing_bytes
+    return None if free is None else free // _ranks_here() + standing_bytes
+
+
+def _ranks_here() -> int:
+    """How many ranks share this machine's main memory: those that a launcher says it has started here, else
+    all of the process group.
+    """
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 1
+    here = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(here) if here.isdigit() and int(here) else distributed.get_world_size()
 
 
 def too_small(

@@ -115,12 +115,9 @@ class Part(ABC):
         return torch.autocast(self.ranks.device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
     def auto_budget(self, standing_bytes: int) -> int:
-        """What ``--budget auto`` is for this process: of main memory, which all processes share, its
-        share.
-        """
+        """What ``--budget auto`` is for this process."""
         device = self.ranks.device
-        free, sharing = budgets.available_bytes(device), self.ranks.size if device.type == "cpu" else 1
-        return budgets.auto_bytes(None if free is None else free // sharing + standing_bytes, str(device))
+        return budgets.auto_bytes(budgets.available_bytes(device, standing_bytes), str(device))
 
     def own(self, batch: Batch) -> Batch:
         """This process's sequences of a micro-batch, on its device."""

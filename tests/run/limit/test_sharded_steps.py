@@ -198,6 +198,14 @@ def accumulated(model: Any, optimizer: torch.optim.Optimizer, reshards: bool = T
     return found
 
 
+def weights_stay(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Weights stay gathered across the optimizer's steps, so FSDP2 goes on with old ones: so it is without a
+    limit.
+    """
+    model.set_reshard_after_backward(False)
+    return steps(model, optimizer)
+
+
 def evaluated(model: Any, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """A forward without gradients within each step, and evaluation between them."""
     found: list[Tensor] = []
@@ -367,6 +375,7 @@ FAST: dict[str, Case] = {
     "evaluation": (lambda: sharded(Model()), evaluated),
     "weights resharded to one rank": (lambda: sharded(Model(), reshard_after_forward=1), steps),
     "a registered forward method": (by_method, steps),
+    "weights stay gathered": (lambda: sharded(Model()), weights_stay),
     "gradients divided": (divided, steps),
     "scopes inside": (lambda: sharded(Model(Scoped)), steps),
     "optimizer in backward": (lambda: sharded(Model()), in_backward),
