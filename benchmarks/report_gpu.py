@@ -113,6 +113,7 @@ def brief() -> str:
     moved = {one["contender"]: one for one in rows["offload", "long sequence"]["contenders"]}
     exact = [row for (part, _), row in rows.items() if part.endswith(", eager") and "budget_bytes" in row]
     hits = sum(abs(row["requested_bytes"] - row["predicted_peak_bytes"]) < 1 << 20 for row in exact)
+    same = [row["same_gradients"] for (part, _), row in rows.items() if part.startswith("deterministic")]
     return (
         f"On one {about['gpu']} ({about['date']}, torch {about['torch']}, a GPT of 340 million parameters on "
         f"32,768 tokens in bfloat16): eager at 60 % of the plain step's memory {percent(sixty['extra'])}, "
@@ -122,5 +123,9 @@ def brief() -> str:
         f"16,384 tokens at checkpointing's peak, moved to main memory and recomputed as the planner chose, "
         f"{percent(moved['mixed']['extra'])} beside {percent(moved['per block']['extra'])}. The predicted "
         "peak is what the allocator was asked for "
-        f"within 1 MiB in {hits} of {len(exact)} eager rows."
+        f"within 1 MiB in {hits} of {len(exact)} eager rows; what the allocator reserves for it is more, "
+        f"{mib(sixty['reserved_bytes'])} MiB where {mib(sixty['requested_bytes'])} were asked for, and "
+        "`reserved=True` makes the budget one of that. Gradients are the plain step's bit by bit in "
+        f"{sum(same)} of {len(same)} rows with PyTorch's deterministic algorithms: without them flash "
+        "attention's backward repeats not even its own bits from one plain step to the next."
     )

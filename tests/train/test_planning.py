@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from lowtide.errors import LowtideError
+from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.devices import DEVICES
+from lowtide.train.options import TrainOptions
 from lowtide.train.planning import PlanOptions, make_plan
 
 SMALL = dict(model="gpt-nano", batch=4, seq=128, dtype="bf16", budget="98%")
@@ -53,3 +54,11 @@ def test_a_card_s_workspaces_are_counted() -> None:
     more = {device: plain_peak(device) - plain_peak("cpu") for device in ("h100", "a100")}
     assert more == {device: DEVICES[device].workspaces_bytes for device in more}
     assert more["h100"] > more["a100"] > 0
+
+
+@pytest.mark.parametrize("options", [PlanOptions, TrainOptions])
+def test_a_budget_is_read_before_anything_is_traced(options: type[PlanOptions] | type[TrainOptions]) -> None:
+    with pytest.raises(BudgetError, match="did you mean '60%' or '60GiB'"):
+        options(budget="60")
+    for right in ("min", "auto", "60%", "6GiB", None):
+        assert options(budget=right).budget == right

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from lowtide.budget import check
 from lowtide.plan import POLICIES
 from lowtide.report import check_path
 from lowtide.train.arrangements import check_compile, check_compiled_run, check_pipeline, check_sharding
@@ -33,6 +34,8 @@ class TrainOptions(Settings):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
+        if self.budget is not None:
+            check(self.budget)
         several = self.optimizer_host_fraction is not None and self.tp * self.dp * self.pp > 1
         require(
             not several or self.optimizer_host_fraction != "auto",

@@ -68,6 +68,8 @@ class PlanOptions:
         for name in ("batch", "seq"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         require(self.precision in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
+        if self.budget is not None:
+            budgets.check(self.budget)  # not only after a minute of tracing
         check_policy(self.policy)
         check_file("json", self.json)
         check_compile(self.compile, self.compile_backend, self.policy, self.device)
