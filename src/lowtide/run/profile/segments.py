@@ -23,6 +23,12 @@ from lowtide.run.record.verify import copy_of, why_not_reproduced
 from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
 
+_ENOUGH, _MUCH = 2, 4
+"""A segment may end, or ends, when so many times more bytes were evicted than may cross its end."""
+
+_NEAR = 1.05
+"""Where so many times the fewest bytes that were seen to cross do, they are about as few."""
+
 
 class Segment:
     """Values that can be recomputed from where few bytes crossed, while the program holds their storages.
@@ -78,6 +84,7 @@ class SegmentedTape:
         self._segment = segment
         self._evicted: set[LiveValue] = set()  # of this segment
         self._evicted_bytes = self._held_bytes = 0
+        self._fewest = 0  # bytes that the program held of this segment since it may end; 0 before
         self._starts = writes.Watch()
 
     # ---- operations ------------------------------------------------------------------------------
@@ -238,7 +245,7 @@ class SegmentedTape:
         """
         self._segment.end()
         self._evicted.clear()
-        self._evicted_bytes = 0
+        self._evicted_bytes = self._fewest = 0
 
     def at_scope(self) -> None:
         """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a segment
@@ -292,12 +299,17 @@ class SegmentedTape:
     def _divide(self, evicted: LiveValue) -> None:
         """Begin a segment where few bytes cross.
 
-        That is once the segment's evicted bytes are more than all held ones, and than four times those that
-        the program still holds of it.
+        That is once the segment's evicted bytes are more than all held ones and twice those that the program
+        still holds of it, which may cross: when the program holds about as few as since then, or once they
+        are four times as many. In a loop that is between two rounds, and not in the middle of one.
         """
         self._evicted.add(evicted)
         self._evicted_bytes += evicted.nbytes
-        if self._evicted_bytes > max(self._held_bytes, 4 * self._segment.nbytes):
+        crossing = self._segment.nbytes
+        if self._evicted_bytes <= max(self._held_bytes, _ENOUGH * crossing):
+            return
+        fewest, self._fewest = self._fewest, min(self._fewest or crossing, crossing)
+        if crossing <= _NEAR * fewest or self._evicted_bytes > max(self._held_bytes, _MUCH * crossing):
             self.boundary()
 
 
