@@ -147,9 +147,14 @@ class Contest:
                 checkpoint_blocks(model, selective=False)
             callee = torch.compile(model, backend=OwnBackend()) if self.compiled else model
             return stepping(model, callee, self.batch)
-        budget = self._per_block_bytes() if name == AS_PER_BLOCK else name.replace(" ", "")
+        budget, _, way = name.partition(", ")
+        budget = self._per_block_bytes() if name == AS_PER_BLOCK else budget.replace(" ", "")
         if self.compiled:
-            callee = lowtide.compile(model, budget)
+            how: dict[str, Any] = {
+                "regional": {"regional": True},
+                "max-autotune": {"mode": "max-autotune-no-cudagraphs"},
+            }.get(way, {})
+            callee = lowtide.compile(model, budget, **how)
             return stepping(model, callee, self.batch, lowtide.handle_of(callee))
         return stepping(model, model, self.batch, lowtide.limit_memory(model, budget))
 

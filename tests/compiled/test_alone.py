@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,13 +11,11 @@ from torch import nn
 
 import lowtide
 from lowtide.compiled import choose
-from lowtide.compiled.alone import _Unseen
-from lowtide.compiled.lower import Generated
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
 Compiled = tuple[Any, int, int, nn.Module]
-"""A handle, what a step takes, how often the graph was lowered only to look, and the model."""
+"""A handle, what a step takes, how many halves were lowered only to look, and the model."""
 
 
 class Block(nn.Module):
@@ -88,34 +85,29 @@ def test_a_share_is_of_the_plain_peak_exactly(whole: Compiled) -> None:
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
 
 
-@pytest.mark.slow
-def test_a_guess_that_leaves_much_of_the_budget_is_refused(
-    monkeypatch: pytest.MonkeyPatch, whole: Compiled
+@pytest.mark.parametrize("first", [0.85, 1.1], ids=["leaves much", "takes too much"])
+def test_a_guess_that_is_refused_is_followed_by_another_and_nothing_is_lowered_twice(
+    first: float, monkeypatch: pytest.MonkeyPatch, whole: Compiled
 ) -> None:
     _, most, _, _ = whole
-    monkeypatch.setattr(choose, "FIRST", 0.85)
-    handle, real, lowered, _ = compiled(int(0.8 * most))
-    assert lowered >= 2, "what was planned then"
-    assert len(handle.plans) == 1
-    assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
-
-
-def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled(
-    whole: Compiled,
-) -> None:
-    looked: list[bool] = []
-    check = _Unseen._check
-
-    def with_more(self: _Unseen, code: Generated) -> None:
-        looked.append(code.priced)
-        self._first = replace(self._first, limit=1)
-        check(self, code)
-
-    _, most, _, _ = whole
-    with mock.patch.object(_Unseen, "_check", with_more):
+    monkeypatch.setattr(choose, "FIRST", first)
+    with (
+        mock.patch.object(inductor, "compile_half", side_effect=inductor.compile_half) as halves,
+        mock.patch.object(choose, "CandidateCuts", side_effect=choose.CandidateCuts) as timed,
+    ):
         handle, real, lowered, _ = compiled(int(0.8 * most))
-    assert looked == [False] and lowered == 2, "what was planned then, and not the plain halves"
+    assert lowered == 0 and halves.call_count == 4, "each cut is lowered as it is compiled"
+    assert timed.call_count == 1, "operations are timed once"
+    assert len(handle.plans) == 1
+    assert abs(real - handle.plan.predicted_peak_bytes) <= 16
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
+
+
+def test_the_smallest_budget_is_compiled_without_a_look_where_the_plan_is_met() -> None:
+    handle, real, lowered, _ = compiled("min")
+    assert lowered == 0
+    assert handle.plan.replayed
+    assert abs(real - handle.plan.predicted_peak_bytes) <= 16
 
 
 class Broken(nn.Sequential):

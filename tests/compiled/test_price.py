@@ -12,10 +12,11 @@ from torch import fx, nn
 
 from lowtide.compiled import price
 from lowtide.compiled.alone import forecast
-from lowtide.compiled.choose import with_prices
+from lowtide.compiled.choose import Choice, with_prices
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated, Traffic
 from lowtide.compiled.price import CandidateCuts, costs_of, half_seconds, parts_of
+from lowtide.plan.choose import at_or_smallest
 from lowtide.private import inductor, partitioning
 
 ROWS, WIDTH = 64, 48
@@ -89,6 +90,50 @@ def test_what_a_backward_computes_within_its_readers_takes_no_memory() -> None:
     writes = [joint.bytes[key] for call in joint.calls if not call.forward for key in call.writes]
     assert max(writes) == 2 * ROWS * 2048  # the logits' gradient, and not its float32 before it
     assert backward.peak_bytes < 3 * 2 * ROWS * 2048
+
+
+class Tied(nn.Module):
+    """An embedding that is the head, too, and between them more than the logits take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(2048, 16)
+        self.up, self.down = nn.Linear(16, 8192, bias=False), nn.Linear(8192, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.down(nn.functional.gelu(self.up(self.tokens(x))))
+        return nn.functional.cross_entropy(hidden @ self.tokens.weight.t(), x)
+
+
+def planned_and_taken(found: Look) -> tuple[int, int]:
+    """What the least plan is predicted to take, and what the text of its cut says."""
+    cuts = CandidateCuts(found.joint, {}, 0)
+    choice = Choice(cuts.timeline, [cuts], cuts.step, "min")
+    plan = at_or_smallest(cuts.step.graph, 1)
+    return plan.predicted_peak_bytes, choice.peak((cuts.of(plan, cuts.step, 0),))
+
+
+class Head(nn.Module):
+    """A head and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 2048, bias=False)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(x), targets)
+
+
+def test_a_product_that_is_added_late_runs_where_it_stands() -> None:
+    planned, taken = planned_and_taken(look_at(Tied(), torch.randint(2048, (ROWS,))))
+    hidden, logits = 4 * ROWS * 8192, 4 * ROWS * 2048
+    assert taken == planned
+    assert taken < 2 * hidden + 1.5 * logits  # beside which the gradient of the logits stood
+
+
+def test_what_a_kernel_writes_over_what_it_reads_counts_once() -> None:
+    planned, taken = planned_and_taken(look_at(Head(), torch.randn(ROWS, 16), torch.randint(2048, (ROWS,))))
+    assert taken == planned < 2 * 4 * ROWS * 2048
 
 
 def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: Look) -> None:

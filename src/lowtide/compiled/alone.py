@@ -14,8 +14,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,8 @@ from torch import fx
 from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, compile_graph
-from lowtide.compiled.choose import Choice, Chosen, First, choice_alone, share_of_largest
-from lowtide.compiled.cut import Halves
+from lowtide.compiled.choose import Choice, Chosen, Cuts, Search, choice_alone, searched, share_of_largest
+from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated, Size
@@ -37,6 +38,7 @@ from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
+from lowtide.progress import current
 from lowtide.trace.costs.roofline import outside_modes
 from lowtide.version import __version__
 
@@ -110,21 +112,13 @@ class Partitioner(Cutter):
         fixed = not self.tiers and not any(partitioning.free_sizes_of(inputs))
         compiled, texts = None, list[str]()
         at_once = options is not None and fixed and inductor.writes_python()
+        compile = functools.partial(compile_graph, module, inputs, options, self, at_once=at_once)
         with inductor.reading(texts.append):
             if at_once:
-                self._unseen = unseen = _Unseen()
-                try:
-                    compiled = compile_graph(module, inputs, options, self, unseen.compile, at_once=True)
-                except _CutRefused:
-                    texts.clear()
-                finally:
-                    self._unseen = None
-                if unseen.accepted is not None:
-                    self._report.add(unseen.accepted)
-                elif unseen.candidate is not None:  # nothing was generated that could be read
-                    compiled = None
+                compiled = self._unseen_first(compile, texts)
             if compiled is None:
-                compiled = compile_graph(module, inputs, options, self, at_once=at_once)
+                texts.clear()
+                compiled = compile()
         if options is None or folder is None or not texts:
             return compiled
         shelf, key = Shelf(folder / "lowtide"), self.uuid() + texts[0]  # the forward says what it saves
@@ -137,6 +131,26 @@ class Partitioner(Cutter):
                 return compile_graph(module, inputs, anew, self, at_once=at_once)
             self._report.planned += known
         return compiled
+
+    def _unseen_first(self, compile: Callable[..., Any], texts: list[str]) -> Any:
+        """What is compiled by the first cut that proves good; nothing where no text was generated to see that
+        by.
+        """
+        self._unseen = unseen = _Unseen()
+        try:
+            while True:
+                try:
+                    compiled = compile(inner=unseen.compile)
+                except _CutRefused:
+                    texts.clear()
+                    continue
+                if unseen.candidate is not None:
+                    return None
+                if unseen.chosen is not None:
+                    self._report.add(unseen.chosen)
+                return compiled
+        finally:
+            self._unseen = None
 
     def halves(self, joint: Joint) -> Halves:
         """Forward and backward within the budget."""
@@ -160,9 +174,11 @@ class Partitioner(Cutter):
             return choice_alone(at, budget, standing, self.options, self.tiers, self.after_bytes)
 
         if self._unseen is not None and fixed:
-            first = self._unseen.begin(choice(self.budget, joint))
-            if first is not None:
-                return first
+
+            def search(budget: str | int) -> Search:
+                return choice(budget, joint).search()
+
+            return self._unseen.begin(joint, search, self.budget, self._report.planned)
 
         def plan_at(size_of: Size) -> Chosen:
             at = joint if size_of is joint.size else replace(joint, size=size_of)
@@ -201,33 +217,65 @@ class _CutRefused(BaseException):
 
 
 class _Unseen:
-    """Compiles a first cut of a graph that is a whole step before it is priced. It is priced by the text that
-    Inductor generates meanwhile, and the compilation ends where it is not good.
+    """Compiles cuts of a graph that is a whole step before they are priced. Each is priced by the text that
+    Inductor generates meanwhile, and its compilation ends where it is not good.
 
     Attributes:
         candidate: the cut that waits for its price.
-        accepted: the cut with what it takes, once that is known.
+        chosen: the cut that is compiled in the end, with what it takes, once that is known.
     """
 
     candidate: CandidateCut | None = None
-    accepted: Chosen | None = None
-    _choice: Choice
-    _first: First
+    chosen: Chosen | None = None
+    _search: Iterator[Cuts | None] | None = None
+    _program = ""
+    _tries = 0
 
-    def begin(self, choice: Choice) -> Halves | None:
-        """The halves to compile, or ``None`` where none may be compiled unseen."""
-        first = choice.first()
-        if first is None:
-            return None
-        self._choice, self._first, self.candidate = choice, first, first.cuts[0]
-        forward, backward = self.candidate.halves
-        return partitioning.twin(forward), partitioning.twin(backward)
+    def begin(
+        self, joint: Joint, search: Callable[[str | int], Search], budget: str | int, before: Sequence[Plan]
+    ) -> Halves:
+        """The halves to compile.
+
+        Args:
+            joint: the graph; at each compilation it is traced anew, and is the same.
+            search: searches within a budget.
+            budget: as of `lowtide.compile`.
+            before: the plans for other graphs within it.
+
+        Raises:
+            BudgetError: no plan is found that fits.
+        """
+        if self._search is None:
+            self._program = joint.program
+            self._search = searched(search, budget, before, self._found)
+        if joint.program != self._program:
+            raise PlanError(
+                "a graph was traced in two ways while it was compiled: something that it depends on changed "
+                "meanwhile. Run the step again"
+            )
+        self.candidate = None
+        self._tries += 1
+        cuts = next(filter(None, self._search), None)
+        again = f", try {self._tries}" if self._tries > 1 else ""
+        current().say(f"compiling within the budget{again}")
+        if cuts is None:
+            assert self.chosen is not None
+            cuts = self.chosen.cuts
+        else:
+            self.candidate = cuts[0]
+        stored = cuts[0].stored
+        if stored is None:
+            return partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
+        return cut(joint, stored)
+
+    def _found(self, chosen: Chosen) -> None:
+        self.chosen = chosen
 
     def compile(self, half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
         """What Inductor makes of a half.
 
         Raises:
-            _CutRefused: the cut is not good; before the kernels are compiled that the half's text names.
+            _CutRefused: the cut is not good; before the kernels are compiled that the backward's text names.
         """
         if self.candidate is None:
             return inductor.compile_half(half, inputs, **how)
@@ -237,27 +285,26 @@ class _Unseen:
 
         def look(text: str) -> None:
             code.read(text, as_given, strides, bool(how.get("is_backward")))
-            with outside_modes():
-                self._check(code)
+            if code.priced:
+                with outside_modes():
+                    self._check()
 
         with inductor.reading(look):
             return inductor.compile_half(half, inputs, **how)
 
-    def _check(self, code: Generated) -> None:
-        """A half's text was read.
+    def _check(self) -> None:
+        """The candidate is priced.
 
         Raises:
-            _CutRefused: what it takes is above the budget, or both halves leave much of it.
+            _CutRefused: it is not chosen.
         """
-        candidate, choice, first = self.candidate, self._choice, self._first
-        assert candidate is not None
-        standing = choice.timeline.standing_bytes
-        if standing + code.forward_at(candidate.size).peak_bytes > first.most_bytes:
+        assert self._search is not None
+        following = next(self._search, None)
+        if following is not None:
+            self._search = chain([following], self._search)
+        if self.chosen is None or self.chosen.cuts[0] is not self.candidate:
             raise _CutRefused
-        if code.priced:
-            self.accepted, self.candidate = choice.accepted(first), None
-            if self.accepted is None:
-                raise _CutRefused
+        self.candidate = None
 
 
 # ---- on disk --------------------------------------------------------------------------------------

@@ -7,18 +7,17 @@ each takes at every moment of the step, picks one for each call: the least secon
 different ones of a graph that is called often. Where the planner's own choice takes too much or leaves much,
 it is asked again, for as many bytes less or more as it was off.
 
-Under Inductor pricing lowers a graph, which takes longer than everything else that planning does. Most first
-choices of a step that is one graph are good: so they are compiled as they are (`Choice.first`), and priced by
-what is generated for them meanwhile (`Choice.accepted`).
+Under Inductor pricing lowers a graph, which takes longer than everything else that planning does. Most
+choices of a step that is one graph are good: so they may be compiled as they are, and priced by what is
+generated for them meanwhile (`Choice.search`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any, TypeVar
 
 from lowtide import budget as budgets
@@ -32,7 +31,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
-from lowtide.plan.choose import NEAR, at_or_smallest, attempts
+from lowtide.plan.choose import NEAR, Correction, at_or_smallest
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.table import ModuleRow
 from lowtide.plan.moves import missing_links
@@ -61,6 +60,9 @@ not rise with that. The smallest budget became 0.5 % less for a T5 by the first,
 the second, and the same on others.
 """
 
+SURE = 1.001
+"""Of what is predicted for the smallest peak; what takes no more is not compared with other cuts."""
+
 MOST_CUTS = 3
 """Candidate cuts of one graph that one step may run: each is compiled."""
 
@@ -68,6 +70,10 @@ WORTH = 1e-3
 """Share of a step that another candidate cut of a graph has to save to be compiled."""
 
 MOST_NODES = 2000  # of branch and bound
+
+
+Cuts = tuple[CandidateCut, ...]
+"""A candidate for each call."""
 
 
 @dataclass(frozen=True)
@@ -81,34 +87,17 @@ class Chosen:
         graph: that graph.
     """
 
-    cuts: tuple[CandidateCut, ...]
-    plain: tuple[CandidateCut, ...]
+    cuts: Cuts
+    plain: Cuts
     plan: Plan
     graph: StepGraph
 
 
-@dataclass(frozen=True)
-class First:
-    """Cuts of a step that are compiled before they are priced.
-
-    Attributes:
-        plan: the planner's, by single calls.
-        cuts: a candidate for each call.
-        limit: the budget in bytes; ``None`` for the share of what these cuts take.
-        plain_peak: of the plain step; ``None`` where these are the plain cuts.
-    """
-
-    plan: Plan
-    cuts: tuple[CandidateCut, ...]
-    limit: int | None
-    plain_peak: int | None
-
-    @property
-    def most_bytes(self) -> float:
-        """What a step with these cuts may take."""
-        if self.limit is None:
-            return math.inf
-        return self.limit if self.plain_peak is None else self.limit - budgets.slack_bytes(self.limit)
+Search = Generator[Cuts | None, None, Chosen]
+"""Yields cuts that are worth compiling before they are priced: whoever goes on without that prices them. Once
+they are priced, it yields ``None`` where they are not the ones to choose, and does that before anything else
+is lowered. It returns what is chosen.
+"""
 
 
 def choice_alone(
@@ -176,7 +165,7 @@ class Choice:
         self.budget, self.policy = budget, policy
         self.fused = any(one.options is not None for one in candidates)
         self._share = isinstance(budget, str) and budget.strip().endswith("%")
-        self.tried: dict[tuple[CandidateCut, ...], Plan] = {}
+        self.tried: dict[Cuts, Plan] = {}
 
     # ---- what cuts take --------------------------------------------------------------------------
 
@@ -210,7 +199,7 @@ class Choice:
         return cut.backward_bytes(lent)
 
     @functools.cached_property
-    def _plain(self) -> tuple[CandidateCut, ...]:
+    def _plain(self) -> Cuts:
         return tuple(one.plain for one in self.candidates)
 
     @functools.cached_property
@@ -219,63 +208,42 @@ class Choice:
 
     # ---- choosing --------------------------------------------------------------------------------
 
-    def first(self) -> First | None:
-        """The cuts to compile unseen, by what single calls take; nothing where that says too little, or where
-        pricing is cheap.
-        """
-        often = len(set(map(id, self.candidates))) < len(self.candidates)  # those are mixed
-        if not self.fused or often or self.policy != "optimal" or budgets.asks_for(self.budget) == "min":
-            return None
-        if self._share and budgets.parse(self.budget, 100) >= 100:
-            return First(self._keeps_all, self._plain, None, None)
-        about = self.peak(self._plain) if self._share else self._keeps_all.predicted_peak_bytes
-        limit = self._resolved(about)
-        if not self._share and limit >= (1 + DOUBT) * about:
-            return First(self._keeps_all, self._plain, limit, None)
-        room = limit - budgets.slack_bytes(limit)
-        if not self._share and limit > (1 - DOUBT) * about:
-            return None
-        plan = at_or_smallest(self.step.graph, int(FIRST * room))
-        if plan.predicted_peak_bytes > room:
-            return None
-        return First(plan, self._meant(plan), limit, about)
-
-    def accepted(self, first: First) -> Chosen | None:
-        """The first cuts with what they were seen to take; nothing where that is above the budget, or leaves
-        much of it.
-        """
-        peak = self.peak(first.cuts)
-        limit = budgets.parse(self.budget, peak) if first.limit is None else first.limit
-        if peak > first.most_bytes or (first.plain_peak is not None and peak < NEAR * limit):
-            return None
-        return self._chosen(first.cuts, first.plan, limit, first.plain_peak or peak)
-
     def chosen(self) -> Chosen:
         """The best cuts that are found, each priced.
 
         Raises:
             BudgetError: none are found that fit.
         """
+        search = self.search()
+        while True:
+            try:
+                next(search)
+            except StopIteration as found:
+                return found.value
+
+    def search(self) -> Search:
+        """As `chosen`, step by step.
+
+        Raises:
+            BudgetError: none are found that fit.
+        """
         for one in dict.fromkeys(one for one in self.candidates if self.candidates.count(one) > 1):
             one.look()  # layers that share a graph are cut in few ways, so these are mixed
+        if self._share and budgets.parse(self.budget, 100) >= 100:
+            yield self._plain
         exact = not self.fused or self._share
         plain_peak = self.peak(self._plain) if exact else self._keeps_all.predicted_peak_bytes
-        limit = self._resolved(plain_peak)
+        smallest = (yield from self._least()) if budgets.asks_for(self.budget) == "min" else None
+        limit = self._resolved(plain_peak, smallest)
         if not exact and limit > (1 - DOUBT) * plain_peak:
+            yield self._plain if limit >= plain_peak else None
             plain_peak = self.peak(self._plain)
         if plain_peak <= limit:
             return self._chosen(self._plain, self._keeps_all, limit, plain_peak)
         room = limit - budgets.slack_bytes(limit)
-        target = int(FIRST * room) if self.fused else room
         best = self._best(room) if self.tried else None
         if best is None or self.peak(best) < NEAR * limit:
-            tried = attempts(
-                self.step.graph, room, lambda plan: self.peak(self._meant(plan)), self.policy, target
-            )
-            for _ in islice(tried, ROUNDS):
-                best = self._best(room) or best
-                if best is not None and self.peak(best) >= NEAR * limit:
-                    break
+            best = (yield from self._near(room, limit)) or best
         if best is None:
             smallest = with_slack(self._smallest()) + 1
             best = self._best(room)
@@ -289,9 +257,28 @@ class Choice:
             plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
         return self._chosen(best, plan, limit, plain_peak)
 
-    def _resolved(self, plain_peak: int) -> int:
+    def _near(self, room: int, limit: int) -> Generator[Cuts | None, None, Cuts | None]:
+        """The best cuts within ``room`` bytes that a few plans ask for; nothing where none of these fit."""
+        best, correction = None, Correction(room)
+        target: int | None = int(FIRST * room) if self.fused else room
+        for _ in range(ROUNDS):
+            plan = at_or_smallest(self.step.graph, target, self.policy)
+            cuts = self._meant(plan)
+            yield cuts
+            took = self.peak(cuts)
+            best = self._best(room) or best
+            if best is not None and self.peak(best) >= NEAR * limit:
+                break
+            yield None
+            target = correction.following(target, plan.predicted_peak_bytes, took)
+            if target is None:
+                break
+        return best
+
+    def _resolved(self, plain_peak: int, smallest: int | None) -> int:
         device, standing = self.timeline.device, self.timeline.standing_bytes
-        return budgets.resolve(self.budget, plain_peak, self._smallest, device, standing_bytes=standing)
+        least = self._smallest if smallest is None else lambda: smallest
+        return budgets.resolve(self.budget, plain_peak, least, device, standing_bytes=standing)
 
     def _refused(self, limit: int, smallest: int, plain_peak: int) -> Exception:
         standing, zeros = self.timeline.standing_bytes, 0
@@ -315,7 +302,7 @@ class Choice:
             made=holders_at_peak(sim, simulation),
         )
 
-    def _meant(self, plan: Plan) -> tuple[CandidateCut, ...]:
+    def _meant(self, plan: Plan) -> Cuts:
         """What a plan of the step means for each call."""
         meant = tuple(one.of(plan, self.step, n) for n, one in enumerate(self.candidates))
         self.tried.setdefault(meant, plan)
@@ -323,18 +310,31 @@ class Choice:
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
+        search = self._least()
+        while True:
+            try:
+                next(search)
+            except StopIteration as found:
+                return found.value
+
+    def _least(self) -> Generator[Cuts | None, None, int]:
+        """As `_smallest`, step by step."""
         for one in dict.fromkeys(self.candidates) if self.candidates[0].standing_bytes is None else ():
             one.look()
         plan = at_or_smallest(self.step.graph, 1, self.policy)
-        self.peak(self._meant(plan))
-        for more in ABOVE_LEAST if self.fused else ():
-            target = int(more * plan.predicted_peak_bytes)
-            self.peak(self._meant(at_or_smallest(self.step.graph, target, self.policy)))
+        cuts = self._meant(plan)
+        yield cuts
+        if self.fused and self.peak(cuts) > SURE * plan.predicted_peak_bytes:
+            yield None
+            for more in ABOVE_LEAST:
+                target = int(more * plan.predicted_peak_bytes)
+                self.peak(self._meant(at_or_smallest(self.step.graph, target, self.policy)))
+        self.peak(cuts)
         found = self._best(None)
         assert found is not None
         return self.peak(found)
 
-    def _chosen(self, cuts: tuple[CandidateCut, ...], plan: Plan, limit: int, plain_peak: int) -> Chosen:
+    def _chosen(self, cuts: Cuts, plan: Plan, limit: int, plain_peak: int) -> Chosen:
         seconds = plain_seconds = sum(one.seconds for one in cuts)
         if all(one.code.priced for one in self._plain):
             plain_seconds = sum(one.seconds for one in self._plain)
@@ -344,7 +344,7 @@ class Choice:
         plan = with_prices(plan, limit, self.peak(cuts), plain_peak, seconds, plain_seconds)
         return Chosen(cuts, self._plain, plan, self.step.graph)
 
-    def _best(self, room: int | None) -> tuple[CandidateCut, ...] | None:
+    def _best(self, room: int | None) -> Cuts | None:
         """A candidate for each call, of those that are priced: the least seconds within ``room`` bytes at
         every moment, or with ``None`` the smallest peak; nothing where none fits.
         """
@@ -422,6 +422,24 @@ def with_prices(
     )
 
 
+def searched(
+    search: Callable[[str | int], Search],
+    budget: str | int,
+    before: Sequence[Plan],
+    found: Callable[[Chosen], None],
+) -> Iterator[Cuts | None]:
+    """What a search yields; ``found`` is told what it returns. Where the budget is a share and too small, it
+    searches within what `share_of_largest` says.
+
+    Raises:
+        BudgetError: no plan is found that fits.
+    """
+    try:
+        found((yield from search(budget)))
+    except BudgetError as error:
+        found((yield from search(_of_largest(error, budget, before))))
+
+
 def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: Iterable[Plan]) -> T:
     """What ``plan`` makes of a budget. Where that is a share and too small for this step, its bytes are those
     of the largest step so far: a last, small batch has room for what larger ones may take.
@@ -437,8 +455,13 @@ def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: 
     try:
         return plan(budget)
     except BudgetError as error:
-        largest = max((one.budget_bytes or 0 for one in before), default=0)
-        share = isinstance(budget, str) and budget.strip().endswith("%")
-        if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
-            raise
-    return plan(largest)
+        return plan(_of_largest(error, budget, before))
+
+
+def _of_largest(error: BudgetError, budget: str | int, before: Iterable[Plan]) -> int:
+    """The bytes to plan for where a share is too small; raises the error where these are, too."""
+    largest = max((one.budget_bytes or 0 for one in before), default=0)
+    share = isinstance(budget, str) and budget.strip().endswith("%")
+    if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
+        raise error
+    return largest

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +38,8 @@ def cut(joint: Joint, stored: Iterable[Key]) -> Halves:
     outputs, static = joint.forward_outputs, joint.static
     forward, backward = partitioning.extract(joint.module, nodes, symbols, outputs, static)
     _order(backward, joint)
+    if joint.fusible is not None:
+        _keep_products_apart(backward, joint)
     return partitioning.finish(forward, False), partitioning.finish(backward, True)
 
 
@@ -68,6 +70,53 @@ def _order(backward: fx.GraphModule, joint: Joint) -> None:
         before.append(node)
     graph.lint()
     backward.recompile()
+
+
+def _keep_products_apart(backward: fx.GraphModule, joint: Joint) -> None:
+    """Let products run where they stand, though their results are added to something later.
+
+    Inductor makes one call, ``addmm``, of a product and a sum, and runs it where the sum stands: what the
+    product reads would live until then. The gradient of tied weights is such a sum, at the end of backward,
+    and the gradient of the logits would stand through all of it. A product times one is none to Inductor, and
+    the same bits.
+    """
+    graph = backward.graph
+    nodes = list(graph.nodes)
+    at = {node: number for number, node in enumerate(nodes)}
+    inputs = joint.inputs_in()
+    last: dict[int, int] = {}  # storages -> where they are read last
+    for node in nodes:
+        for source in node.all_input_nodes:
+            if (storage := partitioning.storage_of(source.meta.get("val"))) is not None:
+                last[storage] = at[node]
+    for node in nodes:
+        products = [one for one in partitioning.products_added(node) if _lengthens(one, at, last, inputs)]
+        for product in partitioning.products_added(node) if products else ():
+            with graph.inserting_after(product):
+                apart = call(graph, f"{product.name}_apart", torch.ops.aten.mul.Tensor, product, 1)
+            node.replace_input_with(product, apart)
+    backward.recompile()
+
+
+def _lengthens(
+    product: fx.Node, at: Mapping[fx.Node, int], last: Mapping[int, int], inputs: Collection[str]
+) -> bool:
+    """Whether more bytes would live longer than fewer, if a product ran where its only reader stands."""
+    (reader,) = product.users
+    read = {
+        partitioning.storage_of(one.meta["val"]): one.meta["val"].untyped_storage().nbytes()
+        for one in product.all_input_nodes
+        if one.name not in inputs
+    }
+    longer = sum(
+        partitioning.hint(count)
+        for storage, count in read.items()
+        if storage is not None and last[storage] < at[reader]
+    )
+    between = any(
+        partitioning.is_product(one) for one, place in at.items() if at[product] < place < at[reader]
+    )
+    return between and longer > partitioning.hint(product.meta["val"].untyped_storage().nbytes())
 
 
 # ---- saved values in another form ----------------------------------------------------------------

@@ -28,8 +28,9 @@ from lowtide.compiled.joint import Key
 from lowtide.compiled.profile import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import measurable, storages
-from lowtide.plan.data import Offload, Plan
+from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
+from lowtide.progress import working
 from lowtide.run.messages import Once
 from lowtide.traced import wishes_of
 
@@ -213,8 +214,12 @@ class Flow:
         """
         self.codes += 1
         if not (self.graphs or self._in_parts()) and captured.is_whole_step(module):
-            with self.unseen():
-                return self._partitioner(module).compile(module, inputs)
+            with self.unseen(), working("compiling", "compiled within the budget") as work:
+                before = len(self.report.planned)
+                compiled = self._partitioner(module).compile(module, inputs)
+                for plan in self.report.planned[before:]:
+                    work.done(in_one_line(plan))
+                return compiled
         if self.tiers:
             raise PlanError(
                 "tiers are for a model that is one graph and returns its loss alone: leave tiers out, or "
@@ -370,10 +375,12 @@ class Flow:
         before = [one.plan for one in self.chosen.values()]
         found = choice(self.budget).again(self.chosen[first]) if self._known.get(first) is known else None
         if found is None:
-            try:
-                found = share_of_largest(lambda budget: choice(budget).chosen(), self.budget, before)
-            except BudgetError as error:
-                raise self._named(error) from None
+            with working("planning", "planned") as work:
+                try:
+                    found = share_of_largest(lambda budget: choice(budget).chosen(), self.budget, before)
+                except BudgetError as error:
+                    raise self._named(error) from None
+                work.done(in_one_line(found.plan))
         self.chosen[first], self._known[first] = found, known
         cuts = [one.stored for one in found.cuts]
         self._turns[first] = list(map(_Turn, graphs, known.sizes, cuts))

@@ -169,6 +169,25 @@ class Joint:
                 found.setdefault(key, []).append(call)
         return found
 
+    def written_over(self, call: JointCall) -> set[Key]:
+        """What a kernel of the backward writes where something lay that it alone reads there: results as
+        large as one of its operands, and of the same type. The forward's inputs stay.
+        """
+        if call.forward or self.fusible is None or not self.fusible(call.node):
+            return set()
+        given = {self.key_of[node] for node in self.primals if node in self.key_of}
+        alone = [key for key in call.reads if self.readers[key] == [call] and key not in given]
+        free = Counter(self._kind(key) for key in alone)
+        found: set[Key] = set()
+        for key in call.writes:
+            if free[self._kind(key)]:
+                free[self._kind(key)] -= 1
+                found.add(key)
+        return found
+
+    def _kind(self, key: Key) -> tuple[int, torch.dtype]:
+        return self.bytes[key], self.root[key].meta["val"].dtype
+
     @cached_property
     def program(self) -> str:
         """A digest of what is called and how that is named, whatever the sizes."""

@@ -29,6 +29,7 @@ from lowtide.private import (
     partitioning,
     tree_leaves,
 )
+from lowtide.progress import current
 from lowtide.trace.costs.measure import measure_scratch
 from lowtide.trace.costs.specs import described_call, runnable
 
@@ -109,6 +110,7 @@ class Generated:
 
     def _lower(self) -> None:
         forward, backward = self._halves
+        current().say("planning: asking Inductor what a plan takes")
         text, strides = inductor.generated(forward, False, self._options)
         self.read(text, forward, {}, False)
         donated = inductor.donated_inputs(forward, backward, self._joint.forward_outputs)

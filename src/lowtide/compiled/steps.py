@@ -278,20 +278,25 @@ class _Writer:
             cost, module = self.costs[number][call.node.name], module_of(call)
             index = len(self.operations)
             reads = tuple(self._value(number, key) for key in call.reads)
+            over = joint.written_over(call)
             made = {
-                key: self._new(joint.bytes[key] + cost.surplus_bytes, phase, index) for key in call.writes
+                key: self._new(joint.bytes[key] + cost.surplus_bytes, phase, index + (key in over))
+                for key in call.writes
             }
-            self._operation(
-                str(call.node.target), reads, tuple(made.values()), phase, cost, module, call.reason
-            )
+            name, ended = str(call.node.target), ends.get(at, ())
+            wrote = tuple(made[key] for key in call.writes if key not in over)
+            self._operation(name, reads, wrote, phase, cost, module, call.reason)
+            self._event("done", *asked)
+            if over:  # what it reads makes room first
+                self._event("free", *(own.pop(key) for key in ended if key in own))
+                self._operation(name, (), tuple(made[key] for key in over), phase, module=module)
             for key, value in made.items():
                 self._of[number, key] = self.made[number, key] = value
                 own[key] = self.values[value].storage
-            self._event("done", *asked)
             for key in call.writes if forward else ():
                 for reader in joint.readers.get(key, ()):
                     self._save(number, joint.root[key], self._of[number, key], module, reader)
-            self._event("free", *(own.pop(key) for key in ends.get(at, ()) if key in own))
+            self._event("free", *(own.pop(key) for key in ended if key in own))
         for key, storage in own.items():  # what is returned
             other = self.shared.number_of((number, key)) if forward else None
             if other is None:  # counts as standing

@@ -321,6 +321,25 @@ def is_written(node: fx.Node, reads: int, computes: Collection[fx.Node], users: 
     return heavy or reads > inductor_config.realize_reads_threshold or len(computes) > _MOST_COMPUTED
 
 
+def is_product(node: fx.Node) -> bool:
+    """Whether a node is a matrix product, which runs as a call of its own."""
+    return node.op == "call_function" and node.target in _PRODUCTS
+
+
+_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default})
+
+
+def products_added(node: fx.Node) -> list[fx.Node]:
+    """The products that Inductor may take into this sum, which then is one call, ``addmm``."""
+    if node.op != "call_function" or node.target is not torch.ops.aten.add.Tensor:
+        return []
+    return [
+        one
+        for one in node.all_input_nodes
+        if one.op == "call_function" and one.target is torch.ops.aten.mm.default and len(one.users) == 1
+    ]
+
+
 def default_fusible() -> Callable[[fx.Node], bool]:
     """Whether Inductor generates code for a node and may fuse it with others, as its partitioner guesses."""
     return partitioners.get_default_op_list().is_fusible
