@@ -281,3 +281,43 @@ def test_the_refusal_of_a_step_that_makes_a_graph_says_so() -> None:
     first = torch.autograd.grad(model(x), parameters, create_graph=True)
     with pytest.raises(lowtide.BudgetError, match="create_graph=True"):
         torch.autograd.grad(total(first), parameters)
+
+
+class AsksThrice(torch.autograd.Function):
+    """Each look at ``ctx.saved_tensors`` unpacks all of them once more."""
+
+    @staticmethod
+    def forward(ctx, x):
+        sine, cosine = x.sin(), x.cos()
+        ctx.save_for_backward(x, sine, cosine)
+        return sine
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, cosine = ctx.saved_tensors[0], ctx.saved_tensors[2]
+        return gradient * cosine + 0 * ctx.saved_tensors[1] + 0 * x
+
+
+class AskingBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + AsksThrice.apply(self.mlp(x))
+
+
+@needs_meter
+@pytest.mark.filterwarnings("ignore:the first step, from which lowtide plans")
+def test_a_function_that_looks_at_its_saved_tensors_again_takes_what_was_predicted() -> None:
+    """What it holds of a look stands beside what the next one brings back."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(AskingBlock() for _ in range(3))), torch.randn(512, 32)
+    handle = lowtide.limit_memory(model, "min")
+    for step in range(3):
+        model(x).square().mean().backward()
+        model.zero_grad()
+        if step:
+            plan = handle.plan
+            assert plan is not None and plan.replayed
+            assert abs(handle.measured_peak_bytes - plan.predicted_peak_bytes) < 4096  # type: ignore

@@ -20,7 +20,8 @@ Bytes = NDArray[np.int64]
 
 Happening = tuple[int, str, int]
 """An event, what happens to a value's copy then, and the value. What happens: a tensor of it is unpacked for
-the first time (``unpack``) or once more (``again``), is ``done``, or who might have asked is ``gone``."""
+the first time (``unpack``) or once more (``again``), is ``done`` (``done again``), or who might have asked is
+``gone``."""
 
 
 def bytes_over_time(changes: Iterable[tuple[int, int]], end: int) -> Bytes:
@@ -257,6 +258,7 @@ class StepIndex:
                 *((spans[0][0], "unpack", v) for spans in asked),
                 *((start, "again", v) for spans in asked for start, _ in spans[1:]),
                 *((spans[0][1], "done", v) for spans in asked if spans[0][1] < self.end),
+                *((done, "done again", v) for spans in asked for _, done in spans[1:] if done < self.end),
             ]
 
     def _natural_timeline(self, hold: list[int]) -> None:

@@ -116,6 +116,8 @@ class Walk:
         """value -> readers that have not read it yet"""
         self.handed = defaultdict[int, int](int)
         """value -> tensors of it that backward holds now"""
+        self.apart = defaultdict[int, list[int]](list)
+        """value -> bytes of what later unpacks handed out, in their order; none for the cached copy"""
         self.cached: set[int] = set()
         self.there = bytearray(flags)
         """value -> whether it is stored, or cached"""
@@ -155,6 +157,8 @@ class Walk:
                 self._drop(value)
             elif what == "again":
                 self._again(value, event)
+            elif what == "done again":
+                self._done_again(value)
             else:
                 self._fetch_ahead(event)
             if self.live != before:
@@ -273,10 +277,12 @@ class Walk:
             self.places.end(value)
 
     def _again(self, value: int, event: int) -> None:
-        """Rule 10: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is
-        still cached.
+        """Rule 10: a later unpack of the same saved tensor takes the copy cached for others, or runs an
+        uncached replay, whose result is there until backward drops it.
         """
-        if value in self.cached:
+        if value in self.cached and self.left[value]:
+            self.handed[value] += 1
+            self.apart[value].append(0)
             return
         before, needed = self.live, self._needed(value)
         left = defaultdict[int, int](int, {value: 1})
@@ -287,4 +293,13 @@ class Walk:
             left[u] += u in left
         self.repeats += needed
         self._bring(value, event, left, set(self.cached), again=True)
-        self.live = before
+        self.apart[value].append(self.sim.value_bytes[value])
+        self.live = before + self.apart[value][-1]
+
+    def _done_again(self, value: int) -> None:
+        """Backward has dropped what a later unpack handed out."""
+        own = self.apart[value].pop(0)
+        self.live -= own
+        if not own:
+            self.handed[value] -= 1
+            self._drop(value)
