@@ -4,6 +4,7 @@ gradients bit by bit, as many gathers as without a limit, and what is predicted 
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide import meter, private
+from lowtide.plan import policies
+from lowtide.run.limit import planning
 
 pytestmark = needs_gloo
 
@@ -473,6 +476,43 @@ def automatic() -> None:
     assert plans[0] == plans[1]
 
 
+def searched() -> None:
+    """Others wait in the first step's backward: a search there takes no longer than a step."""
+    given: list[float] = []
+    own = policies.optimal
+
+    def noted(seconds: float | None = None) -> Any:
+        given.append(seconds or 30.0)
+        return own(seconds)
+
+    model = sharded(Model())
+    handle = lowtide.limit_memory(model, "70%", optimizer=torch.optim.AdamW(model.parameters()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policies, "optimal", noted)
+        model(batch(0)).backward()
+    assert handle.graph is not None
+    assert given and max(given) <= max(planning._LEAST_SECONDS, handle.graph.plain_seconds)
+
+
+def better_later() -> bool:
+    """A poor plan of the first step, and a search that goes on: whether each rank takes what it finds."""
+    model = sharded(Model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "_ended_early", lambda plan: True)
+        patch.setattr(planning.PlanMaker, "_policy", lambda self, graph: "full")
+        handle = lowtide.limit_memory(model, "90%", policy="optimal")
+        model(batch(0)).backward()
+    assert handle.plan is not None
+    first, steps_, going = handle.plan.program, 0, torch.ones(1)
+    while going and steps_ < 300:
+        model(batch(steps_)).backward()
+        going.fill_(handle._limiter.cache.latest.search is not None)
+        dist.all_reduce(going)
+        time.sleep(0.1)
+        steps_ += 1
+    return handle.plan.program != first
+
+
 def several(*bodies: Callable[..., None]) -> None:
     """One after the other, in the same processes."""
     for body in bodies:
@@ -480,7 +520,12 @@ def several(*bodies: Callable[..., None]) -> None:
 
 
 def test_what_fsdp_is_asked_for() -> None:
-    on_ranks(2, several, partial(compared, list(FAST), ("min",)), refused, by_any_method, automatic)
+    on_ranks(2, several, partial(compared, list(FAST), ("min",)), refused, by_any_method, automatic, searched)
+
+
+@pytest.mark.slow
+def test_ranks_take_a_better_plan_each() -> None:
+    assert on_ranks(2, better_later) == [True, True]
 
 
 @pytest.mark.slow

@@ -247,7 +247,7 @@ class Cache:
         self, peers: Agreement, entry: Entry, graph: StepGraph, refusal: BudgetError | None
     ) -> BudgetError | None:
         """Exchange with the ranks that shard the model what each refuses and plans. Where all of them run the
-        same program they take the plan of the one with the fewest bytes left.
+        same program they begin with the plan of the one with the fewest bytes left.
 
         Returns:
             The first refusal of any.
@@ -268,8 +268,9 @@ class Cache:
             peak = plan.predicted_peak_bytes + resident - theirs
             budget = planned.plan.budget_bytes
             plan = replace(plan, predicted_peak_bytes=peak, budget_bytes=budget)
-            planned.stop()
-            machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
+            common = Planned(entry.key, planned.profiled, planned.graph, plan, planned.search)
+            planned.search = None  # it goes on, and each rank takes what it finds
+            machine.better_found(entry, common)
         return found
 
     # ---- warnings --------------------------------------------------------------------------------

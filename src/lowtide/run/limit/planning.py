@@ -171,9 +171,7 @@ class PlanMaker:
             The step, and the ranks that share the model where each has to plan alone.
         """
         ran = (op for op in profiled.operations if op.phase == "forward")
-        self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran) and not private.units(
-            self.model
-        )
+        self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran)
         if not self._looked_for_ranks:
             self._looked_for_ranks = True
             self.agreement = (
@@ -351,9 +349,10 @@ class PlanMaker:
     @property
     def _keeps_waiting(self) -> bool:
         """Whether other ranks wait while this one searches: those that share the plan, that take part in the
-        forward's collectives, or DDP's. Not those of FSDP, which hold one plan, and none is found later.
+        forward's collectives, that FSDP shards the model over, or DDP's.
         """
-        return self.agreement is not None or self._has_collectives or self.replicas is not None
+        waits = self.agreement is not None or self._has_collectives or self.replicas is not None
+        return waits or agreement_of_shards(self.model) is not None
 
     # ---- the optimizer ---------------------------------------------------------------------------
 
