@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowtide import accelerator, private
+from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph, no_collection
