@@ -31,7 +31,7 @@ from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the model's forward"
 """Why an operation is not replayable that the model's forward did not run."""
-HIDDEN = "it was made by code that the dispatcher does not see"
+OPAQUE = "it was made by code that the dispatcher does not see"
 """Why a value has to stay that a compiled submodule, say, returned."""
 _BEHIND = "what autograd saved of it is overwritten through .data"
 _RESIZED = "the program resizes a storage that it reads or writes"
@@ -189,11 +189,11 @@ class Tracer:
         found = self._known.get(key)
         if found is not None:
             return found
-        hidden, storage = (
+        opaque, storage = (
             producer is None and self.opaque > 0 and key not in self._names,
             tensor.untyped_storage(),
         )
-        if hidden:  # an operation that nobody saw has written it
+        if opaque:  # an operation that nobody saw has written it
             producer = len(self.operations)
         elif producer is None and 0 < storage.nbytes() <= self.left_bytes and key not in self._names:
             self.left_bytes -= storage.nbytes()  # it shows up where the collective is waited for
@@ -215,9 +215,9 @@ class Tracer:
         found.live, found.held, found.gathered = None, None, False
         found.value = len(self.values)
         self.values.append(TracedValue(number, 0, producer, tuple(tensor.shape), tensor.dtype))
-        if hidden:
-            self._add_operation(HIDDEN, (), (found.value,), HIDDEN)
-            self.signatures.append((HIDDEN, producer))
+        if opaque:
+            self._add_operation(OPAQUE, (), (found.value,), OPAQUE)
+            self.signatures.append((OPAQUE, producer))
             self.event("op", producer or 0)
         return found
 

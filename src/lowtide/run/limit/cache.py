@@ -203,7 +203,7 @@ class Cache:
             makes_graph=profiler.watch.makes_graph,
             varies=profiler.asks,
             checkpoints=profiler.checkpoints,
-            collectives_bytes=profiler.under_way.beside_bytes,
+            collectives_bytes=profiler.under_way.overlapping_bytes,
             forwards=profiler.ran,
         )
         if action is Action.PLAN:

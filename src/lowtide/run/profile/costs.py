@@ -187,7 +187,7 @@ class UnderWay:
     def __init__(self) -> None:
         self.groups: list[Any] = []
         self._begun: dict[int, tuple[tuple[str, Cost], object]] = {}  # by storage of what one returned
-        self._beside: dict[str, int] = {}  # by operation, the most that one held beside others
+        self._most: dict[str, int] = {}  # by operation, the most scratch of one that others overlapped
 
     def begins(self, call: Call, cost: Cost, results: list[Any], may_run_again: bool) -> None:
         """A collective has begun that costs so much, and has returned ``results``."""
@@ -205,17 +205,17 @@ class UnderWay:
                 self._begun.pop(key, None)
         return result
 
-    def beside(self) -> None:
-        """Another operation is about to run."""
+    def operation_begins(self) -> None:
+        """Another operation is about to run while they are under way."""
         for (name, cost), _ in self._begun.values():
-            self._beside[name] = max(self._beside.get(name, 0), cost.scratch_bytes)
+            self._most[name] = max(self._most.get(name, 0), cost.scratch_bytes)
 
     @property
-    def beside_bytes(self) -> int:
+    def overlapping_bytes(self) -> int:
         """The bytes of collectives that run beside other operations: of the largest gather and the largest
         reduce-scatter, since when each ends depends on the other ranks.
         """
-        return sum(self._beside.values())
+        return sum(self._most.values())
 
 
 def _waited_for(result: Any) -> Any:

@@ -128,12 +128,12 @@ class Profiler(Interceptor):
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
-        self._hidden: dict[Any, Cost] = {}  # of calls whose operations nobody saw
+        self._opaque: dict[Any, Cost] = {}  # of calls whose operations nobody saw
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self.left))
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward, which can be planned. What its caller does until backward has
-        ended belongs to the step, too.
+        """Run the forward, which can be planned. What its caller does until backward has ended belongs to the
+        step, too.
         """
         tracer = self.tracer
         try:
@@ -232,7 +232,7 @@ class Profiler(Interceptor):
         call, in_forward = Call(func, args, kwargs), tracer.in_forward and not private.in_backward()
         if call.info.waits:
             return self.under_way.waits(call, proceed(func, args, kwargs))
-        self.under_way.beside()
+        self.under_way.operation_begins()
         if tracer.in_forward:
             self.asks |= call.info.name in _ASKS
             self._note_checkpoint()
@@ -338,10 +338,10 @@ class Profiler(Interceptor):
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
         """Run code whose operations are not intercepted (a compiled submodule). Each tensor that the code
-        returns, or that autograd saves in it, is written down as the result of one hidden operation.
+        returns, or that autograd saves in it, is written down as the result of one opaque operation.
         """
         tracer = self.tracer
-        cost = self._hidden.setdefault(len(tracer.operations), Cost())
+        cost = self._opaque.setdefault(len(tracer.operations), Cost())
         tracer.opaque += 1
         try:
             result = self.costs.measured(cost, call)
@@ -470,7 +470,7 @@ class Profiler(Interceptor):
         nothing = Cost()
 
         def cost_of(signature: Any) -> tuple[float, int]:
-            cost = signature if isinstance(signature, Cost) else self._hidden.get(signature[1], nothing)
+            cost = signature if isinstance(signature, Cost) else self._opaque.get(signature[1], nothing)
             return cost.read()
 
         with no_collection():

@@ -47,7 +47,7 @@ class SavedTensor:
     def _unpack(self) -> torch.Tensor:
         tracer = self.profiler.tracer
         tracer.unpacks(self.number)
-        self.profiler.under_way.beside()
+        self.profiler.under_way.operation_begins()
         tensor = self.held.unpack()
         if isinstance(self.held, Kept):
             tracer.hands_out(self.number, None)
