@@ -13,6 +13,7 @@ from torch import nn
 from torch._functorch import config as functorch_config
 
 import lowtide
+from lowtide import progress
 from lowtide.meter import peak, resident_bytes
 
 
@@ -295,3 +296,18 @@ def test_a_forward_that_torch_does_not_compile_says_that_no_budget_is_held() -> 
     with pytest.warns(lowtide.LowtideWarning, match=r"compiled nothing .* use lowtide\.limit_memory"):
         compiled(torch.randn(2, 4, 8)).backward()
     assert lowtide.handle_of(compiled).plan is None
+
+
+@pytest.mark.parametrize("broken", [False, True], ids=["one graph", "two graphs"])
+def test_planning_says_what_it_does(
+    broken: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AFTER_SECONDS", "LINE_SECONDS"):
+        monkeypatch.setattr(progress, name, 0.0)
+    for name in ("LOWTIDE_PROGRESS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    model, x = (Broken if broken else Model)(layers=2), torch.randn(256, 32)
+    compiled = lowtide.compile(model, "80%", backend="aot_eager")
+    compiled(x).backward()
+    said = capsys.readouterr().err
+    assert ("lowtide: planned in" if broken else "lowtide: compiled within the budget in") in said
