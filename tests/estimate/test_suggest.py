@@ -191,11 +191,13 @@ def test_memory_in_powers_of_1000_is_told_apart_from_the_card() -> None:
     for command in (["suggest", "--devices", "4"], ["estimate", "--tp", "4"]):
         told = " ".join(CliRunner().invoke(app, [*command, *rows, "80GB"]).output.split())
         assert "80GB is 74.5 GiB (GB are powers of 1000, GiB of 1024): --device a100 has 79.1 GiB" in told
+        of_h100 = CliRunner().invoke(app, [*command, *rows, "80GB", "--device", "h100"]).output
+        assert "--device h100 has " in " ".join(of_h100.split())
         assert "powers of 1000" not in CliRunner().invoke(app, [*command, *rows, "80GiB"]).output
 
 
 def test_another_model_is_not_taken_for_a_slip() -> None:
-    with pytest.raises(EstimateError, match=r"no model 'bamba-9b': The models.*--from-hf"):
+    with pytest.raises(EstimateError, match=r"no model 'bamba-9b': the models.*--from-hf"):
         suggest("bamba-9b", devices=4, device=A100)
     with pytest.raises(EstimateError, match="did you mean 'llama3-8b'"):
         suggest("lama3-8b", devices=4, device=A100)

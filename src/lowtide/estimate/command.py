@@ -340,8 +340,8 @@ def parse_memory(text: str) -> int:
     return found
 
 
-def memory_note(text: str | None) -> str:
-    """What to say where a card's name stands for its memory: a card sold with "80 GB" has 79.1 GiB.
+def memory_note(text: str | None, device: str | None = None) -> str:
+    """What to say where a card's name stands for its memory: one sold with "80 GB", ``device`` at best.
 
     >>> memory_note("80GB")
     '80GB is 74.5 GiB (GB are powers of 1000, GiB of 1024): --device a100 has 79.1 GiB'
@@ -356,7 +356,7 @@ def memory_note(text: str | None) -> str:
     found = parse_memory(text)
     meant = [
         f": --device {card.name} has {format_bytes(card.memory_bytes)}"
-        for card in DEVICES.values()
+        for card in sorted(DEVICES.values(), key=lambda card: card.name != device)
         if found < card.memory_bytes <= int(asked[1]) << 30
     ]
     return f"{text} is {format_bytes(found)} (GB are powers of 1000, GiB of 1024){''.join(meant[:1])}"
@@ -439,7 +439,7 @@ def estimate_command(
         render.show(found, Console(), stage, lines=not brief, name=given.get("model"))
         if from_hf is not None:
             typer.echo(f"found by formula: {from_hf} is of a type that has one")
-        if note := memory_note(memory):
+        if note := memory_note(memory, given.get("device")):
             typer.echo(f"note: {note}")
 
 

@@ -42,5 +42,5 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> EstimateError:
         (family, size), (meant, its) = _parts(name), _parts(near[0])
         if family != meant and size != its:
             near = []  # another model, not a slip: mixtral-8x7b is no mistral-7b
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return EstimateError(f"there is no {kind} {name!r}: {hint}The {kind}s are {', '.join(names)}")
+    hint = f"did you mean {near[0]!r}? The" if near else "the"
+    return EstimateError(f"there is no {kind} {name!r}: {hint} {kind}s are {', '.join(names)}")

@@ -142,7 +142,7 @@ def suggest_command(
             least = format_bytes(refused[1].best[0].reserved_bytes)
             typer.echo(f"With {refused[0]} it does not fit: it needs {least}. With {chosen}:")
         _show(model, devices, kind.name, memory_bytes, chosen, found, fixed)
-        if note := memory_note(memory):
+        if note := memory_note(memory, device):
             typer.echo(f"note: {note}")
     if not found.fits:
         raise typer.Exit(1)
