@@ -20,15 +20,21 @@ from lowtide.train.result import TrainResult
 from lowtide.train.summary import show
 
 
-def shown(plain: Measured | None, planned: Measured, plan: lowtide.Plan | None = None) -> str:
+def shown(
+    plain: Measured | None,
+    planned: Measured,
+    plan: lowtide.Plan | None = None,
+    options: TrainOptions | None = None,
+    different: tuple[str, ...] = (),
+) -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     plan = plan or lowtide.plan(
         lowtide.trace(lambda x: model(x).sum(), torch.randn(4, 8), model=model, costs=False),
         policy="keep_all",
     )
-    result = TrainResult(
-        TrainOptions(data=Path("text")), "text", 1, 0, comparison=Comparison(plan, planned, plain, ())
-    )
+    options = options or TrainOptions(data=Path("text"))
+    comparison = Comparison(plan, planned, plain, different)
+    result = TrainResult(options, "text", 1, 0, comparison=comparison)
     console = Console(file=StringIO(), width=110)
     show(result, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -47,6 +53,16 @@ def test_one_row_has_the_time_and_its_change_is_that_of_the_two_times_shown() ->
     text = shown(measured(0.930), measured(1.040))
     assert row(text, "time") == ["time", "930 ms", "1.04 s", "+11.8 %"]
     assert "whose change is the median of all pairs" in " ".join(text.split())
+
+
+def test_what_inductor_rounds_is_told_from_a_fault() -> None:
+    for backend, rounds in ((None, True), ("aot_eager", False)):
+        options = TrainOptions(data=Path("text"), budget="100%", compile=True, compile_backend=backend)
+        text = " ".join(
+            shown(measured(1.0), measured(1.0), None, options, ("loss",)).replace("│", "").split()
+        )
+        assert "no: 1 differ (loss)" in text
+        assert ("Inductor rounds otherwise" in text) is rounds
 
 
 def test_the_times_are_those_of_the_pair_with_the_median_change() -> None:
