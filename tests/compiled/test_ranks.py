@@ -207,3 +207,38 @@ def parallel_step(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["layers", "sequence", "mesh"])
 def test_layers_that_ranks_share_compile_as_one_graph_within_a_budget(kind: str) -> None:
     on_ranks(2, parallel_step, kind)
+
+
+class Dropped(nn.Module):
+    """Each rank has a piece of the sequence, and drops elements of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.drop = parallel.ParallelDropout(0.3, sharded=True, group=dist.group.WORLD)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = x + self.drop(self.down(nn.functional.gelu(self.up(x))))
+        return x.square().mean()
+
+
+def dropped_step() -> torch.Tensor:
+    torch.manual_seed(0)
+    model, x = Dropped(), torch.randn(256, 32)
+    twin = copy.deepcopy(model)
+    compiled = lowtide.compile(model, "90%", backend="aot_eager", fullgraph=True)
+    for seed in range(3):
+        for one, callee in ((model, compiled), (twin, twin)):
+            one.zero_grad()
+            torch.manual_seed(seed)
+            callee(x).backward()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        assert all(torch.equal(a.grad, b.grad) for a, b in pairs)
+    assert lowtide.handle_of(compiled).plan.replayed
+    return twin.up.weight.grad
+
+
+def test_dropout_of_a_rank_compiles_as_one_graph() -> None:
+    first, second = on_ranks(2, dropped_step)
+    assert not torch.equal(first, second)

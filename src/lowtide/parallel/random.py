@@ -60,14 +60,8 @@ class RandomTracker:
         if self.group.size == 1 or self.device.type == "meta":
             yield
             return
-        with without_modes():
-            state = _get(self.device)
-            _seed(self.device, state, self.group.rank + 1)
-        try:
+        with _stream(self.device, self.group.rank + 1):
             yield
-        finally:
-            with without_modes():
-                _seed(self.device, state, 0)
 
     def synchronize(self) -> None:
         """Make every rank's shared stream that of the group's first rank. A collective: every rank calls
@@ -116,11 +110,58 @@ class ParallelDropout(nn.Module):
             return x
         if not self.sharded:
             return torch.native_dropout(x, self.probability, True)[0]
+        if torch.compiler.is_compiling() and self.group.size > 1:
+            return torch.ops.lowtide.dropout_of_rank(x, self.probability, self.group.rank + 1)[0]
         with RandomTracker(self.group, x.device).per_rank():
             return torch.native_dropout(x, self.probability, True)[0]
 
     def extra_repr(self) -> str:
         return f"{self.probability}, sharded={self.sharded}"
+
+
+@contextmanager
+def _stream(device: torch.device, stream: int) -> Iterator[None]:
+    """Random numbers in the block are of a stream of that number. The shared one moves on by one step."""
+    with without_modes():
+        state = _get(device)
+        _seed(device, state, stream)
+    try:
+        yield
+    finally:
+        with without_modes():
+            _seed(device, state, 0)
+
+
+# dropout of a rank's own as one operation, since compiled code has no way to change streams
+torch.library.define(
+    "lowtide::dropout_of_rank",
+    "(Tensor x, float probability, int stream) -> (Tensor, Tensor)",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+
+
+@torch.library.impl("lowtide::dropout_of_rank", "default")
+def _dropout_of_rank(x: Tensor, probability: float, stream: int) -> tuple[Tensor, Tensor]:
+    with _stream(x.device, stream):
+        return torch.native_dropout(x, probability, True)
+
+
+@torch.library.register_fake("lowtide::dropout_of_rank")
+def _like(x: Tensor, probability: float, stream: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
+
+
+def _keep_mask(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.scale = 1 / (1 - inputs[1])
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    return torch.ops.aten.native_dropout_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
+
+
+torch.library.register_autograd("lowtide::dropout_of_rank", _backward, setup_context=_keep_mask)
 
 
 def _generator(device: torch.device) -> Any:
