@@ -29,6 +29,7 @@ NAMES = (
     "disk_tier",
     "parallel_memory",
     "sharded",
+    "sharded_planning",
     "layer_times",
     "long_sequence",
     "recorder",

@@ -335,7 +335,8 @@ def _two_by_two(*names: str) -> Any:
     return init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
 
 
-def _line() -> Any:
+def line() -> Any:
+    """The mesh of all ranks in one dimension."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh("cpu", (dist.get_world_size(),))
@@ -352,10 +353,10 @@ def _in_bf16(model: Model, family: str) -> Model:
 
 
 WAYS: dict[str, tuple[int, Callable[[Model, str], Model]]] = {
-    "FSDP2": (2, lambda model, family: fully_sharded(model, family, _line())),
+    "FSDP2": (2, lambda model, family: fully_sharded(model, family, line())),
     "HSDP": (4, lambda model, family: fully_sharded(model, family, _two_by_two("replicate", "shard"))),
-    "tp": (2, lambda model, family: tensor_parallel(_in_bf16(model, family), _line(), False)),
-    "tp, sequence": (2, lambda model, family: tensor_parallel(_in_bf16(model, family), _line(), True)),
+    "tp": (2, lambda model, family: tensor_parallel(_in_bf16(model, family), line(), False)),
+    "tp, sequence": (2, lambda model, family: tensor_parallel(_in_bf16(model, family), line(), True)),
     "tp x FSDP2": (4, _both),
 }
 """Name -> how many ranks, and what shares a model among them."""
