@@ -171,16 +171,16 @@ def tensor_parallel() -> str:
 
 
 def pipelines() -> str:
-    """The first stage under three windows."""
+    """The first stage within budgets."""
     found = load("parallel_memory")
     body = [
-        [str(row["p"]), str(row["in_flight"]), str(row["window"]), mib(row["step_peak_bytes"])]
+        [str(row["p"]), str(row["in_flight"]), row["budget"], mib(row["step_peak_bytes"])]
         for row in found["pipeline"]
         if row["rank"] == 0
     ]
-    head = ["stages", "micro-batches in flight", "kept whole", "MiB that a step adds"]
+    head = ["stages", "micro-batches in flight", "step", "MiB that a step adds"]
     return (
-        f"{table(head, body)}\n\nThe first stage of a small GPT; what is not kept whole is recomputed "
+        f"{table(head, body)}\n\nThe first stage of a small GPT "
         f"({where(found)}; `python -m benchmarks parallel_memory`)."
     )
 

@@ -1,5 +1,5 @@
 """Saved bytes and peak per rank at t = 1, 2, 4 on Gloo processes, against table 2 of arXiv 2205.05198; and
-pipelines with their window.
+pipelines within budgets.
 
 python -m benchmarks parallel_memory
 """
@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from benchmarks.common import RESULTS, machine, save
@@ -29,7 +31,6 @@ from lowtide.models import preset
 from lowtide.models.gpt import GPT
 from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
-from lowtide.parallel.window import Window
 
 LAYERS, WIDTH, HEADS, BATCH, SEQUENCE, VOCABULARY = 4, 128, 4, 2, 128, 512
 ELEMENT = 4  # float32
@@ -212,12 +213,12 @@ def layer_rows() -> list[dict[str, Any]]:
 
 
 def pipeline_rows() -> list[dict[str, Any]]:
-    """In-flight activations and peak of this rank's stage, 1F1B with twice as many micro-batches as ranks,
-    for some windows.
+    """This rank's stage, 1F1B with twice as many micro-batches as ranks: the plain step, every block
+    checkpointed by PyTorch, and steps within budgets.
     """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
-    for capacity in (None, ranks // 2, 0):
+    for budget in ("plain", "every block checkpointed", "70%", "min"):
         torch.manual_seed(0)
         shape = {
             "layers": LAYERS,
@@ -237,19 +238,27 @@ def pipeline_rows() -> list[dict[str, Any]]:
                 tied=False,
             )
         )
+        if budget.startswith("every"):
+            for block in model.blocks.children():
+                block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         stages: list[nn.Module] = list(cut(model, ranks, stages_of(rank, ranks, schedule_kind("1f1b"))))
-        window = Window(capacity)
-        built = Pipeline(stages, "1f1b", 2 * ranks, stage_input(model, BATCH, SEQUENCE), None, "cpu", window)
+        built = Pipeline(stages, "1f1b", 2 * ranks, stage_input(model, BATCH, SEQUENCE), None, "cpu")
+        handle = lowtide.limit_memory(built.schedule, budget) if budget in ("70%", "min") else None
         x = tokens(2 * ranks * BATCH)
-        built.step(x, x.roll(-1, 1))
-        peak = largest_peak(lambda built=built, x=x: built.step(x, x.roll(-1, 1)))
-        window_text = "all" if capacity is None else capacity
+        y = x.roll(-1, 1)
+        for _ in range(2):  # gradients are there from the second on
+            built.step(x, y)
+        peak = largest_peak(lambda built=built, x=x, y=y: built.step(x, y))
+        predicted = None
+        if handle is not None and handle.plan is not None and handle.graph is not None:
+            predicted = handle.plan.predicted_peak_bytes - handle.graph.resident_bytes
         found.append(
             {
                 "p": ranks,
                 "rank": rank,
-                "window": window_text,
+                "budget": budget,
                 "in_flight": built.in_flight,
+                "predicted_bytes": predicted,
                 "step_peak_bytes": peak,
             }
         )
@@ -337,14 +346,15 @@ def plan_table(rows: list[dict[str, Any]]) -> list[str]:
 def pipeline_table(rows: list[dict[str, Any]]) -> list[str]:
     """Stages of pipelines."""
     return [
-        "Pipelines, 1F1B with twice as many micro-batches as ranks: the most that a step adds, for windows "
-        "of micro-batches that are kept whole (appendix C); the others are recomputed.",
+        "Pipelines, 1F1B with twice as many micro-batches as ranks: the most that a step adds, beside "
+        "parameters and gradients. A percentage is of the fullest rank's plain step.",
         "",
-        "| p | rank | in flight | window | step's peak |",
-        "|---|---|---|---|---|",
+        "| p | rank | in flight | step | predicted | measured |",
+        "|---|---|---|---|---|---|",
         *(
-            f"| {r['p']} | {r['rank']} | {r['in_flight']} | {r['window']} | "
-            f"{r['step_peak_bytes'] / 2**20:.2f} MiB |"
+            f"| {r['p']} | {r['rank']} | {r['in_flight']} | {r['budget']} | "
+            f"{'' if r['predicted_bytes'] is None else format(r['predicted_bytes'], ',')} | "
+            f"{r['step_peak_bytes']:,} |"
             for r in rows
         ),
     ]

@@ -47,7 +47,7 @@ def built(family: str) -> HuggingFaceModel:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.filterwarnings("ignore")
 def test_stages_behind_each_other_are_the_model(family: str) -> None:
-    """Masks, places, tied weights and norms; the layers of the stage in between are recomputed."""
+    """Masks, places, tied weights and norms."""
     model = built(family)
     tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
     loss = model(tokens, tokens).loss
@@ -56,7 +56,6 @@ def test_stages_behind_each_other_are_the_model(family: str) -> None:
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model = built(family)
     stages = cut(model, 3, [0, 1, 2])
-    stages[1].whole = False
     first = stages[0](tokens)
     entering = first.detach().requires_grad_()
     between = stages[1](entering)
@@ -85,7 +84,7 @@ def runs(text: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], dic
 @pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
 @pytest.mark.filterwarnings("ignore")
 def test_two_stages_train_as_one_process(text: Path, tmp_path: Path) -> None:
-    """Tied weights, a window within a budget, and a checkpoint that goes on in one process."""
+    """Tied weights, a plan within a budget, and a checkpoint that goes on in one process."""
     model = name_of("gpt2") + ",embd_pdrop=0,attn_pdrop=0,resid_pdrop=0"
     alone = train(options(text, model=model, compare=False, checkpoint_dir=None))
     shape: dict[str, Any] = dict(model=model, pp=2, grad_accum=2, compare=None)

@@ -25,7 +25,6 @@ from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
-from lowtide.parallel.window import Window
 from lowtide.plan.data import Moving, Offload, Plan, Shard
 from lowtide.plan.moves import movable
 from lowtide.plan.simulate import Simulator
@@ -195,7 +194,7 @@ def pipelined(schedule: str) -> dict[str, Any]:
         size, rank = dist.get_world_size(), dist.get_rank()
         built = Pipeline(
             cut(model, size * kind.stages, stages_of(rank, size, kind)),
-            schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), None, "cpu", Window(None),
+            schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), None, "cpu",
         )  # fmt: skip
         handles = []
         if offloads:

@@ -4,8 +4,6 @@ in one readable file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -119,13 +117,10 @@ class GPT(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.dropout(self.tokens(tokens) + self.sharing.piece(self.positions(places)))
 
-    def run_blocks(
-        self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> Tensor:
-        """The layers that this module holds, each in a context that ``around`` makes."""
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """The layers that this module holds."""
         for block in self.blocks.children():
-            with around():
-                x = block(x)
+            x = block(x)
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

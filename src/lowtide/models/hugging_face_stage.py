@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lowtide.models.build import HuggingFaceModel
 from lowtide.models.common import next_token_loss
 from lowtide.models.presets import ModelError
-from lowtide.run.scope.scope import checkpointing
 from lowtide.trace.untouched import same_random
 
 
@@ -99,8 +98,6 @@ class HuggingFaceStage(nn.Module):
 
     Attributes:
         model: what this stage holds of the model, under the whole model's names.
-        whole: whether the next forward keeps everything for backward; else each layer keeps its input and is
-            recomputed.
         context: makes a context for forward and loss, autocast for instance.
         vocabulary: numbers in a row of logits, which the last stage gives.
     """
@@ -109,12 +106,10 @@ class HuggingFaceStage(nn.Module):
         super().__init__()
         causal: Any = model.model
         self.first, self.last = layers.start == 0, layers.stop == layers_of(causal)
-        self.whole = True
         self.context: Callable[[], AbstractContextManager[object]] = nullcontext
         self.vocabulary: int = causal.config.get_text_config().vocab_size
         self._entering: Tensor | None = None
         self._leaving: Any = None
-        self._scopes = ExitStack()
         held = _copied(causal, [parts.layers, *parts.front, *parts.back])
         for name in (() if self.first else parts.front) + (() if self.last else parts.back):
             _put(held, name, _Through())
@@ -123,9 +118,6 @@ class HuggingFaceStage(nn.Module):
         _put(held, parts.layers, nn.ModuleList(own))
         own[layers.start].register_forward_pre_hook(self._enter, with_kwargs=True)
         own[layers.stop - 1].register_forward_hook(self._leave)
-        for number in layers:
-            own[number].register_forward_pre_hook(self._begin)
-            own[number].register_forward_hook(self._end, always_call=True)
         self.model = copy.copy(model)
         self.model._modules = {"model": held}
 
@@ -138,13 +130,6 @@ class HuggingFaceStage(nn.Module):
 
     def _leave(self, layer: Any, args: Any, result: Any) -> None:
         self._leaving = result[0] if isinstance(result, tuple) else result
-
-    def _begin(self, layer: Any, args: Any) -> None:
-        if not self.whole:
-            self._scopes.enter_context(checkpointing())
-
-    def _end(self, layer: Any, args: Any, result: Any) -> None:
-        self._scopes.close()
 
     def forward(self, x: Tensor) -> Tensor:
         """One micro-batch: tokens in the first stage, logits of the last."""

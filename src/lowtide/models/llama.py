@@ -4,8 +4,6 @@ readable file.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -136,15 +134,12 @@ class Llama(nn.Module):
         check_tokens(tokens, self.config.positions)
         return self.tokens(tokens)
 
-    def run_blocks(
-        self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext
-    ) -> Tensor:
-        """The layers that this module holds, each in a context that ``around`` makes."""
+    def run_blocks(self, x: Tensor) -> Tensor:
+        """The layers that this module holds."""
         sequence = x.shape[1] * (self.sharing.size if self.sharing.sequence_parallel else 1)
         cos, sin = self.cos[:sequence], self.sin[:sequence]
         for block in self.blocks.children():
-            with around():
-                x = block(x, cos, sin)
+            x = block(x, cos, sin)
         return x
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:

@@ -19,7 +19,6 @@ from lowtide.models.gpt import GPT
 from lowtide.models.hugging_face_stage import HuggingFaceStage, anatomy, layers_of
 from lowtide.models.llama import Llama
 from lowtide.models.presets import ModelError
-from lowtide.run.scope.scope import checkpointing
 
 _FRONT = ("tokens", "positions", "dropout")
 _BACK = ("norm", "head")
@@ -36,8 +35,6 @@ class ModelStage(nn.Module):
 
     Attributes:
         model: what this stage holds of the model, under the whole model's names.
-        whole: whether the next forward keeps everything for backward; else each layer keeps its input and is
-            recomputed.
         context: makes a context for forward and loss, autocast for instance.
 
     >>> from lowtide.models import preset
@@ -56,7 +53,6 @@ class ModelStage(nn.Module):
             )
         self.first = layers.start == 0
         self.last = layers.stop == model.config.layers
-        self.whole = True
         self.context: Callable[[], AbstractContextManager[object]] = nullcontext
         held: Any = copy.copy(model)
         held._modules = dict(model._modules)
@@ -70,7 +66,7 @@ class ModelStage(nn.Module):
         with self.context():
             if self.first:
                 x = self.model.embed(x)
-            x = self.model.run_blocks(x, nullcontext if self.whole else checkpointing)
+            x = self.model.run_blocks(x)
             return self.model.norm(x) if self.last else x.contiguous()
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:

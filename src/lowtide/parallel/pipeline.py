@@ -1,9 +1,8 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``, in the memory of arXiv 2205.05198, appendices B
-and C.
+"""Pipeline parallelism on ``torch.distributed.pipelining``, in the memory of arXiv 2205.05198, appendix B.
 
 Each rank holds a stage, or several, and a step runs its micro-batches through them by a schedule. What was
-sent is not held (appendix B), and `lowtide.parallel.window` decides which micro-batches are kept whole
-(appendix C).
+sent is not held. `lowtide.limit_memory` takes ``Pipeline(...).schedule``: one plan for all of the rank's
+micro-batches in flight (appendix C).
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
+from lowtide.errors import BudgetError
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import note_added
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.pipelining import MemoryStage, most_in_flight
-from lowtide.parallel.window import Window
 
 
 @dataclass(frozen=True)
@@ -66,15 +65,18 @@ class Pipeline:
     """This rank's stages and the schedule that runs them.
 
     Args:
-        modules: its stages, in the order of `stages_of`; each maps a tensor to a tensor, takes ``whole`` as
-            an attribute (whether the next forward keeps everything), and the last one has ``loss(output,
-            targets)``.
+        modules: its stages, in the order of `stages_of`; each maps a tensor to a tensor, and the last one has
+            ``loss(output, targets)``.
         schedule: one of `SCHEDULES`.
         micro_batches: in a step.
         example: a tensor on the meta device, of the shape that travels between stages.
         group: the ranks of the pipeline, as `lowtide.parallel.tensor_group` takes them.
         device: where it computes.
-        window: how many micro-batches in flight are kept whole.
+
+    Attributes:
+        schedule: PyTorch's.
+        refused: called with what `limit_memory` on the schedule refuses at the end of its first step, whose
+            gradients are complete; raises it unless another function is put here.
 
     Raises:
         ParallelError: an unknown schedule, or too few micro-batches for it.
@@ -88,7 +90,6 @@ class Pipeline:
         example: Tensor,
         group: Any,
         device: torch.device | str = "cpu",
-        window: Window | None = None,
     ) -> None:
         self.kind = schedule_kind(schedule)
         self.group: TensorGroup = tensor_group(group)
@@ -104,7 +105,6 @@ class Pipeline:
         self.modules = list(modules)
         self.micro_batches = micro_batches
         self.device = torch.device(device)
-        self.window = window or Window()
         self.stages = stages_of(self.group.rank, ranks, self.kind)
         self.count = ranks * self.kind.stages
         stages = [
@@ -124,6 +124,7 @@ class Pipeline:
             "scale_grads": False,
             "loss_fn": self._loss(last),
         }
+        self.refused: Callable[[BudgetError], None] = _raise
         self.schedule = self.kind.make(stages if self.kind.stages > 1 else stages[0], **options)
         self.has_first, self.has_last = 0 in self.stages, last is not None
 
@@ -133,9 +134,6 @@ class Pipeline:
         return most_in_flight(self.schedule, self.group.rank, self.group.size, self.micro_batches)
 
     def _stage(self, index: int, module: nn.Module, example: Tensor) -> MemoryStage:
-        def before(micro_batch: int) -> None:
-            module.whole = self.window.enter(index, micro_batch)  # type: ignore[assignment]
-
         tokens = torch.empty(example.shape[0], 1, dtype=torch.long, device="meta")
         leaves = example.detach()
         if index == self.count - 1 and hasattr(module, "vocabulary"):
@@ -149,8 +147,6 @@ class Pipeline:
             example_output=leaves.requires_grad_(),
             group=self.group.process_group,
             sends_end=self.kind.sends_end,
-            before_forward=before,
-            after_backward=lambda micro_batch: self.window.leave(index, micro_batch),
         )
 
     def _loss(self, last: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -165,11 +161,13 @@ class Pipeline:
             The mean loss on the rank of the last stage, 0 on the others. Gradients are those of the mean
             loss.
         """
-        self.window.whole.clear()
         losses: list[Tensor] = []
         arguments = (tokens,) if self.has_first else ()
         more: dict[str, Any] = {"target": targets, "losses": losses} if self.has_last else {}
-        self.schedule.step(*arguments, return_outputs=False, **more)
+        try:
+            self.schedule.step(*arguments, return_outputs=False, **more)
+        except BudgetError as error:
+            self.refused(error)
         note_added(parameter for module in self.modules for parameter in module.parameters())
         return float(sum(loss.item() for loss in losses))
 
@@ -199,6 +197,10 @@ class Pipeline:
     def _owner(self, stage: int) -> int:
         ranks = self.group.size
         return 2 * ranks - 1 - stage if self.kind.v_shaped and stage >= ranks else stage % ranks
+
+
+def _raise(error: BudgetError) -> None:
+    raise error
 
 
 def schedule_kind(name: str) -> ScheduleKind:

@@ -8,7 +8,6 @@ micro-batch of the step), and an output's bytes go with the send (arXiv 2205.051
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,9 +28,7 @@ USED = (
     "get_fwd_recv_ops",
     "get_bwd_recv_ops",
     "get_fwd_send_ops",
-    "forward_one_chunk",
     "backward_one_chunk",
-    "backward_weight_one_chunk",
     "clear_runtime_states",
     "_prepare_forward_infra",
     "_prepare_backward_infra",
@@ -51,7 +48,6 @@ class MemoryStage(PipelineStage):
         sends_end: by when the schedule has waited for a send, after which an output's bytes are dropped
             whoever still looks at them: the ``next`` send, any ``backward``, or (those that wait at the end
             of the step) when the ``gradient`` of that output has come back.
-        before_forward, after_backward: told the number of each micro-batch.
     """
 
     def __init__(
@@ -65,14 +61,11 @@ class MemoryStage(PipelineStage):
         example_output: Tensor,
         group: Any,
         sends_end: Literal["next", "backward", "gradient"] = "gradient",
-        before_forward: Callable[[int], None] = lambda chunk: None,
-        after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         super().__init__(
             module, index, count, device, input_args=example_input, output_args=example_output, group=group
         )
         self._sends_end = sends_end
-        self._before_forward, self._after_backward = before_forward, after_backward
         self._sent: dict[int, list[Tensor]] = {}
         self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
 
@@ -142,25 +135,12 @@ class MemoryStage(PipelineStage):
 
     # ---- micro-batches ---------------------------------------------------------------------------
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of one micro-batch."""
-        self._before_forward(fwd_chunk_id)
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward of one micro-batch, or the part of it that gives the input's gradient."""
         self._release([bwd_chunk_id] if self._sends_end == "gradient" else list(self._sent))
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info.get(bwd_chunk_id, ()))
-        full = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        if full:
-            self._after_backward(bwd_chunk_id)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        """The rest of a backward in two parts."""
-        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-        self._after_backward(bwd_chunk_id)
 
     def clear_runtime_states(self) -> None:
         """Between steps, also after one that failed."""

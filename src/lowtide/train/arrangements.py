@@ -9,7 +9,6 @@ from lowtide.train.settings import Settings
 
 DEFAULT_SCHEDULE = "1f1b"
 BACKENDS = ("inductor", "aot_eager")
-_POLICIES = (None, "optimal", "keep_all", "full")
 
 
 def check_compile(compiled: bool, backend: str | None, policy: str | None, device: str) -> None:
@@ -129,13 +128,6 @@ def check_pipeline(options: Settings) -> None:
     stages = ranks * kind.stages
     few = f"{options.model} has {spec.layers} layers, which do not fill {stages} stages"
     require(spec.layers >= stages, "pp", ranks, few)
-    policies = "keep_all, full, or a --budget without a policy"
-    require(
-        options.policy in _POLICIES,
-        "policy",
-        options.policy,
-        f"under a pipeline a budget chooses how many micro-batches are kept whole: {policies}",
-    )
     require(
         not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp"
     )

@@ -84,7 +84,7 @@ def _held(result: TrainResult) -> str:
 
 
 def _rank(rank: dict[str, Any]) -> str:
-    """One of several processes: what it took, under which budget, and its window of micro-batches."""
+    """One of several processes: what it took, under which budget, and its micro-batches in flight."""
     peaks = rank["step_peak_bytes"]
     worst = peaks.index(max(peaks)) + rank["first_step"] + 1 if peaks else 0
     words = [f"most live memory {format_bytes(max(peaks))} (step {worst})" if peaks else "memory not counted"]
@@ -96,9 +96,9 @@ def _rank(rank: dict[str, Any]) -> str:
         )
         words.append(f"budget {format_bytes(rank['budget_bytes'])}{held}")
     if "in_flight" in rank:
-        whole = "all" if rank["window"] is None else min(rank["window"], rank["in_flight"])
         batches = count_text(rank["in_flight"], "micro-batch", "micro-batches")
-        words.append(f"{whole} of {batches} in flight kept whole")
+        again = count_text(rank.get("recomputed", 0), "operation")
+        words.append(f"{batches} in flight, {again} recomputed in a step")
     return f"{rank['name']}: {', '.join(words)}"
 
 

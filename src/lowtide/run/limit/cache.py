@@ -226,6 +226,7 @@ class Cache:
         refusal = None
         graph, neighbours = self.maker.agreed(graph, profiler.under_way.groups, profiler.given)
         machine.agreed(entry, graph)
+        self.maker.stages_meet(entry)
         try:
             self._plan(entry, Action.PLAN)
         except BudgetError as error:

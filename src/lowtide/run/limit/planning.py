@@ -185,6 +185,16 @@ class PlanMaker:
         self.agreement = None  # on every rank alike
         return graph, shared
 
+    def stages_meet(self, entry: Entry) -> None:
+        """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
+        percentage is of what the fullest rank takes.
+        """
+        if not entry.forwards or self._met_peers:
+            return
+        if (ranks := agreement_over({"stages": self.replicas})) is not None:
+            own = plain(self._transformed(entry)).peak_bytes + entry.unseen_bytes
+            self._greatest_plain = max(self._greatest_plain, *ranks.share(own))
+
     def peers(self) -> tuple[Agreement | None, bool]:
         """The ranks that wait for this one in a step: those that FSDP shards the model over, or that DDP
         averages its gradients over; and whether they are to hold one plan, as those of FSDP. From the second
