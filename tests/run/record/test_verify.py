@@ -381,6 +381,17 @@ def test_a_scope_finds_what_turns_nondeterministic_later() -> None:
                 loss.backward()
 
 
+def test_a_write_that_pytorch_does_not_see_is_named_as_a_cause() -> None:
+    """``first`` would not notice it, so the error does not send there alone."""
+    scale = torch.ones(8)
+    weight = torch.ones(8, requires_grad=True)
+    with lowtide.checkpointing(verify="always"):
+        loss = (weight * scale.exp()).sin().sum()
+    scale.numpy()[:] += 1
+    with pytest.raises(ReplayError, match=r"Or did NumPy .* Only verify='always' notices that"):
+        loss.backward()
+
+
 def test_what_did_not_reproduce_in_backward_is_verified_again() -> None:
     global CALLS
     model = Behind(lambda h: noise(h.detach()))

@@ -109,8 +109,10 @@ class Evicted:
             node = value.node
             raise ReplayError(
                 f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in "
-                "the forward pass, so this step's gradients would be wrong: mark its module with "
-                "lowtide.policies.keep_all, or run with verify='first' from the start"
+                "the forward pass, so this step's gradients would be wrong. Does it not reproduce? Keep its "
+                "module, or use verify='first' from the start, which finds that out. Or did NumPy or a "
+                "kernel of your own write to what it reads between forward and backward? Only "
+                "verify='always' notices that: write with PyTorch's operations, or to a copy"
             )
         if not self.asked:
             self.asked = True
