@@ -169,8 +169,7 @@ class StepGraph:
         events: every operation and every change of references, in the order in which they happened.
         resident_bytes: bytes of the storages that existed before the step and count against the budget
             (parameters, buffers, existing gradients, optimizer state), however they are referenced.
-        plain_seconds: time of the plain step: the sum over operations, collectives with the time that other
-            ranks let this one wait; or measured where that was possible.
+        plain_seconds: time of the plain step: the sum over operations, or measured where that was possible.
         overhead_seconds: extra seconds that the executor needs for recording each forward operation when
             anything is evicted.
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.

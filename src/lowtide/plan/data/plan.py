@@ -57,7 +57,7 @@ class Plan:
         plain_peak_bytes, predicted_peak_bytes: the most live bytes at any moment, of the plain step and under
             this plan.
         plain_seconds: forecast of the plain step's time, from operations timed alone, before any step ran
-            under the plan. Collectives count with the time that other ranks let this one wait.
+            under the plan. On a CPU it does not hold what other ranks let this one wait.
         predicted_extra_seconds: forecast of what the plan adds to it; these two chose the plan.
         calibrated_plain_seconds, calibrated_extra_seconds: the same as steps under the plan were timed;
             ``None`` before enough were.
