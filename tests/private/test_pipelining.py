@@ -37,9 +37,8 @@ def of_schedule(kind: Any, count: int) -> list[Any]:
     own = [stage.submod for stage in found] == modules and private.is_schedule(schedule)
     args = (torch.ones(4, 4),) if rank == 0 else ()
     more = {"target": torch.ones(4, 4)} if rank == ranks - 1 else {}
-    buffers = lambda: [  # noqa: E731
-        id(info.buffer) for s in stages for infos in s.args_recv_info.values() for info in infos
-    ]
+    infos = lambda: [info for s in stages for of_one in s.args_recv_info.values() for info in of_one]  # noqa: E731
+    buffers = lambda: [id(getattr(info, "buffer", None)) for info in infos()]  # noqa: E731
     private.make_buffers(schedule, schedule.step, args, {**more, "return_outputs": True})
     before, made = sum(module.forwards for module in modules), buffers()
     schedule.step(*args, **more)
