@@ -314,6 +314,7 @@ def test_what_cannot_be_says_what_to_do(text: Path) -> None:
     for changes, expected_text in [
         ({"schedule": "nonsense"}, "schedule='nonsense': choose 1f1b"),
         ({"grad_accum": 1}, "--grad-accum 1: these are the pipeline's micro-batches, and --pp 2 needs 2"),
+        ({"policy": "offload"}, "--policy offload: under a pipeline"),
         ({"compare": True}, "--compare: "),
         ({"pp": 64, "grad_accum": 64}, "layers, which do not fill 64 stages"),
     ]:

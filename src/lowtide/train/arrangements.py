@@ -128,6 +128,9 @@ def check_pipeline(options: Settings) -> None:
     stages = ranks * kind.stages
     few = f"{options.model} has {spec.layers} layers, which do not fill {stages} stages"
     require(spec.layers >= stages, "pp", ranks, few)
+    moving = options.policy in ("offload", "mixed", "compress")
+    why = "under a pipeline nothing is moved or compressed: choose a policy that recomputes (optimal, full)"
+    require(not moving, "policy", options.policy, why)
     require(
         not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp"
     )

@@ -197,3 +197,17 @@ def too_small() -> str:
 def test_what_one_rank_refuses_fails_on_all() -> None:
     texts = on_ranks(2, too_small)
     assert texts[0] == texts[1] and "10.0 KiB" in texts[0]
+
+
+def moving() -> str:
+    """A policy that moves values off the device."""
+    run = Run("1f1b")
+    lowtide.limit_memory(run.schedule, policy=lowtide.policies.offload("disk", min_bytes=1))
+    with pytest.raises(PlanError) as error:
+        run.step()
+    return str(error.value)
+
+
+def test_what_moves_values_is_refused() -> None:
+    for text in on_ranks(2, moving):
+        assert "choose a policy that recomputes" in text

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
+from lowtide.errors import PlanError
 from lowtide.plan.data import Links
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex
 from lowtide.plan.simulate.replay import Walk
@@ -72,6 +73,11 @@ class Outgoing:
             while bytes_ > sources.window_bytes:
                 bytes_ -= self._finish(waiting.popleft(), at)
         while waiting:
+            if self.born[waiting[0]] > sim.first_unpack:
+                raise PlanError(
+                    "what is written after a backward has begun, as in a pipeline's step, cannot be moved "
+                    "off the device: choose a policy that recomputes (optimal, full, sqrt, selective)"
+                )
             self._finish(waiting.popleft(), sim.first_unpack)
 
     def _finish(self, value: int, event: int) -> int:
