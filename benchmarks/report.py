@@ -305,6 +305,14 @@ def compiling(found: dict[str, Any]) -> list[str]:
     return parts
 
 
+def _time_of(row: dict[str, Any], which: str) -> str:
+    """The time of a row of steps that vary, and of one of their operations where that was measured."""
+    if f"{which}time_ratio" not in row:
+        return "not measured"
+    operation = row.get(f"{which}operation_us")
+    return f"{row[f'{which}time_ratio']:.2f}" + (f" ({operation} us)" if operation else "")
+
+
 def varying(found: dict[str, Any]) -> str:
     """Steps whose program varies."""
     rows = [
@@ -318,11 +326,13 @@ def varying(found: dict[str, Any]) -> str:
             else "0",
             str(len(row["not_said"])),
             str(row["other_gradients"]),
-            f"{row['time_ratio']:.2f}",
+            _time_of(row, ""),
+            _time_of(row, "large_"),
         ]
         for row in found["rows"]
     ]
     head = ["steps", "budget", "", "profiled", "above", "not warned of", "other gradients", "time"]
+    head += ["of larger models"]
     return table(head, rows)
 
 
@@ -416,7 +426,8 @@ def main() -> None:
         text = (
             "Five kinds of seeded steps whose program varies, on small models. *Profiled* are the steps that "
             "were recorded, *above* those that took more than the budget, with the most by which. *Time* is "
-            "the steps' over that of the same steps with a plan prepared for every program (aim 1.05)."
+            "the steps' over that of the same steps with a plan prepared for every program (aim 1.05), "
+            "in brackets how long one of their operations takes; once more for larger models."
         )
         parts += ["", "## Steps whose program varies", "", where(found), "", text, "", varying(found)]
     found = load("op_sweep")

@@ -7,7 +7,8 @@ Two hundred seeded steps of each of five kinds (`benchmarks.varying_kinds`) run 
 of the largest, and within 1.1 times the smallest budget: the largest "min" of the seven steps with the
 largest plain peaks, and of the first. Gradients are compared bit by bit with those of a plain twin, and each
 step's peak with the budget. Then some of the programs run in turn on that model and on one that has a plan
-prepared for the program: processor time counts, the shorter of some runs.
+prepared for the program: processor time counts, the shorter of some runs. The same once more with larger
+models, whose operations take as long as those of real steps.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import torch
 from torch import nn
 
 from benchmarks.common import kept_rows, quick, run_key, save, total_peak
-from benchmarks.varying_kinds import KINDS, batch_of, draws_of, run, same
+from benchmarks.varying_kinds import KINDS, LARGE, ROWS, WIDTH, batch_of, draws_of, run, same
 from lowtide import Handle, limit_memory
 
 STEPS, QUICK_STEPS = 200, 50
-TIMED, ROUNDS = 12, 5
+TIMED, QUICK_TIMED, ROUNDS = 12, 4, 7
+LARGE_SEEN, LARGE_TIMED = 12, 3
+SMALL = WIDTH, ROWS
 LARGEST = 7
 SLACK_BYTES = 8192
 """What a step may take above its budget: Python's random state and the like."""
@@ -37,19 +40,19 @@ def peak_of(model: nn.Module, x: torch.Tensor, how: Any) -> int:
     return total_peak(model, {"x": x}, lambda: model(x, how).backward())
 
 
-def budgets_of(kind: Any, draws: list[Any]) -> dict[str, int]:
+def budgets_of(kind: Any, draws: list[Any], size: tuple[int, int] = SMALL) -> dict[str, int]:
     """The two budgets."""
-    plain, x = kind(), batch_of(0)
+    plain, x = kind(size[0]), batch_of(0, *size)
     sizes = sorted(((peak_of(plain, x, how), place) for place, how in enumerate(draws)), reverse=True)
     smallest = 0
     for place in {0, *(place for _, place in sizes[:LARGEST])}:
-        plan = limit_memory(kind(), "min", progress=False).prepare(x, draws[place])
+        plan = limit_memory(kind(size[0]), "min", progress=False).prepare(x, draws[place])
         smallest = max(smallest, plan.budget_bytes or 0)
     return {"60%": int(0.6 * sizes[0][0]), "1.1 min": int(1.1 * smallest)}
 
 
-def row_of(name: str, share: str, budget: int, draws: list[Any]) -> dict[str, Any]:
-    """Seeded steps of one kind under one budget."""
+def row_of(name: str, share: str, budget: int, draws: list[Any], timed: int = 0) -> dict[str, Any]:
+    """Seeded steps of one kind under one budget, the last of them timed."""
     kind = KINDS[name]
     plain, model = kind(), kind()
     handle: Handle = limit_memory(model, budget, progress=False)
@@ -67,7 +70,7 @@ def row_of(name: str, share: str, budget: int, draws: list[Any]) -> dict[str, An
             above.append([number, round(peak / budget - 1, 4)])
             if not any("above the budget" in str(one.message) for one in caught):
                 silent.append(number)
-    ratio = time_ratio(kind, model, budget, draws[-TIMED:])
+    ratio, operation = time_ratio(kind, model, budget, draws[-timed:]) if timed else (None, None)
     handle.remove()
     return {
         "kind": name,
@@ -78,8 +81,22 @@ def row_of(name: str, share: str, budget: int, draws: list[Any]) -> dict[str, An
         "above": above,
         "not_said": silent,
         "other_gradients": differ,
-        "time_ratio": round(ratio, 3),
+        "time_ratio": ratio,
+        "operation_us": operation,
     }
+
+
+def large_row(name: str, share: str) -> dict[str, Any]:
+    """The time of a large model's steps, once it has seen some."""
+    kind, draws = KINDS[name], draws_of(KINDS[name], LARGE_SEEN + LARGE_TIMED)
+    budget = budgets_of(kind, draws, LARGE)[share]
+    model = kind(LARGE[0])
+    handle = limit_memory(model, budget, progress=False)
+    for number, how in enumerate(draws[:LARGE_SEEN]):
+        run(model, batch_of(number, *LARGE), how)
+    ratio, operation = time_ratio(kind, model, budget, draws[LARGE_SEEN:], LARGE)
+    handle.remove()
+    return {"large_width_and_rows": LARGE, "large_time_ratio": ratio, "large_operation_us": operation}
 
 
 def profiles(handle: Handle) -> int:
@@ -87,24 +104,28 @@ def profiles(handle: Handle) -> int:
     return sum(entry.profiles for entry in handle._limiter.cache.known.values())
 
 
-def time_ratio(kind: Any, model: nn.Module, budget: int, draws: list[Any]) -> float:
-    """Processor time of the programs on a model that has seen many, over that with a plan for each."""
-    varying = prepared = 0.0
+def time_ratio(
+    kind: Any, model: nn.Module, budget: int, draws: list[Any], size: tuple[int, int] = SMALL
+) -> tuple[float, float]:
+    """Processor time of the programs on a model that has seen many, over that with a plan for each; and of an
+    operation in the second, in microseconds.
+    """
+    varying = prepared = operations = 0.0
     for how in draws:
-        other = kind()
+        other, x = kind(size[0]), batch_of(0, *size)
         handle = limit_memory(other, budget, progress=False)
-        handle.prepare(batch_of(0), how)
-        run(other, batch_of(0), how)
-        times = [[seconds(one, how) for one in (model, other)] for _ in range(ROUNDS)]
+        handle.prepare(x, how)
+        run(other, x, how)
+        times = [[seconds(one, x, how) for one in (model, other)] for _ in range(ROUNDS)]
+        operations += len(handle.graph.operations)
         handle.remove()
         varying += min(mine for mine, _ in times)
         prepared += min(theirs for _, theirs in times)
-    return varying / prepared
+    return round(varying / prepared, 3), round(prepared / operations * 1e6)
 
 
-def seconds(model: nn.Module, how: Any) -> float:
+def seconds(model: nn.Module, x: torch.Tensor, how: Any) -> float:
     """Processor time of a step."""
-    x = batch_of(0)
     begin = time.process_time()
     run(model, x, how)
     return time.process_time() - begin
@@ -130,8 +151,16 @@ def main() -> int:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 budgets = budgets or budgets_of(kind, draws)
-                rows.append(row_of(name, share, budgets[share], draws) | {"run": run_key()})
+                timed = QUICK_TIMED if quick() else TIMED
+                rows.append(row_of(name, share, budgets[share], draws, timed) | {"run": run_key()})
             print(rows[-1], flush=True)
+            save("varying", rows)
+    for row in rows:
+        if "large_time_ratio" not in row:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                row |= large_row(row["kind"], row["budget"])
+            print(row, flush=True)
             save("varying", rows)
     torch.set_num_threads(threads)
     return 0 if all(map(holds, rows)) else 1

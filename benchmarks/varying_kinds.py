@@ -12,28 +12,29 @@ import torch
 from torch import nn
 
 WIDTH, LENGTH, ROWS = 64, 96, 2
+LARGE = 128, 16  # width and rows: operations take as long as those of real steps
 
 
 class Attention(nn.Module):
     """Of queries to a sequence."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.q, self.kv = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
+        self.q, self.kv = nn.Linear(width, width), nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
 
     def forward(self, x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
         keys, values = self.kv(of).chunk(2, -1)
-        scores = self.q(x) @ keys.transpose(-1, -2) / WIDTH**0.5
+        scores = self.q(x) @ keys.transpose(-1, -2) / keys.shape[-1] ** 0.5
         return self.out(scores.softmax(-1) @ values)
 
 
 class MLP(nn.Module):
     """Two layers."""
 
-    def __init__(self, hidden: int = 4 * WIDTH) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(nn.functional.gelu(self.up(x)))
@@ -42,10 +43,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, with a residual stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention, self.mlp = Attention(), MLP()
+        self.first, self.second = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.mlp = Attention(width), MLP(width, 4 * width)
 
     def forward(self, x: torch.Tensor, cuts: tuple[int, ...] = ()) -> torch.Tensor:
         parts = self.first(x).split(list(cuts), 1) if cuts else [self.first(x)]
@@ -56,11 +57,11 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks; subclasses say how a step goes through them."""
 
-    def __init__(self, blocks: int = 6) -> None:
+    def __init__(self, width: int = WIDTH, blocks: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks: Any = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, WIDTH)
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.head = nn.Linear(width, width)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(x).square().mean()
@@ -69,8 +70,8 @@ class Net(nn.Module):
 class Recycling(Net):
     """Passes, of which only the last ones have gradients."""
 
-    def __init__(self) -> None:
-        super().__init__(3)
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width, 3)
 
     def forward(self, x: torch.Tensor, how: tuple[int, int]) -> torch.Tensor:
         passes, with_gradients = how
@@ -124,12 +125,13 @@ class Coins(list[bool]):
 class Routed(Net):
     """Experts in place of the MLP; the router sends each token to one."""
 
-    def __init__(self) -> None:
-        super().__init__(4)
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width, 4)
         for block in self.blocks:
-            block.mlp = nn.ModuleList(MLP(WIDTH) for _ in range(4))
+            block.mlp = nn.ModuleList(MLP(width, width) for _ in range(4))
 
     def forward(self, x: torch.Tensor, how: torch.Tensor) -> torch.Tensor:
+        how = how.repeat(len(x) // len(how), 1)
         for block in self.blocks:
             normed = block.first(x)
             x = x + block.attention(normed, normed)
@@ -153,8 +155,8 @@ class Routed(Net):
 class Cached(Net):
     """Chunks one after the other, each of which attends to all that came before."""
 
-    def __init__(self) -> None:
-        super().__init__(3)
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(width, 3)
 
     def forward(self, x: torch.Tensor, how: torch.Tensor) -> torch.Tensor:
         caches: list[list[torch.Tensor]] = [[] for _ in self.blocks]
@@ -178,9 +180,9 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def batch_of(seed: int) -> torch.Tensor:
+def batch_of(seed: int, width: int = WIDTH, rows: int = ROWS) -> torch.Tensor:
     """A batch of random rows."""
-    return torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(rows, LENGTH, width, generator=torch.Generator().manual_seed(seed))
 
 
 def draws_of(kind: Any, steps: int, seed: int = 1) -> list[Any]:

@@ -140,13 +140,19 @@ class OpInfo:
     sends: bool = False
 
     @property
+    def updates(self) -> bool:
+        """Whether it overwrites its first argument with what it makes of it (``add_``)."""
+        return self.written == (0,) and self.returns_written and not self.fills
+
+    @property
     def replays_plainly(self) -> bool:
-        """Whether a replay is the same call with the same arguments, and nothing else.
+        """Whether a replay is the same call with the same arguments, or a copy of one that it updates.
 
         Everything else is Python's (`lowtide.run.record.replay.run_again`); the compiled recorder leaves it
         alone.
         """
-        special = self.written or self.running_statistics or self.collective or self.loose or self.reason
+        special = self.written and not self.updates
+        special = special or self.running_statistics or self.collective or self.loose or self.reason
         return not special and not self.random
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

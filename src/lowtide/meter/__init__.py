@@ -12,11 +12,12 @@ from lowtide.errors import MeterError
 from .allocator import CountingAllocator, available, counting_allocator
 from .machine import free_main_memory
 from .measure import Measurement, measurable, measure, peak
-from .register import Peak
+from .register import LiveSource, Peak
 from .resident import resident_bytes, resident_tensors, storages
 
 __all__ = [
     "CountingAllocator",
+    "LiveSource",
     "Measurement",
     "MeterError",
     "Peak",

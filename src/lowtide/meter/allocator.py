@@ -21,7 +21,7 @@ from lowtide import private
 from lowtide.errors import MeterError
 from lowtide.native import BuildError, built
 
-from .register import Moments, Peak
+from .register import LiveSource, Moments, Peak
 
 _LOCK = threading.RLock()
 _SOURCE = Path(__file__).with_name("counting_allocator.cpp")
@@ -121,6 +121,11 @@ class AllocatorPeak(Peak):
     def _read(self) -> tuple[int, int]:
         calls = self._allocator.calls
         return calls.lt_mark_peak(self._mark), calls.lt_mark_live(self._mark)
+
+    def live_source(self) -> LiveSource:
+        address = ctypes.cast(self._allocator.calls.lt_mark_live, ctypes.c_void_p).value
+        assert address is not None
+        return address, self._mark
 
     def _close(self) -> tuple[tuple[int, int], Moments]:
         bytes_ = self._read()

@@ -15,7 +15,7 @@ import torch
 
 from lowtide import private
 
-from .register import Moments, Peak
+from .register import LiveSource, Moments, Peak
 from .reserved import Block, CachingAllocator
 
 _LOCK = threading.Lock()
@@ -95,6 +95,11 @@ class CudaPeak(Peak):
         with _LOCK:
             now = self._fold()
             return self._most - self._start, now.requested - self._start
+
+    def live_source(self) -> LiveSource:
+        if torch.cuda.get_allocator_backend() != "native":
+            return super().live_source()
+        return torch.device("cuda", self._at), self._start
 
     @property
     def allocated_bytes(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 from typing import ClassVar, Literal
 
@@ -10,6 +11,10 @@ import torch
 from lowtide.errors import MeterError
 
 Source = Literal["allocator", "profiler", "cuda"]
+LiveSource = Callable[[], int] | tuple[int, int] | tuple[torch.device, int]
+"""The address of a C function of one number, and that number; or a device, and how many of the bytes that its
+allocator counts as requested were live at the start; or what says how many are live since."""
+
 Moments = tuple[tuple[float, int], ...]
 """(seconds since the start, bytes live on top of the start) after every allocation and free, in order."""
 
@@ -72,6 +77,10 @@ class Peak:
     def live_bytes(self) -> int:
         """Bytes live now, above those at entry; negative when older ones were freed."""
         return self._now()[1]
+
+    def live_source(self) -> LiveSource:
+        """Where C++ reads `live_bytes` within the block."""
+        return lambda: self.live_bytes
 
     def _now(self) -> tuple[int, int]:
         if self._kept is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lowtide import accelerator, private
-from lowtide.meter import MeterError, Peak, available, peak
+from lowtide.meter import LiveSource, MeterError, Peak, available, peak
 
 
 class _Mark:
@@ -82,6 +82,11 @@ class StepWatch:
         peak = self._peak
         assert peak is not None
         return lambda: peak.live_bytes
+
+    def live_source(self) -> LiveSource:
+        """Where the compiled recorder reads `live_bytes`."""
+        assert self._peak is not None
+        return self._peak.live_source()
 
     @property
     def replay_seconds(self) -> float:

@@ -66,6 +66,9 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.PLANNED, E.ENDED, ("departed", "unseen", "accepted"), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed"), S.PLANNED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("tried", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("tried", "departed"), S.PLANNED, A.NOTHING),
+    (S.VARYING, E.ENDED, ("tried", "departed", "profiles left"), S.VARYING, A.NOTHING),
     (S.PLANNED, E.ENDED, ("varies",), S.VARYING, A.NOTHING),
     (S.VARYING, E.ENDED, ("varies",), S.VARYING, A.NOTHING),
     (S.VARYING, E.ENDED, ("longer", "profiles left"), S.DOUBTED, A.NOTHING),
@@ -153,6 +156,7 @@ def ran(entry: Entry, took: int | None, **more: Any) -> Any:
     director = more.get("director")
     step = {"planned": entry.planned, "director": None, "measured_bytes": took, "margin_bytes": 0}
     step |= {"extra": director.extra if director is not None else 0, "ran": None, "may_vary": True}
+    step |= {"departed": director is not None and director.departed, "tried": False}
     return SimpleNamespace(**{**step, "backwards": 1, "makes_graph": False, **more})
 
 
@@ -276,6 +280,19 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
     assert adds.varied and adds.reserve_bytes == entry.reserve_bytes
+
+
+def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_steps_vary() -> None:
+    for second, state in (((0, 8), S.VARYING), ((0, 9), S.PLANNED)):
+        for operations in (0, 3):  # no more than the first had, or more
+            entry = planned_entry()
+            step = ran(entry, LIMIT // 2, ran=(0, 9), tried=True, departed=True)
+            assert machine.ended(entry, step) is A.NOTHING and entry.state is S.DOUBTED
+            action = machine.profiled(entry, graph(operations), verified=True, ran=second)
+            if action is A.PLAN:
+                planned = Planned(entry.key, graph(operations), graph(operations), PLAN)
+                assert machine.plan_made(entry, planned, version=0) is A.RUN
+            assert entry.state is state and entry.ran == second
 
 
 def test_a_sibling_begins_with_what_is_known() -> None:

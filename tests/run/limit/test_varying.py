@@ -39,8 +39,7 @@ def test_steps_that_vary_keep_the_budget_bitwise(kind: Any) -> None:
             above += [number] if handle.measured_peak_bytes > 1.002 * budget else []
     (entry,) = handle._limiter.cache.known.values()
     assert entry.state in (State.VARYING, State.DOUBTED) and entry.profiles <= 4
-    planned = [number for number in above if number and number < 8]
-    assert len(planned) <= MOST_ABOVE + entry.profiles and max(above, default=0) < 10
+    assert len([number for number in above if number]) <= MOST_ABOVE + entry.profiles - 1, above
 
 
 @pytest.mark.slow
@@ -52,9 +51,7 @@ def test_two_hundred_steps_that_vary(name: str, share: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lowtide.LowtideWarning)
         row = row_of(name, share, budgets_of(KINDS[name], draws)[share], draws)
-    # the aim is two steps above at most; at 1.1 times the least some kinds have more, by little
-    assert holds({**row, "above": []}), row
-    assert sum(more > 0.01 for _, more in row["above"]) <= 3, row
+    assert holds(row), row
 
 
 class Gated(nn.Module):
@@ -89,6 +86,23 @@ def test_the_same_program_each_time_has_its_plan() -> None:
     """Also where only the first step computed what later ones have at hand."""
     assert limited([4, 3, 3, 3], budget="70%")[0].state is State.PLANNED
     assert limited([4, 3, 2, 3], budget="70%")[0].state is State.VARYING
+
+
+@needs_meter
+def test_the_first_steps_keep_the_budget_as_well() -> None:
+    """The one after the profiled step is longer than that, and so is the one after the second profile."""
+    torch.manual_seed(0)
+    model, x, peaks = Gated(), torch.randn(400, 16), []
+    handle = lowtide.limit_memory(model, 600_000, policy=QUICKLY, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for count in (1, 4, 2, 3):
+            model.zero_grad()
+            model(x, count).backward()
+            peaks.append(handle.measured_peak_bytes or 0)
+    (entry,) = handle._limiter.cache.known.values()
+    assert entry.varied and entry.profiles == 2
+    assert max(peaks[1], peaks[3]) <= 1.002 * 600_000, peaks
 
 
 @needs_meter

@@ -23,7 +23,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
-from lowtide.run.record import directors, on_demand, tape
+from lowtide.run.record import directors, tape
 from lowtide.run.record.native import native_recorder
 from lowtide.run.record.recorder import Recorder
 
@@ -435,7 +435,6 @@ def test_cpp_reads_declared_slots_alone() -> None:
         "Node": tape.Node,
         "Tables": tape.Tables,
         "Director": directors.PlanDirector,
-        "OnDemand": on_demand.OnDemand,
     }
     assert structs.keys() == classes.keys()
     for name, kind in classes.items():

@@ -12,12 +12,18 @@ from torch import nn
 
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import AnyProgram, native_recorder
-from lowtide.run.record.on_demand import OnDemand, evict_cheapest, seconds_to_replay
+from lowtide.run.record.on_demand import OnDemand, seconds_to_replay
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue, Node
 
 RATES: dict[int | None, float] = {None: 1e-9}
 needs_compiler = pytest.mark.skipif(native_recorder() is None, reason="needs a C++ compiler")
+
+
+def on_demand_of(compiled: bool, live_bytes: int, program: AnyProgram) -> Any:
+    """What evicts, in C++ or in Python."""
+    kind = native_recorder().OnDemand if compiled else OnDemand
+    return kind(lambda: live_bytes, 1 << 20, RATES, program.learn)
 
 
 class Net(nn.Module):
@@ -51,7 +57,7 @@ def gradients(live_bytes: int | None, compiled: bool = False, **more: Any) -> li
         torch.manual_seed(2)
         net.zero_grad()
         net.norm.reset_running_stats()
-        on_demand = OnDemand(lambda: live_bytes, 1 << 20, RATES, program)
+        on_demand = on_demand_of(compiled, live_bytes, program)
         known = program.compiled if compiled else None
         with Recorder(PlanDirector(()), on_demand=on_demand, program=known, **more).recording():
             loss = net(x)
@@ -77,7 +83,7 @@ def test_a_copy_is_let_go_before_others_write_to_its_bytes(compiled: bool) -> No
 
     def step(limited: bool) -> list[torch.Tensor]:
         w = torch.arange(1.0, 9.0, requires_grad=True)
-        on_demand = OnDemand(lambda: 0, 1 << 20, RATES, program := AnyProgram())
+        on_demand = on_demand_of(compiled, 0, program := AnyProgram())
         for _ in range(2):
             w.grad = None
             known = program.compiled if compiled else None
@@ -86,10 +92,8 @@ def test_a_copy_is_let_go_before_others_write_to_its_bytes(compiled: bool) -> No
                 a = w * 2
                 b = a.sin()
                 c = b * b
-            for one in on_demand.kept:  # all copies but those of a
-                value = one()
-                if value is not None and value.cached is not None and value.cached.data_ptr() != a.data_ptr():
-                    value.cached = None
+            del b
+            on_demand.evict(1 << 20)  # all copies but those of a and c, which the program has
             a.data.add_(1)
             c.sum().backward()
         assert w.grad is not None
@@ -123,29 +127,34 @@ def test_what_lacks_its_inputs_takes_longer_to_bring_back() -> None:
 @needs_compiler
 def test_both_halves_evict_the_same(nbytes: int) -> None:
     left = []
-    for evict in (evict_cheapest, native_recorder().evict):
+    for compiled in (False, True):
         values = chain([64, 256, 16, 64, 512, 128, 32, 64])
         program = values[3].cached  # others hold it
-        kept = [weakref.ref(value) for value in (*values, *values)]
-        gone = LiveValue(None, 8)
-        kept.append(weakref.ref(gone))
-        del gone
-        evict(kept, RATES, nbytes)
+        on_demand = on_demand_of(compiled, 0, AnyProgram())
+        for value in (*values, *values, LiveValue(None, 8)):
+            on_demand.note_kept(value)
+        for part in (nbytes // 2, nbytes - nbytes // 2):
+            on_demand.evict(part)
         left.append([value.cached is None for value in values])
-        assert {one() for one in kept} == set(values) and len(kept) == len(values)
         freed = sum(value.nbytes for value in values if value.cached is None)
         assert program is not None and values[3].cached is program
         assert freed >= min(nbytes, sum(value.nbytes for value in values) - 64)
     assert left[0] == left[1]
 
 
+def values() -> set[int]:
+    """Of all steps that there are."""
+    return {id(one) for one in gc.get_objects() if type(one) is LiveValue}
+
+
 def test_nothing_is_left_when_a_step_has_gone() -> None:
     net, x = Net(), torch.randn(16, 8)
-    on_demand = OnDemand(lambda: 0, 1 << 20, RATES, AnyProgram())
+    on_demand = OnDemand(lambda: 0, 1 << 20, RATES)
     with Recorder(PlanDirector(()), on_demand=on_demand).recording():
         loss = net(x)
-    assert any(one() is not None for one in on_demand.kept)
+    before = values()
+    assert before
     loss.backward()
     del loss
     gc.collect()
-    assert not any(one() is not None for one in on_demand.kept)
+    assert not values() & before

@@ -202,6 +202,7 @@ class Cache:
             backwards=profiler.watch.backwards,
             makes_graph=profiler.watch.makes_graph,
             varies=profiler.asks,
+            ran=profiler.forward_ran,
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.under_way.overlapping_bytes,
             forwards=profiler.ran,

@@ -178,7 +178,9 @@ class Entry:
         makes_graph: a backward of the profiled step was run with ``create_graph=True``.
         varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
         ran: how many operations the latest step ran that was seen, without and with gradients.
-        varied: two steps were seen to differ in that.
+        profiled_ran: the same of the step that was planned for.
+        may_vary: the latest step could have evicted on demand.
+        varied: two steps were seen to differ in what they ran.
         rise_bytes: the most that live bytes rose between two looks, in any profiled step.
         reserve_bytes: what varying steps leave free beside what their plan shows, since they took more.
         untold_bytes: the most that its profiled steps took, not yet held against a budget.
@@ -205,6 +207,8 @@ class Entry:
     makes_graph: bool = False
     varies: bool = False
     ran: tuple[int, int] | None = None
+    profiled_ran: tuple[int, int] | None = None
+    may_vary: bool = False
     varied: bool = False
     rise_bytes: int = 0
     reserve_bytes: int = 0
@@ -222,6 +226,13 @@ class Entry:
     def may_profile(self) -> bool:
         """Whether few steps were profiled so far; some models run other operations in every step."""
         return self.profiles < _MOST_PROFILES and self.steps < _PROFILED_STEPS
+
+    @property
+    def untried(self) -> bool:
+        """Whether no step has run since the first was profiled; not of a pipeline."""
+        planned = self.planned
+        fresh = planned is not None and planned.steps == 0
+        return fresh and self.profiles == 1 and self.ran is None and not self.forwards
 
     def serves(self, key: StepKey) -> bool:
         """Whether its plan holds for steps with this key: those that are smaller, since the bytes of each

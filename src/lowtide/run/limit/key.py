@@ -157,6 +157,12 @@ class Inputs:
         """The key of the step."""
         return step_key(self.members, self.args, self.kwargs)
 
+    @property
+    def more_than_key(self) -> bool:
+        """Whether something among the arguments has no part in the key: a number, or an object."""
+        shown = (torch.Tensor, str, bool, type(None))
+        return not all(isinstance(leaf, shown) for leaf in private.tree_flatten((self.args, self.kwargs))[0])
+
 
 def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:
     """The key of a step of a model with these members and arguments, now."""

@@ -11,7 +11,7 @@ entry's fields.
     |          '-------------+---------'  took more          |  other operations ran
     '---- sibling known ---------------'                  DOUBTED ---> profiled
                                        ^                     |  others in each step
-                                       '------------------ VARYING
+                                       '------------------ VARYING (for good)
 ```
 """
 
@@ -74,6 +74,7 @@ Fact = Literal[
     "unseen",  # nothing had to be recomputed, so its operations were not recorded
     "departed",  # it ran other operations than the plan has
     "longer",  # many more than the plan has
+    "tried",  # the first step after the profiled one evicted on demand, since it may run others
     "varies",  # it can evict on demand, and ran other operations than the step before, or took more and may
     "varied",  # two steps did
     "same budget",  # and optimizer, as the plan in force was made for
@@ -168,6 +169,7 @@ TABLE: tuple[Row, ...] = (
     Row(_IN_FORCE, _E.ENDED, ("above", "late buffer"), None, _A.WARN_LATE),
     Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
     Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
+    Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.ENDED, ("varies",), _S.VARYING, _A.NOTHING),
     Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
 )
@@ -273,8 +275,10 @@ def profiled(
     checkpoints: int = 0,
     collectives_bytes: int = 0,
     forwards: Sequence[tuple[int, int]] = (),
+    ran: tuple[int, int] | None = None,
 ) -> Action:
-    """A step was profiled: the longest one is planned for.
+    """A step was profiled: the longest one is planned for. One that ran other operations than the step
+    before shows that steps vary.
 
     Args:
         entry: of the step.
@@ -282,8 +286,12 @@ def profiled(
         verified: its operations were seen to reproduce, in this step or in one of the same program.
         backwards, makes_graph, varies, checkpoints, forwards: of the step, as `Entry` names them.
         collectives_bytes: what collectives under way held beside other operations.
+        ran: how many operations its forward ran, without and with gradients.
     """
     entry.profiles += 1
+    if entry.ran is not None and ran is not None:
+        entry.varied |= entry.may_vary and ran != entry.ran
+        entry.ran = ran
     longest = entry.graph is None or len(graph.operations) > len(entry.graph.operations)
     facts: dict[Fact, bool] = {
         "unverified": not verified,
@@ -299,6 +307,9 @@ def profiled(
         entry.graph, entry.checkpoints, entry.makes_graph = graph, checkpoints, makes_graph
         entry.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
         entry.forwards = tuple(forwards)
+        entry.profiled_ran = ran
+    elif entry.state is State.VARYING:
+        _vary(entry)
     return action
 
 
@@ -360,10 +371,14 @@ class Ended(Protocol):
     makes_graph: bool
     margin_bytes: int
     may_vary: bool
+    tried: bool
     ran: tuple[int, int] | None
 
     @property
     def extra(self) -> int: ...
+
+    @property
+    def departed(self) -> bool: ...
 
     @property
     def measured_bytes(self) -> int | None: ...
@@ -390,7 +405,8 @@ def ended(entry: Entry, step: Ended) -> Action:
         "second derivatives": step.makes_graph and not entry.makes_graph,
         "accepted": (took or 0) <= entry.accepted_bytes,
         "unseen": plan.changes_nothing and director is None,
-        "departed": director is not None and director.departed,
+        "departed": step.departed,
+        "tried": step.tried,
         "varies": step.may_vary and differs,
         "longer": extra > _LONGER * len(plan.program),
         "profiles left": entry.may_profile,
@@ -409,6 +425,7 @@ def ended(entry: Entry, step: Ended) -> Action:
         step.margin_bytes = more
     if entry.state is State.VARYING and not entry.varied:
         _vary(entry)
+    entry.may_vary = step.may_vary
     entry.ran, entry.varied = step.ran or entry.ran, entry.varied or facts["varies"]
     if action is Action.WARN_RESERVE:
         assert limit is not None and took is not None

@@ -28,6 +28,7 @@ from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
+from lowtide.run.record.native import native_recorder
 from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
@@ -173,6 +174,7 @@ class PlannedStep(StepWatch):
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
         may_vary: whether a step like this can evict on demand.
+        tried: whether it does, though a plan would be there.
         ran: how many operations its forward ran, without and with gradients; ``None`` where nobody saw them.
         extra: how many of them the plan does not have.
     """
@@ -202,7 +204,10 @@ class PlannedStep(StepWatch):
         self._smaller, self._several = inputs.key != entry.planned.key, several
         plan = entry.planned.plan
         self.may_vary = may_vary and not shared and not plan.moves and self.peak_bytes is not None
-        self._on_demand = self.may_vary and entry.state is State.VARYING and plan.budget_bytes is not None
+        varying = entry.state is State.VARYING
+        tries = entry.untried and (entry.varies or inputs.more_than_key)
+        self._on_demand = self.may_vary and (tries or varying) and plan.budget_bytes is not None
+        self.tried = self._on_demand and not varying
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[Action, int] | None = None
 
@@ -228,6 +233,13 @@ class PlannedStep(StepWatch):
         if self._on_demand:
             return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
         return self.director.extra if self.director is not None else 0
+
+    @property
+    def departed(self) -> bool:
+        """Whether it ran other operations than the step that was planned for."""
+        if self._on_demand:
+            return self.ran is not None and self.ran != self.entry.profiled_ran
+        return self.director is not None and self.director.departed
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward under the plan."""
@@ -304,7 +316,9 @@ class PlannedStep(StepWatch):
         rates, program = planned.for_varying()
         spare = self.entry.rise_bytes + self.entry.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
-        return OnDemand(self.live_bytes(), most - spare, rates, program)
+        if recorder := native_recorder():
+            return recorder.OnDemand(self.live_source(), most - spare, rates, program.learn)
+        return OnDemand(self.live_bytes(), most - spare, rates)
 
     def overrun_text(self, overruns: Overruns, action: Action) -> str:
         """The warning after a backward of the step, with what follows; empty where the step kept its budget,

@@ -42,7 +42,7 @@ from lowtide.trace.tracer import Tracer
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
-_ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
+_ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Ran(NamedTuple):
@@ -89,6 +89,7 @@ class Profiler(Interceptor):
         backward_unseen: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
+        forward_ran: how many operations its forward ran, without and with gradients.
         asks: whether the forward asked for values, which may change what it does from step to step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
@@ -116,6 +117,7 @@ class Profiler(Interceptor):
         self.began = time.perf_counter()
         self.peak_bytes: int | None = None
         self.backward_unseen = self.ended = self.asks = False
+        self.forward_ran = (0, 0)
         self.checkpoints = 0
         self.given: tuple[int, ...] = ()
         self.under_way = UnderWay()
@@ -224,6 +226,12 @@ class Profiler(Interceptor):
 
     # ---- operations ------------------------------------------------------------------------------
 
+    def _count(self) -> None:
+        """An operation of the forward runs."""
+        without, with_gradients = self.forward_ran
+        grad = torch.is_grad_enabled()
+        self.forward_ran = without + (not grad), with_gradients + grad
+
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, measured, and write it down; in the forward, record it on the tape."""
         tracer = self.tracer
@@ -234,11 +242,13 @@ class Profiler(Interceptor):
             return self.under_way.waits(call, proceed(func, args, kwargs))
         self.under_way.operation_begins()
         if tracer.in_forward:
-            self.asks |= call.info.name in _ASKS
+            self.asks |= not _ASKS.isdisjoint(func.tags)
             self._note_checkpoint()
         reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
         reason = "" if not call.others or all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
         records = in_forward and not call.info.is_view
+        if records:
+            self._count()
         ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
         if not ran.made and not call.written:
             return ran.result

@@ -24,7 +24,7 @@ def native_recorder() -> Any:
     """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
-    from lowtide.run.record import directors, handles, on_demand, replay, tape
+    from lowtide.run.record import directors, handles, replay, tape
 
     module = interception.compiled_recorder()
     if module is not None:
@@ -33,12 +33,10 @@ def native_recorder() -> Any:
             node=tape.Node,
             tables=tape.Tables,
             director=directors.PlanDirector,
-            on_demand=on_demand.OnDemand,
             here=tape.LiveValue.here,
             unpack=handles.unpack,
             bring_back=replay.bring_back,
             overwritten=handles.raise_overwritten,
-            relieve=on_demand.OnDemand.relieve,
         )
     return module
 
@@ -64,13 +62,11 @@ class AnyProgram:
 
     Attributes:
         compiled: as `compiled_program`.
-        evict: the compiled form of `lowtide.run.record.on_demand.evict_cheapest`, or ``None``.
     """
 
     def __init__(self) -> None:
         module = native_recorder()
         self.compiled: Any = None if module is None else module.Program(any=True)
-        self.evict: Any = None if module is None else module.evict
         self._known = set[Any]()
 
     def learn(self, func: Any) -> None:

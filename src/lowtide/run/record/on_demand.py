@@ -7,7 +7,8 @@ backward asks for a saved tensor, it is looked whether memory is short. Then the
 to bring back, for their bytes and for how long they will not be needed: backward asks for the oldest last. A
 value whose copy has gone is an evicted one, and is replayed.
 
-The compiled recorder does the same (`cpp/on_demand.h`).
+Where there is a compiled recorder it has its own (`cpp/on_demand.h`), which does the same and knows of each
+value the least that it can take.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import heapq
 import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,16 +33,6 @@ _OWN = 2
 """References to the storage of a copy that nobody else holds, as Python counts them."""
 
 
-class Program(Protocol):
-    """What the compiled recorder knows of the operations (`lowtide.run.record.native.AnyProgram`)."""
-
-    evict: Callable[..., None] | None
-    """its `evict_cheapest`, or `None` where there is no compiled recorder"""
-
-    def learn(self, func: Any) -> None:
-        """An operation has come that it did not take."""
-
-
 class OnDemand:
     """Decides which copies of saved values go when memory is short; one serves one step.
 
@@ -50,25 +41,19 @@ class OnDemand:
         room_bytes: how many may be when an operation begins.
         rates: seconds of an operation for each byte that it reads or writes, by the operation's ``id``, since
             its hash is slow; of those not in it, under ``None``.
-        program: what the compiled recorder knows of the operations.
-
-    Attributes:
-        kept: weak references to values that have a copy, or had one.
-        left: how many bytes may be allocated before it is asked how many are live.
+        learn: called with each operation of the forward that begins in Python.
     """
-
-    __slots__ = ("_live", "_room_bytes", "kept", "left", "program", "rates")
 
     def __init__(
         self,
         live: Callable[[], int],
         room_bytes: int,
         rates: Mapping[int | None, float],
-        program: Program | None = None,
+        learn: Callable[[Any], None] | None = None,
     ) -> None:
-        self._live, self._room_bytes, self.rates, self.program = live, room_bytes, dict(rates), program
-        self.kept: list[weakref.ref[LiveValue]] = []
-        self.left = 0
+        self._live, self._room_bytes, self._rates, self._learn = live, room_bytes, rates, learn
+        self._kept: list[weakref.ref[LiveValue]] = []
+        self._left = 0  # how many bytes may be allocated before it is asked how many are live
 
     def save(self, value: LiveValue, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor of the value."""
@@ -79,56 +64,57 @@ class OnDemand:
 
     def note_kept(self, value: LiveValue) -> None:
         """The value has got a copy."""
-        self.kept.append(weakref.ref(value))
+        self._kept.append(weakref.ref(value))
 
     def begins(self, func: Any) -> None:
         """An operation of the forward begins, in Python."""
-        if self.program is not None:
-            self.program.learn(func)
-        if self.left < 0:
+        if self._learn is not None:
+            self._learn(func)
+        self.relieve_if_short()
+
+    def wrote(self, nbytes: int) -> None:
+        """An operation has allocated so much."""
+        self._left -= nbytes
+
+    def relieve_if_short(self) -> None:
+        """As `relieve`, where what was written may have made memory short."""
+        if self._left < 0:
             self.relieve()
 
     def relieve(self) -> None:
         """Ask how many bytes are live, and let copies go if these are too many."""
-        self.left = self._room_bytes - self._live()
-        if self.left < 0:
-            evict = None if self.program is None else self.program.evict
-            (evict or evict_cheapest)(self.kept, self.rates, (self._room_bytes >> _MORE) - self.left)
-            self.left = self._room_bytes - self._live()
+        self._left = self._room_bytes - self._live()
+        if self._left < 0:
+            self.evict((self._room_bytes >> _MORE) - self._left)
+            self._left = self._room_bytes - self._live()
 
+    def evict(self, nbytes: int) -> None:
+        """Let the copies of values go that are cheapest to bring back, until so many bytes have gone."""
+        found = [value for one in self._kept if (value := one()) is not None and value.cached is not None]
+        values = {id(value): value for value in found if isinstance(value.node, Node)}
+        del found
+        self._kept = list(map(weakref.ref, values.values()))
+        mine = [value for value in values.values() if not _in_use(value)]
+        newest = max((value.node.order for value in values.values() if value.node is not None), default=0)
+        del values
 
-def evict_cheapest(
-    kept: list[weakref.ref[LiveValue]], rates: Mapping[int | None, float], nbytes: int
-) -> None:
-    """Let the copies of values go that are cheapest to bring back, until so many bytes have gone.
+        def price(value: LiveValue) -> float:
+            assert value.node is not None
+            age = newest - value.node.order + 1
+            return seconds_to_replay(value, self._rates) / (max(1, value.nbytes) * age)
 
-    Args:
-        kept: weak references to the values; those that have no copy are taken out.
-        rates: as of `OnDemand`.
-        nbytes: how many bytes have to go.
-    """
-    values = {id(value): value for one in kept if (value := one()) is not None and value.cached is not None}
-    kept[:] = map(weakref.ref, values.values())
-    mine = [value for value in values.values() if value.node is not None and not _in_use(value)]
-    del values
-    newest = max((value.node.order for value in mine if value.node is not None), default=0)
-
-    def price(value: LiveValue) -> float:
-        assert value.node is not None
-        return seconds_to_replay(value, rates) / (max(1, value.nbytes) * (newest - value.node.order + 1))
-
-    heap = [(price(value), place, 0) for place, value in enumerate(mine)]
-    heapq.heapify(heap)
-    gone = 0
-    while heap and nbytes > 0:
-        known, place, asked = heapq.heappop(heap)
-        value = mine[place]
-        if asked != gone and (now := price(value)) > known:  # what it is replayed from has gone meanwhile
-            heapq.heappush(heap, (now, place, gone))
-            continue
-        value.cached = None
-        nbytes -= value.nbytes
-        gone += 1
+        heap = [(price(value), place, 0) for place, value in enumerate(mine)]
+        heapq.heapify(heap)
+        gone = 0
+        while heap and nbytes > 0:
+            known, place, asked = heapq.heappop(heap)
+            value = mine[place]
+            if asked != gone and (now := price(value)) > known:  # what it is replayed from has gone meanwhile
+                heapq.heappush(heap, (now, place, gone))
+                continue
+            value.cached = None
+            nbytes -= value.nbytes
+            gone += 1
 
 
 def _in_use(value: LiveValue) -> bool:

@@ -194,7 +194,7 @@ class Recorder(Interceptor):
             return result
         stays = self.director.stays(info, len(fresh) + len(call.written))
         if self.on_demand is not None:
-            self.on_demand.left -= sum(flat[at].untyped_storage().nbytes() for at in fresh)
+            self.on_demand.wrote(sum(flat[at].untyped_storage().nbytes() for at in fresh))
         if info.uninitialized:
             for position in fresh:
                 enter(self.tables.blank, flat[position].untyped_storage(), None)

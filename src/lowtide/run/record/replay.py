@@ -50,7 +50,11 @@ def bring_back(value: LiveValue, on_demand: OnDemand | None = None) -> torch.Ten
         ReplayError: the replay starts from a tensor that was overwritten or freed.
     """
     base = value.here()
-    return Replay(value, on_demand).run() if base is None else base
+    if base is None:
+        base = Replay(value, on_demand).run()
+        if on_demand is not None:
+            on_demand.relieve()  # for what backward does with it
+    return base
 
 
 class Replay:
@@ -104,8 +108,11 @@ class Replay:
     def _run(self, node: Node) -> None:
         """Run one recorded operation again, and cache its outputs for their readers."""
         overwritten = {id(one.ref): self._write_target(node, one) for one in node.written}
+        made = [self._base(node, value) for value in node.inputs] if node.call is not None else []
         if node.call is not None:
-            flat = compiled_recorder().again(node.call, [self._base(node, value) for value in node.inputs])
+            for place, _ in node.updated:
+                made[place] = self._own_copy(node, node.inputs[place])
+            flat = compiled_recorder().again(node.call, made)
         else:
             args = [self._argument(node, item, overwritten) for item in node.args]
             kwargs = {name: self._argument(node, item, overwritten) for name, item in node.kwargs.items()}
@@ -117,7 +124,9 @@ class Replay:
             self._place(output, flat[position])
         for one in node.written:
             self._place(one.new, overwritten[id(one.ref)])
-        del flat, overwritten
+        for place, new in node.updated:
+            self._place(new, made[place])
+        del flat, overwritten, made
         node.drop_inputs()
         for source in node.inputs:
             self.uses[id(source)] -= 1
@@ -130,11 +139,14 @@ class Replay:
         if not one.reads:
             blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
             return ref.over(blank.untyped_storage())
+        return ref.over(self._own_copy(node, old).untyped_storage())
+
+    def _own_copy(self, node: Node, old: LiveValue) -> torch.Tensor:
+        """A tensor on the old value's bytes if nobody else waits for them, else on a copy."""
         base = self._base(node, old)
         if old.held is None and old.readers <= 1 and self.uses[id(old)] <= 1:
             return base
-        whole = words_of(base, torch.uint8, base.untyped_storage().nbytes())
-        return ref.over(whole.clone().untyped_storage())
+        return words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
 
     def _argument(self, node: Node, item: Any, overwritten: dict[int, torch.Tensor]) -> Any:
         """A recorded argument with tensors in place of references."""

@@ -15,7 +15,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.interception import without_modes
+from lowtide.interception import compiled_recorder, without_modes
 from lowtide.ops import Call, is_sparse
 from lowtide.run.digest import Geometry, fingerprint, on_a_copy
 from lowtide.run.move import StoredTensor, TransferEngine
@@ -292,13 +292,16 @@ class Node:
         exact: whether its replay starts from the same bits as the forward.
         grad: whether gradients were enabled, which some kernels depend on.
         call: the compiled recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
-        waits: whether it counts among the readers of its inputs: until it has run again, or is deleted.
+        updated: of such a call what it overwrites: the place among ``inputs``, and a weak reference to the
+            new value.
+        waits: whether it counts among the readers of its inputs: until it has run again, or is deleted. The
+            compiled recorder's form of a call counts for itself.
     """
 
     __slots__ = (
         "__weakref__", "args", "call", "device", "exact", "func", "generator", "grad", "inputs",
         "kwargs", "noted", "order", "outputs",
-        "statistics", "waits", "written",
+        "statistics", "updated", "waits", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, order: float, device: torch.device) -> None:
@@ -316,6 +319,7 @@ class Node:
         self.noted: Any = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
+        self.updated: tuple[tuple[int, weakref.ref[LiveValue]], ...] = ()
         self.waits = False
 
     def complete(self) -> None:
@@ -329,14 +333,21 @@ class Node:
 
     def drop_inputs(self) -> None:
         """Count the node off its inputs: it has run again, or never will."""
-        if self.waits:
+        if self.call is not None:
+            compiled_recorder().drop_inputs(self.call)
+        elif self.waits:
             self.waits = False
             for value in self.inputs:
                 value.count_off()
 
+
+class PythonNode(Node):
+    """One that Python recorded, and has to count off when it is deleted."""
+
+    __slots__ = ()
+
     def __del__(self) -> None:
-        if self.waits:
-            self.drop_inputs()
+        self.drop_inputs()
 
 
 class Unrecordable(Exception):
@@ -360,7 +371,7 @@ def node_of(
     if blank and any(private.storage_key(t) in blank for t in call.inputs if id(t) not in call.unread):
         return None
     device = next((t.device for t in (*call.inputs, *call.others)), None)
-    node = Node(call.func, order, device or torch.device(call.kwargs.get("device") or "cpu"))
+    node = PythonNode(call.func, order, device or torch.device(call.kwargs.get("device") or "cpu"))
     node.statistics = tuple(call.statistics)
     try:
         node.args = [_argument(item, call, node, value_of) for item in call.args]

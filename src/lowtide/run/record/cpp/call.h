@@ -108,6 +108,13 @@ struct RecordedCall {
   OperatorHandle op;
   Stack arguments;  // empty at the places of tensors
   std::vector<Place> places;
+  py::object inputs;    // a tuple of the values that it reads
+  bool waits = false;   // it counts among their readers
+  double seconds = -1;  // about how long it takes; on_demand.h works it out
+
+  ~RecordedCall() { drop_inputs(); }
+
+  void drop_inputs();
 
   // Records an argument without its tensors.
   void add(const IValue& argument) {

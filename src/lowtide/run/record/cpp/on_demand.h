@@ -1,81 +1,149 @@
-// Copies of saved values go when memory is short: lowtide.run.record.on_demand.
+// Copies of saved values go when memory is short: lowtide.run.record.on_demand, which is the reference.
 #pragma once
 
+#include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
-#include <queue>
-#include <unordered_set>
+#include <functional>
 
 #include "tape.h"
 
 namespace lowtide {
 
-inline void relieve(py::handle on_demand) { classes->relieve(on_demand); }
-
-inline void save_on_demand(py::handle on_demand, py::handle value, const Tensor& tensor) {
-  if (classes->value.cached(value) != Py_None) return;
-  keep_cached(value, alias_of(tensor));
-  note_kept(on_demand, value);
-}
-
-// An operation has allocated so much.
-inline void wrote(py::handle on_demand, size_t bytes) {
-  auto& left = classes->on_demand.left;
-  left.set(on_demand, py::int_(PyLong_AsLongLong(left(on_demand)) - static_cast<long long>(bytes)));
-}
-
-inline void relieve_if_short(py::handle on_demand) {
-  if (PyLong_AsLongLong(classes->on_demand.left(on_demand)) < 0) relieve(on_demand);
-}
-
-class Evictions {
+// How many bytes are live, above those at the step's start: Peak.live_source.
+class Live {
  public:
-  explicit Evictions(py::dict rates) : rates_(std::move(rates)) {
-    other_ = PyFloat_AsDouble(PyDict_GetItem(rates_.ptr(), Py_None));
+  explicit Live(py::object source) {
+    if (!PyTuple_Check(source.ptr())) {
+      asks_ = std::move(source);
+      return;
+    }
+    PyObject *first = PyTuple_GET_ITEM(source.ptr(), 0), *second = PyTuple_GET_ITEM(source.ptr(), 1);
+    start_ = PyLong_AsLongLong(second);
+    if (THPDevice_Check(first)) {
+      device_ = reinterpret_cast<THPDevice*>(first)->device;
+    } else {
+      counter_ = reinterpret_cast<int64_t (*)(int)>(PyLong_AsSize_t(first));
+    }
   }
 
-  void run(const py::list& kept, long long bytes) {
-    auto& v = classes->value;
-    std::unordered_set<PyObject*> seen;
-    py::list left;
-    std::vector<py::object> mine;
-    long newest = 0;
-    for (py::handle one : kept) {
-      py::object value = behind(one);
-      if (value.is_none() || v.cached(value) == Py_None || !seen.insert(value.ptr()).second) continue;
-      left.append(one);
-      if (!is_a(v.node(value), classes->node.type) || in_use(value)) continue;
-      newest = std::max(newest, order_of(value));
-      mine.push_back(std::move(value));
+  int64_t operator()() const {
+    if (counter_ != nullptr) return counter_(static_cast<int>(start_));
+    if (!device_) return PyLong_AsLongLong(asks_().ptr());
+    auto statistics = c10::getDeviceAllocator(device_->type())->getDeviceStats(device_->index());
+    return statistics.requested_bytes[0].current - start_;
+  }
+
+ private:
+  int64_t (*counter_)(int) = nullptr;  // of a register of the counting allocator
+  std::optional<c10::Device> device_;
+  int64_t start_ = 0;
+  py::object asks_;
+};
+
+// lowtide.run.record.on_demand.OnDemand. All of it runs under the interpreter's lock.
+class OnDemand {
+ public:
+  OnDemand(py::object live, int64_t room_bytes, const py::dict& rates, py::object learn)
+      : live_(std::move(live)), room_(room_bytes), learn_(std::move(learn)) {
+    for (auto [func, rate] : rates) {
+      if (func.is_none()) other_ = PyFloat_AsDouble(rate.ptr());
+      else rates_[PyLong_AsSize_t(func.ptr())] = PyFloat_AsDouble(rate.ptr());
     }
-    if (PyList_SetSlice(kept.ptr(), 0, PyList_GET_SIZE(kept.ptr()), left.ptr()) < 0)
-      throw py::error_already_set();
-    auto price = [&](py::handle value) {
-      long age = newest - order_of(value) + 1;
-      return seconds(value) / (std::max(1.0, PyLong_AsDouble(v.nbytes(value))) * age);
-    };
-    using Entry = std::tuple<double, size_t, size_t>;  // its price, its place, how many had gone then
-    std::vector<Entry> entries;
-    for (size_t at = 0; at < mine.size(); ++at) entries.emplace_back(price(mine[at]), at, 0);
-    std::priority_queue<Entry, std::vector<Entry>, std::greater<Entry>> heap({}, std::move(entries));
-    size_t gone = 0;
-    while (!heap.empty() && bytes > 0) {
-      auto [known, at, asked] = heap.top();
-      heap.pop();
-      if (double now; asked != gone && (now = price(mine[at])) > known) {
-        heap.emplace(now, at, gone);
-        continue;
+  }
+
+  void save(py::handle value, const Tensor& tensor) {
+    if (classes->value.cached(value) != Py_None) return;
+    keep_cached(value, alias_of(tensor));
+    fell_ |= readers_of(value) > 0;
+    kept_.push_back({weak(value)});
+  }
+
+  void note_kept(py::handle value) {
+    fell_ = true;
+    kept_.push_back({weak(value)});
+  }
+
+  void begins(py::handle func) {
+    if (!learn_.is_none()) learn_(func);
+    relieve_if_short();
+  }
+
+  void wrote(int64_t bytes) { left_ -= bytes; }
+
+  void relieve_if_short() {
+    if (left_ < 0) relieve();
+  }
+
+  void relieve() {
+    left_ = room_ - live_();
+    if (left_ >= 0) return;
+    evict((room_ >> MORE) - left_);
+    left_ = room_ - live_();
+  }
+
+  void evict(int64_t bytes) {
+    std::vector<py::object> values = known();
+    long newest = 0;
+    for (auto& one : kept_) newest = std::max(newest, one.order);
+    auto price = [&](const Kept& one) { return one.seconds / (one.bytes * (newest - one.order + 1)); };
+    heap_.clear();
+    for (size_t at = 0; at < kept_.size(); ++at) heap_.push_back({price(kept_[at]), at, 0});
+    std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
+    size_t gone = 1;
+    while (!heap_.empty() && bytes > 0) {
+      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+      auto [known, at, asked] = heap_.back();
+      heap_.pop_back();
+      py::handle value = values[at];
+      if (classes->value.cached(value) == Py_None || (asked == 0 && in_use(value))) continue;
+      if (asked != gone) {  // less is known than what it takes now
+        kept_[at].seconds = seconds(value);
+        if (double now = price(kept_[at]); now > known) {
+          heap_.push_back({now, at, gone});
+          std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+          continue;
+        }
       }
-      v.cached.set(mine[at], py::none());
-      bytes -= PyLong_AsLongLong(v.nbytes(mine[at]));
+      classes->value.cached.set(value, py::none());
+      bytes -= static_cast<int64_t>(kept_[at].bytes);
       ++gone;
     }
   }
 
  private:
-  static long order_of(py::handle value) {
-    return PyLong_AsLong(classes->node.order(classes->value.node(value)));
+  struct Kept {
+    py::object reference;  // weak, to the value
+    double bytes = 0, least = 0;
+    double seconds = 0;  // to bring it back, at least
+    long order = 0;
+  };
+  using Entry = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
+  static constexpr int MORE = 7;
+
+  // The values that have a copy; the others are taken out.
+  std::vector<py::object> known() {
+    auto& v = classes->value;
+    std::vector<py::object> values;
+    size_t left = 0;
+    for (auto& one : kept_) {
+      py::object value = behind(one.reference);
+      if (value.is_none() || v.cached(value) == Py_None || !is_node(v.node(value))) continue;
+      if (one.bytes == 0) {
+        one.bytes = std::max(1.0, PyLong_AsDouble(v.nbytes(value)));
+        one.order = PyLong_AsLong(classes->node.order(v.node(value)));
+        one.seconds = one.least = own_seconds(value, v.node(value));
+      } else if (fell_) {
+        one.seconds = one.least;
+      }
+      if (&kept_[left] != &one) kept_[left] = std::move(one);
+      ++left;
+      values.push_back(std::move(value));
+    }
+    kept_.resize(left);
+    fell_ = false;
+    return values;
   }
 
   struct Owners {  // of a copy, as PyTorch counts them
@@ -99,9 +167,20 @@ class Evictions {
     return Py_REFCNT(copy) > 1 || now.tensor > unused.tensor || now.storage > unused.storage;
   }
 
+  // Of the operation alone that writes it.
+  double own_seconds(py::handle value, PyObject* node) {
+    RecordedCall* call = call_of(node);
+    if (call != nullptr && call->seconds >= 0) return call->seconds;
+    double bytes = PyLong_AsDouble(classes->value.nbytes(value));
+    each_input(node, [&](PyObject* input) { bytes += PyLong_AsDouble(classes->value.nbytes(input)); });
+    auto rate = rates_.find(reinterpret_cast<uintptr_t>(classes->node.func(node)));
+    double seconds = bytes * (rate == rates_.end() ? other_ : rate->second);
+    if (call != nullptr) call->seconds = seconds;
+    return seconds;
+  }
+
   double seconds(py::handle value) {
     auto& v = classes->value;
-    auto& n = classes->node;
     seen_.clear();
     wanted_.assign(1, value.ptr());
     double total = 0;
@@ -109,28 +188,32 @@ class Evictions {
       PyObject* next = wanted_.back();
       wanted_.pop_back();
       PyObject* node = v.node(next);
-      if (!is_a(node, classes->node.type) || !seen_.insert(node).second) continue;
-      double bytes = PyLong_AsDouble(v.nbytes(next));
-      auto inputs = py::reinterpret_borrow<py::sequence>(n.inputs(node));
-      for (py::handle input : inputs) {
-        bytes += PyLong_AsDouble(v.nbytes(input));
-        if (v.held(input) == Py_None && v.cached(input) == Py_None) wanted_.push_back(input.ptr());
-      }
-      py::int_ func(reinterpret_cast<uintptr_t>(n.func(node)));
-      PyObject* rate = PyDict_GetItem(rates_.ptr(), func.ptr());
-      total += bytes * (rate ? PyFloat_AsDouble(rate) : other_);
+      if (!is_node(node) || !seen_.insert(node).second) continue;
+      total += own_seconds(next, node);
+      each_input(node, [&](PyObject* input) {
+        if (v.held(input) == Py_None && v.cached(input) == Py_None) wanted_.push_back(input);
+      });
     }
     return total;
   }
 
-  py::dict rates_;
-  double other_;
+  template <class With>
+  static void each_input(PyObject* node, With with) {  // Python's nodes have a list
+    PyObject* inputs = classes->node.inputs(node);
+    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(inputs); ++at)
+      with(PySequence_Fast_GET_ITEM(inputs, at));
+  }
+
+  Live live_;
+  int64_t room_, left_ = 0;
+  py::object learn_;
+  ska::flat_hash_map<uintptr_t, double> rates_;
+  double other_ = 0;
+  std::vector<Kept> kept_;
+  bool fell_ = false;  // what some values take may have become less
+  std::vector<Entry> heap_;
   std::vector<PyObject*> wanted_;
   ska::flat_hash_set<PyObject*> seen_;
 };
-
-inline void evict(const py::list& kept, const py::dict& rates, long long bytes) {
-  Evictions(rates).run(kept, bytes);
-}
 
 }  // namespace lowtide

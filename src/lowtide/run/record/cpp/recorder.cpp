@@ -94,9 +94,20 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<bool>(), "any"_a = false)
       .def("add", &Program::add);
+  py::class_<OnDemand, std::shared_ptr<OnDemand>>(m, "OnDemand")
+      .def(py::init<py::object, int64_t, py::dict, py::object>(), "live"_a, "room_bytes"_a, "rates"_a,
+           "learn"_a = py::none())
+      .def("save", &OnDemand::save)
+      .def("note_kept", &OnDemand::note_kept)
+      .def("begins", &OnDemand::begins)
+      .def("wrote", &OnDemand::wrote)
+      .def("relieve", &OnDemand::relieve)
+      .def("relieve_if_short", &OnDemand::relieve_if_short)
+      .def("evict", &OnDemand::evict);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
-      .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>, py::object>(),
-           py::kw_only(), "tables"_a, "director"_a, "pack"_a, "program"_a, "on_demand"_a = py::none())
+      .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>,
+                    std::shared_ptr<OnDemand>>(),
+           py::kw_only(), "tables"_a, "director"_a, "pack"_a, "program"_a, "on_demand"_a = nullptr)
       .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
       .def_property_readonly("ran", &Core::ran)
       .def_property_readonly("replays", &Core::replays)
@@ -107,13 +118,11 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       });
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
   m.def("know", [](py::object value, py::object node, py::object tables, py::object director,
-                   py::object on_demand, py::object here, py::object unpack, py::object bring_back,
-                   py::object overwritten, py::object relieve) {
-    classes = new Classes{{value}, {node},     {tables},    {director}, {on_demand}, here,
-                          unpack,  bring_back, overwritten, relieve};
-  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "on_demand"_a, "here"_a, "unpack"_a,
-     "bring_back"_a, "overwritten"_a, "relieve"_a);
-  m.def("evict", &evict);
+                   py::object here, py::object unpack, py::object bring_back, py::object overwritten) {
+    classes = new Classes{{value}, {node}, {tables}, {director}, here, unpack, bring_back, overwritten};
+  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
+     "overwritten"_a);
+  m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });

@@ -64,14 +64,13 @@ class Core {
 
   // Of a recorder: its tables and director, a weak reference to its method `pack`, and what evicts on demand.
   Core(py::object tables, py::object director, py::object pack, std::shared_ptr<Program> program,
-       py::object on_demand)
+       std::shared_ptr<OnDemand> on_demand)
       : program_(std::move(program)),
         tables_(std::move(tables)),
         director_(std::move(director)),
         pack_(std::move(pack)) {
-    bool whole = on_demand.is_none() || is_a(on_demand, classes->on_demand.type);
-    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type) || !whole)
-      throw py::type_error("Core(tables=, director=, on_demand=): these are not the classes of `know`");
+    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type))
+      throw py::type_error("Core(tables=, director=): these are not the classes of `know`");
     replays_->on_demand = std::move(on_demand);
     given_ = py::reinterpret_borrow<py::dict>(classes->tables.given(tables_));
     held_ = py::reinterpret_borrow<py::dict>(classes->tables.held(tables_));
@@ -144,7 +143,7 @@ class Core {
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
-        if (!on_demand().is_none()) save_on_demand(on_demand(), value, tensor);
+        if (on_demand()) on_demand()->save(value, tensor);
         return Boxed<Evicted>::of(tensor, std::move(value), replays_);
       }
     }
@@ -165,7 +164,7 @@ class Core {
     python_ran_ = false;
   }
 
-  const py::object& on_demand() const { return replays_->on_demand; }
+  OnDemand* on_demand() const { return replays_->on_demand.get(); }
 
   bool evicts_any() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
 
@@ -213,10 +212,13 @@ class Core {
   bool record(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     py::gil_scoped_acquire gil;
     if (blank_.size()) return false;
+    const Shown* target = target_of(known);
+    if (target == nullptr && !known.writes.empty()) return false;
+    const Tensor updated = target == nullptr ? Tensor() : *target->tensor;
     c10::SmallVector<py::object, 4> inputs;
     py::object call = Boxed<RecordedCall>::of(op);
     if (!describe(*Boxed<RecordedCall>::in(call), *stack, inputs)) return false;
-    if (!on_demand().is_none()) relieve_if_short(on_demand());
+    if (on_demand()) on_demand()->relieve_if_short();
     {
       py::gil_scoped_release others;
       run(op, keys, stack);
@@ -227,11 +229,11 @@ class Core {
       auto same = [&](size_t place) { return results[place].is_alias_of(results[at]); };
       if (is_new(results[at]) && std::none_of(places.begin(), places.end(), same)) places.push_back(at);
     }
-    if (places.empty()) return true;
-    if (!on_demand().is_none()) {
-      for (size_t at : places) wrote(on_demand(), results[at].storage().nbytes());
+    if (places.empty() && target == nullptr) return true;
+    if (on_demand()) {
+      for (size_t at : places) on_demand()->wrote(results[at].storage().nbytes());
     }
-    bool same = places.size() == known.stored.size();
+    bool same = places.size() + (target != nullptr) == known.stored.size();
     if (!same && !program_->any) skips();
     ++at_;
     py::object node = new_node(known.func, order_++, std::move(call));
@@ -242,8 +244,38 @@ class Core {
       outputs.push_back(py::make_tuple(places[at], weak(register_value(node, results[places[at]]))));
     }
     classes->node.outputs.set(node, tuple_of(outputs));
+    if (target != nullptr) update(node, updated, !same || !known.stored.back());
     if (evicts_any()) hooks_.put_in();
     return true;
+  }
+
+  // What the call overwrites, if its value is recomputable and no other argument shows it; or null.
+  const Shown* target_of(const Operation& known) const {
+    const Shown* target = nullptr;
+    for (auto& one : shown_) {
+      if (known.writes.empty() || one.argument != known.writes[0]) continue;
+      if (target != nullptr) return nullptr;  // a list
+      target = &one;
+    }
+    if (target == nullptr) return nullptr;
+    for (auto& one : shown_) {
+      if (&one != target && one.key == target->key) return nullptr;
+    }
+    return entry_of(given_, py::int_(target->key)) ? target : nullptr;
+  }
+
+  // The call has overwritten a value: from here on its tensor shows another.
+  void update(const py::object& node, const Tensor& tensor, bool evicts) {
+    py::int_ key(storage_key(tensor));
+    auto old = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry_of(given_, key), 0));
+    if (on_demand()) classes->value.cached.set(old, py::none());
+    PyDict_DelItem(given_.ptr(), key.ptr());
+    if (!evicts) return;
+    auto read = py::reinterpret_borrow<py::tuple>(classes->node.inputs(node));
+    size_t place = 0;
+    while (PyTuple_GET_ITEM(read.ptr(), place) != old.ptr()) ++place;
+    py::object made = register_value(node, tensor);
+    classes->node.updated.set(node, py::make_tuple(py::make_tuple(place, weak(made))));
   }
 
   // Records the call about to be made and the values that it reads; false where Python has to.
@@ -269,7 +301,7 @@ class Core {
     py::int_ key(storage);
     if (PyObject* entry = entry_of(given_, key)) {
       PyObject* value = PyTuple_GET_ITEM(entry, 0);
-      bool ours = is_a(v.node(value), classes->node.type);
+      bool ours = is_node(v.node(value));
       return ours ? py::reinterpret_borrow<py::object>(value) : py::object();
     }
     if (PyObject* reference = entry_of(held_, key)) {
@@ -293,7 +325,10 @@ class Core {
       PyObject* writer = classes->value.node(input);
       if (writer != Py_None && n.exact(writer) != Py_True) n.exact.set(node, py::bool_(false));
     }
-    n.inputs.set(node, tuple_of(inputs));
+    RecordedCall& call = *call_of(node);
+    call.inputs = tuple_of(inputs);
+    call.waits = true;
+    n.inputs.set(node, call.inputs);
   }
 
   // Registers the value of a tensor as recomputable by a node, for as long as its storage lives.

@@ -19,10 +19,11 @@ struct Replaying {  // as lowtide.private.replaying
 // One replay: the nodes that it runs, and the values that they read and write.
 class Replay {
  public:
-  Replay(py::handle value, py::handle on_demand) : value_(value), on_demand_(on_demand) {}
+  Replay(py::handle value, std::shared_ptr<OnDemand> on_demand)
+      : value_(value), on_demand_(std::move(on_demand)) {}
 
   Tensor run() {
-    if (!collect(value_.ptr())) return classes->bring_back(value_, on_demand_).cast<Tensor>();
+    if (!collect(value_.ptr())) return classes->bring_back(value_, py::cast(on_demand_)).cast<Tensor>();
     std::sort(order_.begin(), order_.end());
     order_.erase(std::unique(order_.begin(), order_.end()), order_.end());
     for (auto& [_, node] : order_) {
@@ -66,7 +67,6 @@ class Replay {
 
   void run(py::handle node) {
     auto& n = classes->node;
-    auto& v = classes->value;
     c10::GradMode::set_enabled(n.grad(node) == Py_True);
     py::tuple inputs = inputs_of(node);
     Tensors bases;
@@ -74,38 +74,55 @@ class Replay {
       bases.push_back(values_[input.ptr()].made);
       TORCH_CHECK(bases.back().defined(), "a replay lacks an input: please report this");
     }
-    if (!on_demand_.is_none()) relieve_if_short(on_demand_);
+    if (on_demand_) on_demand_->relieve_if_short();
+    auto updated = py::reinterpret_borrow<py::tuple>(n.updated(node));
+    for (py::handle one : updated) {
+      size_t place = PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0));
+      bases[place] = own_copy(PyTuple_GET_ITEM(inputs.ptr(), place), bases[place]);
+    }
     Tensors results = call_of(node)->again(bases);
+    for (py::handle one : updated)
+      keep(PyTuple_GET_ITEM(one.ptr(), 1), bases[PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0))]);
     bases.clear();
     for (py::handle output : py::reinterpret_borrow<py::tuple>(n.outputs(node))) {
-      py::object made = behind(PyTuple_GET_ITEM(output.ptr(), 1));
-      if (made.is_none()) continue;
-      const Tensor& result = results[PyLong_AsSize_t(PyTuple_GET_ITEM(output.ptr(), 0))];
-      if (readers_of(made) > 0 && v.cached(made) == Py_None) {
-        keep_cached(made, result);
-        if (!on_demand_.is_none()) note_kept(on_demand_, made);
-      }
-      auto met = values_.find(made.ptr());
-      if (met != values_.end() && met->second.uses > 0) met->second.made = result;
+      keep(PyTuple_GET_ITEM(output.ptr(), 1), results[PyLong_AsSize_t(PyTuple_GET_ITEM(output.ptr(), 0))]);
     }
-    if (!on_demand_.is_none()) {
-      size_t bytes = 0;
-      for (const Tensor& result : results) bytes += result.defined() ? result.storage().nbytes() : 0;
-      wrote(on_demand_, bytes);
+    if (on_demand_) {
+      for (const Tensor& result : results) {
+        if (result.defined()) on_demand_->wrote(result.storage().nbytes());
+      }
     }
     results.clear();
-    if (n.waits(node) == Py_True) {
-      n.waits.set(node, py::bool_(false));
-      for (py::handle input : inputs) read(input);
-    }
+    call_of(node)->drop_inputs();
     for (py::handle input : inputs) {
       Met& met = values_[input.ptr()];
       if (--met.uses <= 0) met.made.reset();
     }
   }
 
+  // What a call may overwrite in place of a value: its bytes where nobody else waits for them, or a copy.
+  Tensor own_copy(py::handle value, const Tensor& base) {
+    bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= 1;
+    if (nobody && values_[value.ptr()].uses <= 1) return base;
+    int64_t bytes = base.storage().nbytes();
+    if (on_demand_) on_demand_->wrote(bytes);
+    return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();
+  }
+
+  // Keeps what was written while its value has readers.
+  void keep(py::handle reference, const Tensor& result) {
+    py::object made = behind(reference);
+    if (made.is_none()) return;
+    if (readers_of(made) > 0 && classes->value.cached(made) == Py_None) {
+      keep_cached(made, result);
+      if (on_demand_) on_demand_->note_kept(made);
+    }
+    auto met = values_.find(made.ptr());
+    if (met != values_.end() && met->second.uses > 0) met->second.made = result;
+  }
+
   py::handle value_;  // it keeps the values that it depends on alive
-  py::handle on_demand_;
+  std::shared_ptr<OnDemand> on_demand_;
   std::vector<std::pair<long, PyObject*>> order_;
   ska::flat_hash_map<PyObject*, Met> values_;
 };

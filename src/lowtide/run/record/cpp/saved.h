@@ -13,7 +13,7 @@ struct Replays {  // of one step
   py::object asked;  // called whenever backward asks for an evicted tensor, if it is set
   py::object watch;  // as of lowtide.writes: kept while there are evicted tensors
   long evicted = 0;
-  py::object on_demand = py::none();
+  std::shared_ptr<OnDemand> on_demand;
 
   void keep(py::object one) {
     if (evicted > 0) watch = std::move(one);
@@ -61,12 +61,15 @@ class Evicted {
 
   py::object back() {
     if (replays_->asked) replays_->asked();
-    if (!replays_->on_demand.is_none()) relieve(replays_->on_demand);
+    if (replays_->on_demand) replays_->on_demand->relieve();
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = overwritten_with(value_);
     if (!base.defined()) base = here(value_);
-    if (!base.defined()) base = replayed();
+    if (!base.defined()) {
+      base = replayed();
+      if (replays_->on_demand) replays_->on_demand->relieve();  // for what backward does with it
+    }
     if (!asked_) {
       asked_ = true;
       read(value_);

@@ -23,8 +23,8 @@ struct Classes {
     Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
         args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
         statistics{type, "statistics"}, noted{type, "noted"}, generator{type, "generator"},
-        grad{type, "grad"}, waits{type, "waits"}, inputs{type, "inputs"},
-        call{type, "call"};
+        grad{type, "grad"}, inputs{type, "inputs"},
+        call{type, "call"}, updated{type, "updated"};
   } node;
   struct OfTables {
     py::object type;
@@ -34,11 +34,7 @@ struct Classes {
     py::object type;
     Slot at{type, "at"}, skipped{type, "skipped"};
   } director;
-  struct OfOnDemand {
-    py::object type;
-    Slot kept{type, "kept"}, left{type, "left"};
-  } on_demand;
-  py::object here, unpack, bring_back, overwritten, relieve;  // functions in Python
+  py::object here, unpack, bring_back, overwritten;  // functions in Python
   py::tuple nothing{0};
   py::dict no_names;
 };
@@ -80,6 +76,11 @@ inline void read(py::handle value) {
   if (readers == 1) classes->value.cached.set(value, py::none());
 }
 
+inline void RecordedCall::drop_inputs() {  // Node.drop_inputs
+  if (!std::exchange(waits, false)) return;
+  for (py::handle input : py::reinterpret_borrow<py::tuple>(inputs)) read(input);
+}
+
 // Of one that is held; Python compares what was emptied and filled again.
 inline bool is_as_recorded(py::handle value) {
   auto& v = classes->value;
@@ -95,11 +96,6 @@ inline void keep_cached(py::handle value, const Tensor& copy) {  // LiveValue.ke
   auto& v = classes->value;
   if (!copy.is_cpu()) v.stream.set(value, owned(THPStream_Wrap(stream_of(copy))));
   v.cached.set(value, wrapped(copy));
-}
-
-inline void note_kept(py::handle on_demand, py::handle value) {  // OnDemand.note_kept
-  auto kept = classes->on_demand.kept(on_demand);
-  if (PyList_Append(kept, weak(value).ptr()) < 0) throw py::error_already_set();
 }
 
 // Undefined where the value has to be replayed, or where Python has to raise an error.
@@ -124,7 +120,11 @@ inline Tensor overwritten_with(py::handle value) {
   return THPVariable_Check(shown) ? THPVariable_Unpack(shown) : Tensor();
 }
 
-inline const RecordedCall* call_of(py::handle node) {  // or null: Python recorded it
+inline bool is_node(py::handle object) {  // those that Python made are of a class of their own
+  return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(classes->node.type.ptr()));
+}
+
+inline RecordedCall* call_of(py::handle node) {  // or null: Python recorded it
   return is_a(node, classes->node.type) ? Boxed<RecordedCall>::in(classes->node.call(node)) : nullptr;
 }
 
@@ -135,11 +135,10 @@ inline py::object new_node(const py::object& func, long order, py::object call) 
   n.func.set(node, func);
   n.order.set(node, py::int_(order));
   n.exact.set(node, py::bool_(true));
-  for (const Slot* slot : {&n.args, &n.written, &n.statistics}) slot->set(node, classes->nothing);
+  for (const Slot* slot : {&n.args, &n.written, &n.statistics, &n.updated}) slot->set(node, classes->nothing);
   n.kwargs.set(node, classes->no_names);
   for (const Slot* slot : {&n.device, &n.noted, &n.generator}) slot->set(node, py::none());
   n.grad.set(node, py::bool_(c10::GradMode::is_enabled()));
-  n.waits.set(node, py::bool_(true));
   n.call.set(node, std::move(call));
   return node;
 }
