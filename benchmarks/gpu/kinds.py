@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,7 @@ from torch.nn import functional
 import lowtide
 from benchmarks.gpu.parts import Row, Unmeasured, Where
 from benchmarks.gpu.training import allocator_peaks, case_of, compared, gradients, placed
+from lowtide.meter.cuda import workspace_bytes
 
 Built = tuple[nn.Module, dict[str, Any], str]
 """A model whose call returns the loss, what it is called with, and the budget."""
@@ -130,6 +132,7 @@ def kind_row(name: str, where: Where) -> Row:
         name: one of `KINDS`.
         where: on what.
     """
+    beside = standing_bytes(where)
     torch.manual_seed(0)
     built, batch, budget = KINDS[name](where)
     model = built.to(where.device)
@@ -165,8 +168,22 @@ def kind_row(name: str, where: Where) -> Row:
         "plan_plain_bytes": plan.plain_peak_bytes,
         "replays": len(plan.replayed),
         "kept": handle.kept,
+        "beside_bytes": beside,
         **(allocator_peaks(step, handle) if where.device == "cuda" else {}),
     }
+
+
+def standing_bytes(where: Where) -> int:
+    """What the rows before have left on a card, such as the random numbers' state that cuDNN keeps for the
+    dropout of an LSTM; less the workspaces, which every plan counts.
+    """
+    if where.device == "cpu":
+        return 0
+    gc.collect()
+    torch.ones(1, device="cuda", requires_grad=True).mul(2).backward()  # autograd's thread holds a step
+    here = torch.device("cuda")
+    stands = torch.cuda.memory_stats(here)["requested_bytes.all.current"] - workspace_bytes(here)
+    return max(0, stands)
 
 
 def expandable_row(name: str, where: Where) -> Row:

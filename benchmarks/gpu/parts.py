@@ -175,6 +175,21 @@ def offload(where: Where) -> Measure:
     return measure
 
 
+def layer(where: Where) -> Measure:
+    """A layer as one of eight ranks computes it: plain, recomputed in full, selectively."""
+    from benchmarks import layer_times
+
+    shape = layer_times.SMOKE if where.small else layer_times.shape_on(where.device)
+    return lambda name: {"layers": layer_times.layer_rows(shape, where.device, where.seconds, least=3)}
+
+
+def host_optimizer(where: Where) -> Measure:
+    """Whole training steps whose optimizer is on the host."""
+    from benchmarks.gpu.host import HostSteps
+
+    return HostSteps(where).row
+
+
 AS_PER_BLOCK = "as per block"
 """The budget that is the peak of checkpointing per block."""
 
@@ -195,6 +210,8 @@ ATTENTIONS = (
 )
 KINDS = ("convolutions, cudnn.benchmark", "LSTM", "Triton kernel", *ATTENTIONS)
 
+UPDATES = ("on the device", "gradients streamed", "after backward", "one step late")
+
 EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 PARTS = (
@@ -208,6 +225,8 @@ PARTS = (
     Part("kinds of models", KINDS, kinds),
     Part("AdamW", ("default", "fused", "one by one", "GPT 60 %, AdamW counted"), optimizer),
     Part("offload", ("long sequence",), offload, 120),
+    Part("22B layer", ("plain, full, selective",), layer, 120),
+    Part("optimizer on the host", UPDATES, host_optimizer),
     Part("expandable segments", ("60 %", "min"), expandable, environment=EXPANDABLE),
     Part("GPT, compiled otherwise", OTHERWISE, training("gpt", True), 200),
 )

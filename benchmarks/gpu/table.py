@@ -149,6 +149,7 @@ def _kinds(done: Done) -> list[str]:
         "budget": _mib("budget_bytes"),
         "predicted": _mib("predicted_peak_bytes"),
         "requested": _mib("requested_bytes"),
+        "of it from rows before": _mib("beside_bytes"),
         "reserved": _mib("reserved_bytes"),
         "reserved, predicted": _mib("predicted_reserved_bytes"),
         "plain, by the plan": _mib("plan_plain_bytes"),
@@ -221,6 +222,39 @@ def _offload(done: Done) -> list[str]:
     ]
 
 
+def _layer(done: Done) -> list[str]:
+    columns: dict[str, Callable[[Row], str]] = {
+        "forward, ms": lambda row: f"{1e3 * row['forward_seconds']:.2f}",
+        "backward, ms": lambda row: f"{1e3 * row['backward_seconds']:.2f}",
+        "more than plain": lambda row: percent(row["extra"]),
+        "published": lambda row: percent(row["published_extra"]) if row["published_extra"] else "",
+        "kept from forward to backward": _mib("held_bytes"),
+        "peak": _mib("peak_bytes"),
+    }
+    return [
+        _columns(((one["layer"], one) for one in row["layers"]), columns, "one of eight ranks, MiB")
+        for row in _of(done, "22B layer").values()
+    ]
+
+
+def _host_optimizer(done: Done) -> list[str]:
+    rows = _of(done, "optimizer on the host")
+    if not rows:
+        return []
+    columns: dict[str, Callable[[Row], str]] = {
+        "ms a step": lambda row: f"{1e3 * row['seconds']:.1f}",
+        "of it forward and backward alone": lambda row: f"{1e3 * row['compute_seconds']:.1f}",
+        "copies alone": lambda row: f"{1e3 * row['copy_seconds']:.1f}" if row["copy_seconds"] else "",
+        "moved a step": _mib("moved_bytes"),
+        "peak": _mib("peak_bytes"),
+    }
+    return [
+        "Copies alone: the bytes that a step moves, one way after the other, at the measured speeds of the "
+        "link. What overlaps is missing from the step.",
+        _columns(rows.items(), columns, "AdamW, MiB"),
+    ]
+
+
 def _speeds(found: Mapping[str, float] | None) -> str:
     return f" at {found['write'] / 1e9:.1f} GB/s out, {found['read'] / 1e9:.1f} back" if found else ""
 
@@ -250,5 +284,7 @@ _SECTIONS: dict[str, Callable[[Done], list[str]]] = {
     "Kinds of models": _kinds,
     "AdamW": _adamw,
     "Offload": _offload,
+    "A layer of the 22B model of arXiv 2205.05198": _layer,
+    "The optimizer on the host": _host_optimizer,
     "Expandable segments": _expandable,
 }

@@ -56,6 +56,9 @@ def test_the_refusal_says_the_least_that_was_found() -> None:
         within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
     assert plans.smallest * 1.5 <= (caught.value.smallest_bytes or 0) < plans.limit * 1.5
     assert "expandable_segments" in str(caught.value)
+    named = caught.value.smallest_bytes
+    assert named is not None
+    within_reserved(GRAPH, named, plans.policy(GRAPH, named), plans.policy, plans.reserved)
 
 
 def test_what_has_no_caching_allocator_is_refused() -> None:

@@ -88,14 +88,15 @@ def within_reserved(
         plan = choose(graph, room, price, policy=policy, target=plan.predicted_peak_bytes, first=plan)
     except BudgetError:
         least, lowest = min(taken, key=lambda one: one[0])
+        smallest = int(least / (1 - _MARGIN)) + MIB
         raise BudgetError(
             f"the budget of {format_bytes(limit)} is too small for what PyTorch's allocator reserves: "
             f"{format_bytes(least)} for {format_bytes(lowest.predicted_peak_bytes)} requested",
-            least,
+            smallest,
             "The rest is lost between blocks: with PYTORCH_ALLOC_CONF=expandable_segments:True it is often "
             "less.",
             budget_bytes=limit,
-            remedies=[f"give a budget of {format_bytes(least + MIB)} or more, or leave reserved=True out"],
+            remedies=[f"give a budget of {format_bytes(smallest)} or more, or leave reserved=True out"],
         ) from None
     found = next(bytes for bytes, one in taken if one is plan)
     note = f"PyTorch's allocator reserves {format_bytes(found)} for its steps, as predicted"
