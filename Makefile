@@ -11,6 +11,8 @@
 #   make bench   the benchmarks; results go to benchmarks/results
 #   make gpu     what one card answers in ten minutes; run again to go on, after a change anew    (OUT=folder, ARGS="--retry")
 #                sets up nothing: with the Python of .venv, else the one that is there, which has to have PyTorch
+#   make cuda-build  PyTorch's CUDA build (a wheel of 527 MB) on a machine without a card: tests/gpu and tests/cuda_build,
+#                bytes by PyTorch's own allocator; no times                      (PIP_ARGS="--index-url ..." for its wheel)
 #   make install only the set-up;  make clean  removes it
 
 VENV    := .venv
@@ -35,7 +37,7 @@ test ! -L "$(1)" || { \
 	exit 1; }
 endef
 
-.PHONY: install train test lint format docs dist versions bench gpu clean
+.PHONY: install train test lint format docs dist versions bench gpu cuda-build clean
 
 install: $(STAMP)
 
@@ -106,5 +108,9 @@ bench: $(STAMP)
 gpu:
 	PYTHONPATH=src $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu --out "$(OUT)" $(ARGS)
 
+# Linux, with a C++ compiler.
+cuda-build: $(STAMP)
+	$(BIN)/python tests/cuda_build/environment.py $(VENV)-cuda $(PIP_ARGS)
+
 clean:
-	rm -rf $(VENV) $(VENV)-torch-* build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* $(VENV)-cuda build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
