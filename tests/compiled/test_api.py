@@ -212,6 +212,24 @@ def test_batch_norm_moves_its_statistics_once() -> None:
     assert model[1].num_batches_tracked.item() == 1
 
 
+@pytest.mark.parametrize("budget", ["100%", "min"])
+def test_an_embedding_that_forward_rescales_is_looked_up_once(budget: str) -> None:
+    """With ``max_norm`` the weight is overwritten when forward has ended, so no lookup runs again."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(50, 64, max_norm=1.0), nn.GELU(), nn.Linear(64, 64), nn.Tanh())
+
+    words = torch.randint(0, 50, (16, 64))
+    model, twin = made(), made()
+    compiled = lowtide.compile(model, budget, backend="aot_eager")
+    for _ in range(2):
+        twin(words).square().sum().backward()
+        compiled(words).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+    assert torch.equal(model[0].weight, twin[0].weight)
+
+
 def test_tied_weights_get_one_gradient() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:

@@ -32,7 +32,7 @@ MODELS = {
     "Llama": ("llama", 6, 768, 1024, 4, 0.0),
     "Llama, long": ("llama", 3, 512, 4096, 2, 0.0),
 }
-BUDGETS = ("80%", "60%", "min")
+BUDGETS = ("80%", "65%", "min")
 
 
 @pytest.fixture(autouse=True)

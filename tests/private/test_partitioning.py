@@ -13,7 +13,9 @@ from torch._inductor.decomposition import select_decomp_table
 from lowtide.private import inductor, partitioning
 
 
-def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
+def joint_of(
+    decompositions=None, model: nn.Module | None = None, given: torch.Tensor | None = None
+) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
     """A joint graph, forward outputs and static inputs."""
     found: list[tuple[fx.GraphModule, int, tuple[int, ...]]] = []
 
@@ -26,9 +28,17 @@ def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]
         fw_compiler=inductor.boxed_nop, partition_fn=partition, decompositions=decompositions
     )
     torch._dynamo.reset()
-    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
-    torch.compile(model, backend=backend)(torch.randn(4, 8)).sum().backward()
+    model = model or nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    torch.compile(model, backend=backend)(torch.randn(4, 8) if given is None else given).sum().backward()
     return found[0]
+
+
+def test_weights_that_are_overwritten_after_forward_are_known() -> None:
+    assert not partitioning.written_after_forward(joint_of()[0])
+    model = nn.Sequential(nn.Embedding(10, 8, max_norm=1.0), nn.Linear(8, 8))
+    module, *_ = joint_of(model=model, given=torch.arange(4))
+    (weight,) = partitioning.written_after_forward(module)
+    assert weight.meta["val"].shape == (10, 8)
 
 
 def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:

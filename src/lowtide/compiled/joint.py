@@ -136,8 +136,9 @@ class Joint:
 
     @cached_property
     def overwritten(self) -> set[Key]:
-        """The storages that an operation writes to in place, such as a buffer's at the end of forward."""
+        """The storages that the step writes to in place, such as a buffer's at the end of forward."""
         written = [node.all_input_nodes[0] for node in self.nodes if _writes_in_place(node)]
+        written += partitioning.written_after_forward(self.module)
         return {self.key_of[node] for node in written if node in self.key_of}
 
     def returned(self, forward: bool) -> dict[Key, None]:

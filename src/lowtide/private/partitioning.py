@@ -152,6 +152,15 @@ is_effect: Callable[[fx.Node], bool] = partitioners.is_with_effects
 """Whether a call acts on more than its results."""
 
 
+def written_after_forward(module: fx.GraphModule) -> set[fx.Node]:
+    """The primals that AOTAutograd overwrites outside the graph, once the forward has returned what they
+    then hold: an embedding's weight under ``max_norm``, for one.
+    """
+    (output,) = module.graph.find_nodes(op="output")
+    written = [one.mutated_input for one in output.meta.get("desc", ()) if hasattr(one, "mutated_input")]
+    return {node for node in module.graph.nodes if is_primal(node) and node.meta.get("desc") in written}
+
+
 def must_save(node: fx.Node) -> bool:
     """Whether a node's result may not come from a second run."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
