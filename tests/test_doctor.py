@@ -96,6 +96,23 @@ def test_an_old_torch_is_a_problem_and_the_end(monkeypatch: pytest.MonkeyPatch) 
     assert "compiler" not in result.output
 
 
+@pytest.mark.parametrize(("given", "state"), [(None, "note"), ("8", "note"), ("1", "ok")])
+def test_cards_whose_collectives_may_wait_for_products_are_told(
+    given: str | None, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cards = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr("lowtide.accelerator.all_devices", lambda: cards)
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", given)
+    (queues,) = doctor._queues()
+    assert queues.state == state and ("MAX_CONNECTIONS=1" in queues.fix) == (state == "note")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (10, 0))
+    assert not doctor._queues()
+
+
 def test_as_json() -> None:
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0

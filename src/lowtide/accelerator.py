@@ -52,6 +52,13 @@ def name_of(device: torch.device) -> str:
 # ---- memory --------------------------------------------------------------------------------------------
 
 
+def orders_by_one_queue() -> bool:
+    """Whether this machine's cards begin kernels of several streams in the order of their launches only
+    where there is one hardware queue: NVIDIA's before Blackwell.
+    """
+    return torch.version.cuda is not None and torch.cuda.get_device_capability()[0] < 10
+
+
 def free_bytes(device: torch.device) -> int:
     """What the device has left."""
     return torch.cuda.mem_get_info(device)[0]

@@ -65,7 +65,7 @@ def examine() -> list[Finding]:
     found = _python()
     if any(finding.state == "problem" for finding in found):
         return found
-    for check in (_private, _compiler, _meter, _devices, _allocator):
+    for check in (_private, _compiler, _meter, _devices, _queues, _allocator):
         found += check()
     return found
 
@@ -167,6 +167,20 @@ def _devices() -> list[Finding]:
         fix = "install a CUDA build of PyTorch" if shutil.which("nvidia-smi") else ""
         found.append(Finding("CUDA", "no device", means, "note" if fix else "ok", fix))
     return found
+
+
+def _queues() -> list[Finding]:
+    """Whether collectives start before the products that are launched after them."""
+    from lowtide import accelerator
+
+    if len(accelerator.all_devices()) < 2 or not accelerator.orders_by_one_queue():
+        return []
+    given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if given == "1":
+        return [Finding("CUDA queues", "one", "collectives start before the products beside them")]
+    means = "a product may take the whole card before the collective that is to run beside it"
+    fix = "export CUDA_DEVICE_MAX_CONNECTIONS=1 where layers are tensor parallel (not with FSDP2)"
+    return [Finding("CUDA queues", given or "CUDA's default of 8", means, "note", fix)]
 
 
 def _reserved_by_a_step() -> tuple[int, int, int]:

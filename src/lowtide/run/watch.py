@@ -52,6 +52,8 @@ class StepWatch:
         replays: the compiled recorder's counts, with the time of its replays, or ``None``.
     """
 
+    _peak: Peak | None = None  # of a step whose making fails, too, which is closed when it goes
+
     def __init__(
         self,
         on_end: Callable[[StepWatch], None],
