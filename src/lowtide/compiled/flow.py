@@ -262,7 +262,7 @@ class Flow:
         if self._wanted or self.graphs:
             self._given = shapes, bytes_ = self._described(args)
             if self._wanted or shapes in self._missed or bytes_ > self._largest:
-                self._record(bytes_)
+                self._record(bytes_, args)
 
     def over(self) -> None:
         """No forward of the step that is recorded, if one is, comes any more."""
@@ -321,7 +321,7 @@ class Flow:
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def _record(self, inputs: int) -> None:
+    def _record(self, bytes_: int, args: Any) -> None:
         self._wanted = False
         if not measurable(self.device):
             self._warn_once(
@@ -334,7 +334,7 @@ class Flow:
         self._sizes = []
         gc.collect()  # garbage of before would be freed in between
         self._recording = Recording(
-            str(self.device), self._standing() + inputs, self._gradients, self._recorded
+            str(self.device), self._standing() + bytes_, self._gradients, self._recorded, args
         )
 
     def stop(self) -> Recording | None:

@@ -143,6 +143,7 @@ class Recording:
         standing_bytes: what stands when the step begins.
         gradients: says how many bytes of parameters' gradients there are.
         ended: called when a backward has ended and every call of the step has had its own.
+        inputs: what the step is given. It stands to the end, as no meter sees what was there before it go.
 
     Attributes:
         timeline: what was taken down.
@@ -150,9 +151,15 @@ class Recording:
     """
 
     def __init__(
-        self, device: str, standing_bytes: int, gradients: Callable[[], int], ended: Callable[[], None]
+        self,
+        device: str,
+        standing_bytes: int,
+        gradients: Callable[[], int],
+        ended: Callable[[], None],
+        inputs: Any = None,
     ) -> None:
         self.device = device
+        self._inputs = inputs
         self._gradients, self._ended = gradients, ended
         self._queued = self._untidy = False
         self.timeline = Timeline(device, standing_bytes)
@@ -171,6 +178,7 @@ class Recording:
         if self._segment is not None:
             self._gap()
             self._shut()
+        self._inputs = None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
