@@ -214,12 +214,7 @@ class Choice:
         Raises:
             BudgetError: none are found that fit.
         """
-        search = self.search()
-        while True:
-            try:
-                next(search)
-            except StopIteration as found:
-                return found.value
+        return _at_once(self.search())
 
     def search(self) -> Search:
         """As `chosen`, step by step.
@@ -310,12 +305,7 @@ class Choice:
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
-        search = self._least()
-        while True:
-            try:
-                next(search)
-            except StopIteration as found:
-                return found.value
+        return _at_once(self._least())
 
     def _least(self) -> Generator[Cuts | None, None, int]:
         """As `_smallest`, step by step."""
@@ -465,3 +455,12 @@ def _of_largest(error: BudgetError, budget: str | int, before: Iterable[Plan]) -
     if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
         raise error
     return largest
+
+
+def _at_once(search: Generator[Any, None, T]) -> T:
+    """What a search by steps finds, when nothing is done between them."""
+    while True:
+        try:
+            next(search)
+        except StopIteration as found:
+            return found.value
