@@ -6,17 +6,46 @@ import multiprocessing
 import os
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from lowtide import native
 from lowtide.errors import LowtideError
+from lowtide.interception import compiled_recorder
 from lowtide.meter import available
 from lowtide.native import BuildError, cache_dir, cache_folder
 
-ALLOCATOR = Path(native.__file__).parent / "meter" / "counting_allocator.cpp"
+PACKAGE = Path(native.__file__).parent
+ALLOCATOR = PACKAGE / "meter" / "counting_allocator.cpp"
+USES: dict[str, Literal["", "c10", "torch"]] = {
+    "meter/counting_allocator.cpp": "c10",
+    "plan/layout/packing.cpp": "",
+    "run/digest.cpp": "",
+    "run/record/cpp/recorder.cpp": "torch",
+}
+"""All C++ of the package, and what of PyTorch's own each file needs."""
+
 needs_allocator = pytest.mark.skipif(not available(), reason="no C++ compiler here")
+
+
+def test_all_files_are_known() -> None:
+    assert {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.cpp")} == USES.keys()
+
+
+@pytest.mark.parametrize("name", USES)
+def test_where_there_is_a_compiler_each_file_compiles(name: str) -> None:
+    """Lowtide goes on in Python without a word, and tests of what is compiled are skipped."""
+    source, uses = PACKAGE / name, USES[name]
+    try:
+        native.compiler()
+        native._options(source, uses)
+    except BuildError as without:
+        pytest.skip(str(without))
+    native.built(source, uses)  # raises what the compiler says
+    if uses == "torch":
+        assert compiled_recorder() is not None, "it compiles, and Python cannot load it"
 
 
 @needs_allocator
