@@ -11,6 +11,7 @@ import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -89,8 +90,13 @@ def counted_apart() -> dict[str, Any]:
     """Arguments of `torch.compile` by which what is compiled for one backend does not count against Dynamo's
     recompile limit of another; none where PyTorch has no such argument (before 2.13).
     """
-    known = "isolate_recompiles" in inspect.signature(torch.compile).parameters
-    return {"isolate_recompiles": True} if known else {}
+    return {"isolate_recompiles": True} if _isolates() else {}
+
+
+@cache
+def _isolates() -> bool:
+    """Asked in each compiled step, and `inspect.signature` takes as long as an operation."""
+    return "isolate_recompiles" in inspect.signature(torch.compile).parameters
 
 
 def room_for_backends() -> AbstractContextManager[Any]:
