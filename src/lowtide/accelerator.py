@@ -7,6 +7,7 @@ what PyTorch hides (`lowtide.private`), what users type.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +23,17 @@ def is_accelerator(device: torch.device) -> bool:
     (True, False)
     """
     return device.type == KIND
+
+
+def is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on the device, or on one of its kind where ``device`` has no index.
+
+    >>> x = torch.ones(1)
+    >>> is_on(x, torch.device("cpu")), is_on(x, torch.device("cuda"))
+    (True, False)
+    """
+    own = tensor.device
+    return own == device or (own.type == device.type and device.index is None)
 
 
 def is_present() -> bool:
@@ -42,6 +54,11 @@ def all_devices() -> list[torch.device]:
 def current_device() -> torch.device:
     """The one that this thread uses without naming it."""
     return torch.device(KIND, torch.cuda.current_device())
+
+
+def as_current(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which this thread means ``device`` where it names none; for an accelerator."""
+    return torch.cuda.device(device) if is_accelerator(device) and is_present() else nullcontext()
 
 
 def name_of(device: torch.device) -> str:

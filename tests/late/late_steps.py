@@ -6,18 +6,20 @@ import tempfile
 import threading
 from typing import Any
 
+import late_cuda
 import torch
 from late_scenarios import Run, check, scenario
 from moving_net import LOSSLESS, X, both, net, same, step
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import meter, policies
+from lowtide import accelerator, meter, policies
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.store.gradients import GradientSlab
 from lowtide.store.host import Host, host_bytes
 from lowtide.store.stores import Stores
+from lowtide.trace.costs.roofline import calibrate
 
 FOLDER = tempfile.gettempdir()
 
@@ -286,6 +288,70 @@ def two_devices() -> Run:
                 one(at, 0)
         if seen:
             raise seen.pop()
+
+    return run
+
+
+@scenario
+def second_device() -> Run:
+    """A model on the second device while the first is current: what is timed, traced, planned and measured
+    for it takes not a byte of the first, and what is free is asked of the second.
+    """
+    x, asked = X[:64].to("cuda:1"), set[object]()
+
+    def run(seed: int) -> None:
+        torch.cuda.reset_peak_memory_stats(0)
+        stood = late_cuda.count("requested", 0)
+        calibrate("cuda:1", dtype=torch.float64 if seed else torch.float32)
+        graph = lowtide.trace(net(layers=1).to("cuda:1"), x)
+        for budget, policy in (("auto", "optimal"), ("97%", policies.mixed("host", "auto"))):
+            model = net(layers=1).to("cuda:1")
+            handle = lowtide.limit_memory(model, "100%", policy=policy, reserved=False)
+            step(model, x)
+            handle.set_budget(budget)  # planned for on this thread
+            step(model, x)
+            check(handle.plan, "nothing is planned")
+            handle.remove()
+        check(torch.cuda.current_device() == 0, "another device is current")
+        check(late_cuda.count("most_requested", 0) == stood, "memory of the first device was used")
+        check(asked == {torch.device("cuda", 1)}, f"{asked} were asked what is free, or kept busy")
+        check(sum(s.bytes for s in graph.storages if s.kind == "parameter"), "no parameter was seen")
+
+    def noted(what: Any) -> Any:
+        def noting(*given: Any) -> Any:
+            device = next((one for one in given if isinstance(one, torch.device)), None)
+            if device is None or device.index is None:
+                device = torch.device("cuda", torch.cuda.current_device())
+            asked.add(device)
+            return what(*given)
+
+        return noting
+
+    for module, name in ((accelerator, "free_bytes"), (torch.cuda, "_sleep")):
+        setattr(module, name, noted(getattr(module, name)))
+    return run
+
+
+@scenario
+def beside_another_device() -> Run:
+    """What a step computes on another device counts no bytes of the model's own."""
+    x = X[:64].to("cuda:1")
+
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net(layers=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            other = torch.ones(1000, 1000, device="cuda:0").sum()
+            return self.net(x) + other.to(x.device)
+
+    def run(seed: int) -> None:
+        with_it, without = (
+            sum(storage.bytes for storage in lowtide.trace(model.to("cuda:1"), x, costs=False).storages)
+            for model in (Beside(), net(layers=1))
+        )
+        check(0 <= with_it - without < 1000, f"{with_it - without} bytes more")
 
     return run
 

@@ -62,7 +62,7 @@ def test_who_observes_that_cuda_is_out_of_memory_is_called() -> None:
 def test_a_gpu_is_occupied_while_the_host_goes_on() -> None:
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
-    private.occupy_gpu(200_000)
+    private.occupy_gpu(200_000, torch.device("cuda"))
     last.record()
     assert not last.query()
     last.synchronize()

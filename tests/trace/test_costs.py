@@ -265,18 +265,18 @@ def test_estimates_follow_the_roofline() -> None:
 
 
 def test_a_roofline_takes_a_quarter_of_what_an_accelerator_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card that the model nearly fills has room for its measurement, too."""
-    taken: list[int] = []
+    """A card that the model nearly fills has room for its measurement, too; no other card is asked."""
+    taken: list[tuple[torch.device, int]] = []
     for name, found in {"is_present": True, "free_bytes": 30 << 20, "unused_bytes": 2 << 20}.items():
         monkeypatch.setattr(accelerator, name, lambda *_, found=found: found)
     monkeypatch.setattr(
-        "lowtide.trace.costs.roofline._calibrated", lambda *given: taken.append(2 * given[-1])
+        "lowtide.trace.costs.roofline._calibrated", lambda *given: taken.append((given[0], 2 * given[-1]))
     )
-    calibrate("cuda")
-    calibrate("cuda", memory_limit_bytes=3 << 20)
+    calibrate("cuda:1")
+    calibrate("cuda:1", memory_limit_bytes=3 << 20)
     monkeypatch.setattr(accelerator, "free_bytes", lambda _: 80 << 30)
-    calibrate("cuda")
-    assert taken == [8 << 20, 2 << 20, 256 << 20]
+    calibrate("cuda:1")
+    assert taken == [(torch.device("cuda:1"), count << 20) for count in (8, 2, 256)]
 
 
 def test_calibration_is_sensible_and_cached() -> None:

@@ -73,8 +73,10 @@ def is_capturing() -> bool:
     return built and torch.cuda.is_current_stream_capturing()
 
 
-occupy_gpu: Any = torch.cuda._sleep  # pyright: ignore
-"""Queue a kernel on the current CUDA stream that does nothing for so many cycles of the GPU's clock."""
+def occupy_gpu(cycles: int, device: torch.device) -> None:
+    """Queue a kernel on a CUDA device's current stream that does nothing for so many cycles of its clock."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(cycles)  # pyright: ignore
 
 
 def blas_workspace_bytes(device: torch.device) -> int:

@@ -37,7 +37,7 @@ class Clock:
 
     def occupy(self) -> None:
         """Keep the GPU busy for about 0.1 ms."""
-        private.occupy_gpu(_CYCLES)
+        private.occupy_gpu(_CYCLES, self._device)
 
     def event(self) -> Any:
         """An event that is queued now."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import Call, enter
@@ -207,7 +207,7 @@ class Tracer:
             if self.gradients is not None:
                 self.gradients.note(tensor)
         number = len(self.storages)
-        if not (here := tensor.device.type == self.device.type):
+        if not (here := accelerator.is_on(tensor, self.device)):
             self._elsewhere.add(number)
         self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
         found = self._known[key] = TracedStorage(storage, self._ended)

@@ -131,7 +131,8 @@ class PlanMaker:
         past = "planned again" if entry.planned is not None else "planned"
         if not entry.profiles:  # the step graph is a sibling's
             past = "planned for steps that add to gradients"
-        with working("planning", past, self.progress) as work:
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        with accelerator.as_current(device), working("planning", past, self.progress) as work:
             work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
             try:
                 with no_collection():

@@ -139,7 +139,7 @@ def _variables(function: Any) -> list[Any]:
 
 
 def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> torch.device:
-    """The type of the device of the first tensor of the modules or the arguments.
+    """The device of the first tensor of the modules or the arguments.
 
     Raises:
         TraceError: there are tensors on several devices of this type.
@@ -153,4 +153,4 @@ def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> torch.de
             f"the step has tensors on {' and '.join(alike)}, and a step graph is of one device's memory: run "
             "it on one device, or name the model that is on one, lowtide.trace(step, model=model)"
         )
-    return torch.device(kind)
+    return torch.device(alike[0] if alike else "cpu")

@@ -75,30 +75,33 @@ def calibrate(
     if kind == accelerator.KIND:  # a full one has room for what it is asked for all the same
         room = (accelerator.free_bytes(where) + accelerator.unused_bytes(where)) // 4
         memory_limit_bytes = room if memory_limit_bytes is None else min(room, memory_limit_bytes)
+        where = where if where.index is not None else accelerator.current_device()
+    else:
+        where = torch.device(kind)
     while memory_limit_bytes is not None and 2 * moved > max(memory_limit_bytes, _LEAST_BYTES):
         moved //= 2  # what fits into so little lies in the cache in the step, too
-    return _calibrated(kind, known, torch.get_num_threads(), moved)
+    return _calibrated(where, known, torch.get_num_threads(), moved)
 
 
 @lru_cache(maxsize=32)
-def _calibrated(kind: str, dtype: torch.dtype, threads: int, moved: int) -> Roofline:
+def _calibrated(where: torch.device, dtype: torch.dtype, threads: int, moved: int) -> Roofline:
     """A matrix product and a copy, the best of a few runs."""
     del threads  # part of the key: another count of threads is another machine
-    clock = Clock(torch.device(kind))
+    clock = Clock(where)
 
     def best(call: Callable[[], Any], runs: int) -> float:
         return min([clock.time(call)[1]() for _ in range(runs)])
 
-    aten, side = torch.ops.aten, _SIDE[kind]
+    aten, side = torch.ops.aten, _SIDE[where.type]
 
     def square() -> list[torch.Tensor]:
-        return [torch.full((side, side), 0.5, dtype=dtype, device=kind)] * 2
+        return [torch.full((side, side), 0.5, dtype=dtype, device=where)] * 2
 
     with outside_modes(), torch.no_grad():
         # one after the other: each goes before the next is made
         product = best(partial(aten.mm.default, *square()), 5)
-        both = [torch.ones(moved, dtype=torch.uint8, device=kind) for _ in range(2)]
+        both = [torch.ones(moved, dtype=torch.uint8, device=where) for _ in range(2)]
         copy = best(partial(aten.copy_.default, *both), 5)
-        tiny = torch.ones(4, device=kind)
+        tiny = torch.ones(4, device=where)
         call = best(partial(aten.neg.default, tiny), 50)
     return Roofline(2 * side**3 / product, 2 * moved / copy, call)
