@@ -88,7 +88,12 @@ _UNREPLAYABLE = {
     "aten.set_.source_Tensor": "it swaps a tensor's storage",
     "aten.resize_.default": "it resizes a tensor in place",
     "aten.resize_as_.default": "it resizes a tensor in place",
+    "aten._cudnn_init_dropout_state.default": "PyTorch keeps what it makes for all that follows",
 }
+_WITH_STATE = {"dropout", "train", "dropout_state"}
+"""Arguments of an RNN's kernel (cuDNN, MIOpen), which draws from the last and overwrites it, whatever its schema
+says.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,8 @@ class OpInfo:
         collective: it is a function of its arguments on all the ranks of a group, and can run again where all
             of them run it again.
         waits: it returns its argument, once what is under way on it is done, or in a wrapper that waits.
+        state_positions: which arguments are the dropout's probability and training mode, where it draws from a
+            state of its own that it overwrites.
         sends: it sends to another rank or receives from one, which may come to it only after what this rank
             does next: it is never waited for.
     """
@@ -138,6 +145,7 @@ class OpInfo:
     collective: bool = False
     waits: bool = False
     sends: bool = False
+    state_positions: tuple[int, int] | None = None
 
     @property
     def updates(self) -> bool:
@@ -153,7 +161,7 @@ class OpInfo:
         """
         special = self.written and not self.updates
         special = special or self.running_statistics or self.collective or self.loose or self.reason
-        return not special and not self.random
+        return not special and not self.random and self.state_positions is None
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments draws random numbers: attention without dropout does not."""
@@ -161,6 +169,12 @@ class OpInfo:
         if position is None or not self.random:
             return self.random
         return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+    def why_once(self, args: Sequence[Any]) -> str:
+        """Why a call with these arguments may not run again, or nothing."""
+        if self.state_positions is not None and all(args[at] for at in self.state_positions):
+            return "it draws from a state that it overwrites"
+        return self.reason
 
 
 @cache
@@ -179,7 +193,8 @@ def op_info(func: private.OpOverload) -> OpInfo:
     base = name.split(".")[1] if name.startswith("aten.") else ""
     out_variant = any(isinstance(w, str) for w in written)
     reason = _UNREPLAYABLE.get(name, "")
-    dropout = next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None)
+    places = {argument.name: place for place, argument in enumerate(schema.arguments)}
+    dropout = places.get("dropout_p")
 
     def called(names: tuple[str, ...]) -> tuple[int, ...]:
         return tuple(p for p, r in enumerate(schema.returns) if dropout is not None and r.name in names)
@@ -207,6 +222,7 @@ def op_info(func: private.OpOverload) -> OpInfo:
         collective=name in FUNCTIONAL_COLLECTIVES,
         waits=name in _WAITS,
         sends=name in _BETWEEN_TWO,
+        state_positions=(places["dropout"], places["train"]) if places.keys() >= _WITH_STATE else None,
     )
 
 
@@ -298,6 +314,11 @@ class Call:
     def draws(self) -> bool:
         """Whether it draws random numbers."""
         return self.info.draws(self.args, self.kwargs)
+
+    @property
+    def reason(self) -> str:
+        """Why it may not run again, or nothing."""
+        return self.info.why_once(self.args)
 
     @property
     def loose(self) -> tuple[int, ...]:

@@ -313,7 +313,8 @@ class Joint:
             return "it draws random numbers"
         if isinstance(target, OpOverload):
             info = op_info(target)
-            return "it draws random numbers" if info.draws(node.args, node.kwargs) else info.reason
+            once = info.why_once(node.args)
+            return "it draws random numbers" if info.draws(node.args, node.kwargs) else once
         return ""
 
     def _find_masks(self) -> list[fx.Node]:

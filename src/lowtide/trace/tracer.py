@@ -328,7 +328,7 @@ class Tracer:
             shape = tuple(tensor.shape)
             self.values.append(TracedValue(storage.number, version, index, shape, tensor.dtype))
             writes.append(storage.value)
-        reason = info.reason or reason
+        reason = call.reason or reason
         if not reason:
             if not self.in_forward:
                 reason = OUTSIDE

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.ops import op_info
 from lowtide.run.record.replay import taking_generator
 
 
@@ -149,6 +150,40 @@ def test_an_operation_of_the_users_own_draws_from_the_generator_that_it_is_given
         assert handle is None or not handle.kept
         found.append([parameter.grad for parameter in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))  # pyright: ignore
+
+
+def test_what_draws_from_a_state_that_it_overwrites_runs_once(twins: Any) -> None:
+    """As cuDNN's RNNs: the state's argument is not declared as written. A second run, to see that it
+    reproduces, gave all steps that follow other masks than the plain step's.
+    """
+    library = torch.library.Library("lowtide_test_rnn", "DEF")
+    library.define("mask(Tensor x, float dropout, bool train, Tensor? dropout_state) -> Tensor")
+
+    def mask(x: torch.Tensor, dropout: float, train: bool, dropout_state: torch.Tensor) -> torch.Tensor:
+        seed = torch.Generator().manual_seed(int(dropout_state))
+        dropout_state.numpy()[()] += train
+        return (torch.rand(x.shape, generator=seed) >= dropout).to(x)
+
+    library.impl("mask", mask, "CPU")
+
+    class Layer(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.linear, self.dropout = nn.Linear(32, 32), dropout
+            self.state = torch.zeros((), dtype=torch.int64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x, train = self.linear(x), self.dropout > 0
+            return x * torch.ops.lowtide_test_rnn.mask(x.detach(), self.dropout, train, self.state)
+
+    assert op_info(torch.ops.aten._cudnn_rnn.default).state_positions == (11, 12)
+    assert op_info(torch.ops.aten.miopen_rnn.default).state_positions == (9, 10)
+    pair = twins(nn.Sequential(Layer(0.5), Layer(0.0), Layer(0.5)))
+    handle = pair.check(lambda model: model(torch.ones(64, 32)).square().sum())
+    assert [layer.state.item() for layer in pair.limited] == [3, 0, 3]
+    masks = [op for op in handle.graph.operations if op.name == "lowtide_test_rnn.mask.default"]
+    assert [op.replayable for op in masks] == [False, True, False]
+    assert not handle.kept
 
 
 def test_overloads_that_take_a_generator() -> None:

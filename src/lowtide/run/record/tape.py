@@ -366,7 +366,7 @@ def node_of(
         value_of: the present value of a tensor that the call reads. It may raise `Unrecordable`.
     """
     info = call.info
-    if (info.reason and not info.collective) or info.uninitialized or call.writes_others:
+    if (call.reason and not info.collective) or info.uninitialized or call.writes_others:
         return None
     if blank and any(private.storage_key(t) in blank for t in call.inputs if id(t) not in call.unread):
         return None
