@@ -91,8 +91,8 @@ _UNREPLAYABLE = {
     "aten._cudnn_init_dropout_state.default": "PyTorch keeps what it makes for all that follows",
 }
 _WITH_STATE = {"dropout", "train", "dropout_state"}
-"""Arguments of an RNN's kernel (cuDNN, MIOpen), which draws from the last and overwrites it, whatever its schema
-says.
+"""Arguments of an RNN's kernel (cuDNN, MIOpen), which draws from the last and overwrites it, whatever its
+schema says.
 """
 
 
@@ -122,8 +122,8 @@ class OpInfo:
         collective: it is a function of its arguments on all the ranks of a group, and can run again where all
             of them run it again.
         waits: it returns its argument, once what is under way on it is done, or in a wrapper that waits.
-        state_positions: which arguments are the dropout's probability and training mode, where it draws from a
-            state of its own that it overwrites.
+        state_positions: which arguments are the dropout's probability and training mode, where it draws from
+            a state of its own that it overwrites.
         sends: it sends to another rank or receives from one, which may come to it only after what this rank
             does next: it is never waited for.
     """
