@@ -48,14 +48,14 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     # a step was profiled
     (S.NEW, E.PROFILED, ("unverified",), S.NEW, A.PROFILE),
     (S.DOUBTED, E.PROFILED, ("planned", "shorter"), S.PLANNED, A.NOTHING),
-    (S.DOUBTED, E.PROFILED, ("planned", "shorter", "varied"), S.VARYING, A.NOTHING),
+    (S.DOUBTED, E.PROFILED, ("planned", "shorter", "differed"), S.VARYING, A.NOTHING),
     (S.DOUBTED, E.PROFILED, ("planned",), S.STALE, A.PLAN),
     (S.REFUSED, E.PROFILED, ("shorter",), S.STALE, A.PLAN),
     # a plan
     (S.STALE, E.PLAN_MADE, (), S.PLANNED, A.RUN),
-    (S.STALE, E.PLAN_MADE, ("varied",), S.VARYING, A.RUN),
-    (S.STALE, E.PLAN_REFUSED, ("varied", "planned"), S.STALE, A.RAISE),
-    (S.STALE, E.PLAN_REFUSED, ("varied", "planned", "same budget"), S.VARYING, A.RUN),
+    (S.STALE, E.PLAN_MADE, ("differed",), S.VARYING, A.RUN),
+    (S.STALE, E.PLAN_REFUSED, ("differed", "planned"), S.STALE, A.RAISE),
+    (S.STALE, E.PLAN_REFUSED, ("differed", "planned", "same budget"), S.VARYING, A.RUN),
     (S.STALE, E.PLAN_REFUSED, ("margin", "current plan", "planned"), S.PLANNED, A.ACCEPT),
     (S.STALE, E.PLAN_REFUSED, ("margin", "planned"), S.STALE, A.PLAN),
     (S.STALE, E.PLAN_REFUSED, ("planned",), S.STALE, A.RAISE),
@@ -63,20 +63,20 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.STALE, E.PLAN_REFUSED, (), S.REFUSED, A.RAISE),
     (S.PLANNED, E.BETTER_FOUND, (), S.PLANNED, A.RUN),
     # a planned step has ended within its budget
-    (S.PLANNED, E.ENDED, ("departed", "unseen", "accepted"), S.PLANNED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("departed", "unrecorded", "accepted"), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("longer", "departed"), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("tried", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("tried", "departed"), S.PLANNED, A.NOTHING),
     (S.VARYING, E.ENDED, ("tried", "departed", "profiles left"), S.VARYING, A.NOTHING),
-    (S.PLANNED, E.ENDED, ("varies",), S.VARYING, A.NOTHING),
-    (S.VARYING, E.ENDED, ("varies",), S.VARYING, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("differs",), S.VARYING, A.NOTHING),
+    (S.VARYING, E.ENDED, ("differs",), S.VARYING, A.NOTHING),
     (S.VARYING, E.ENDED, ("longer", "profiles left"), S.DOUBTED, A.NOTHING),
     # or above it
     (S.STALE, E.ENDED, ("replaced", "above"), S.STALE, A.WARN_NEWER),
     (S.PLANNED, E.ENDED, ("above", "second derivatives", "profiles left"), S.PLANNED, A.WARN_GRAPH),
     (S.PLANNED, E.ENDED, ("above", "accepted", "departed", "profiles left"), S.PLANNED, A.WARN_ACCEPTED),
-    (S.PLANNED, E.ENDED, ("above", "unseen", "profiles left"), S.DOUBTED, A.WARN_UNSEEN),
+    (S.PLANNED, E.ENDED, ("above", "unrecorded", "profiles left"), S.DOUBTED, A.WARN_UNRECORDED),
     (
         S.PLANNED,
         E.ENDED,
@@ -85,11 +85,11 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
         A.WARN_DEPARTED,
     ),
     (S.PLANNED, E.ENDED, ("above", "departed", "more backwards"), S.PLANNED, A.WARN_BACKWARDS),
-    (S.PLANNED, E.ENDED, ("above", "unseen"), S.PLANNED, A.WARN_LESS),
+    (S.PLANNED, E.ENDED, ("above", "unrecorded"), S.PLANNED, A.WARN_LESS),
     (S.PLANNED, E.ENDED, ("above", "late buffer"), S.PLANNED, A.WARN_LATE),
     (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.WARN_LESS),
-    (S.PLANNED, E.ENDED, ("above", "departed", "varies", "profiles left"), S.VARYING, A.WARN_VARIES),
-    (S.VARYING, E.ENDED, ("above", "departed", "varies", "longer"), S.VARYING, A.WARN_RESERVE),
+    (S.PLANNED, E.ENDED, ("above", "departed", "differs", "profiles left"), S.VARYING, A.WARN_VARIES),
+    (S.VARYING, E.ENDED, ("above", "departed", "differs", "longer"), S.VARYING, A.WARN_RESERVE),
     (S.VARYING, E.ENDED, ("above", "longer", "profiles left"), S.DOUBTED, A.WARN_DEPARTED),
     # the end
     (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
@@ -155,7 +155,7 @@ def ran(entry: Entry, took: int | None, **more: Any) -> Any:
     """What a planned step shows when it has ended."""
     director = more.get("director")
     step = {"planned": entry.planned, "director": None, "measured_bytes": took, "margin_bytes": 0}
-    step |= {"extra": director.extra if director is not None else 0, "ran": None, "may_vary": True}
+    step |= {"extra": director.extra if director is not None else 0, "ran": None, "can_evict": True}
     step |= {"departed": director is not None and director.departed, "tried": False}
     return SimpleNamespace(**{**step, "backwards": 1, "makes_graph": False, **more})
 
@@ -167,9 +167,9 @@ def followed(extra: int = 0, departed: bool = False) -> Any:
 def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
     entry = planned_entry()
     assert machine.ended(entry, ran(entry, None, director=followed())) is A.NOTHING
-    assert not entry.varies and not entry.wants_profile
+    assert not entry.may_differ and not entry.wants_profile
     assert machine.ended(entry, ran(entry, None, director=followed(extra=1))) is A.NOTHING
-    assert entry.varies and entry.state is S.DOUBTED
+    assert entry.may_differ and entry.state is S.DOUBTED
 
 
 def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
@@ -210,8 +210,8 @@ def test_a_buffer_that_a_thread_held_for_longer_changes_no_plan_until_it_comes_a
 def test_an_entry_that_was_profiled_often_is_planned_with_less(director: Any) -> None:
     plan = FITS if director is None else PLAN
     entry = planned_entry(plan)
-    assert machine.ended(entry, ran(entry, OVER, director=director)) in (A.WARN_UNSEEN, A.WARN_DEPARTED)
-    assert entry.wants_profile and entry.varies and entry.margin_bytes == 0
+    assert machine.ended(entry, ran(entry, OVER, director=director)) in (A.WARN_UNRECORDED, A.WARN_DEPARTED)
+    assert entry.wants_profile and entry.may_differ and entry.margin_bytes == 0
     entry = planned_entry(plan, profiles=8)
     assert machine.ended(entry, ran(entry, OVER, director=director)) is A.WARN_LESS
 
@@ -258,7 +258,7 @@ def test_the_longest_profiled_step_is_planned_for() -> None:
     machine.ended(entry, ran(entry, OVER, director=followed(extra=9)))
     assert machine.profiled(entry, graph(3), verified=True, backwards=2) is A.PLAN
     machine.plan_made(entry, Planned(entry.key, graph(3), graph(3), PLAN), version=0)
-    machine.ended(entry, ran(entry, OVER, director=followed(extra=9), may_vary=False))
+    machine.ended(entry, ran(entry, OVER, director=followed(extra=9), can_evict=False))
     assert machine.profiled(entry, graph(2), verified=True) is A.NOTHING
     assert entry.graph == graph(3) and entry.state is S.PLANNED and entry.backwards == 2
 
@@ -266,7 +266,7 @@ def test_the_longest_profiled_step_is_planned_for() -> None:
 def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> None:
     entry = planned_entry()
     assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))) is A.NOTHING
-    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), may_vary=False)) is A.NOTHING
+    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)) is A.NOTHING
     assert machine.ended(entry, ran(entry, OVER, ran=(2, 7))) is A.WARN_LESS, "the same again"
     assert machine.ended(entry, ran(entry, OVER, ran=(0, 8))) is A.WARN_VARIES
     assert entry.state is S.VARYING and machine.called(entry, version=0) is A.RUN
@@ -279,7 +279,7 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     assert entry.state is S.VARYING and entry.margin_bytes == 0
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
-    assert adds.varied and adds.reserve_bytes == entry.reserve_bytes
+    assert adds.differed and adds.reserve_bytes == entry.reserve_bytes
 
 
 def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_steps_vary() -> None:

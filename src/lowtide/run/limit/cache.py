@@ -14,14 +14,13 @@ from dataclasses import replace
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Plan
 from lowtide.run.limit import machine
 from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_several_devices
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.machine import Action
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement
+from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
 from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.verify import Verify
@@ -54,8 +53,8 @@ class Cache:
 
     def find(self, key: StepKey) -> Entry:
         """The entry of steps with this key: their own, else the smallest one whose plan serves them, else a
-        new one. A new one whose steps differ from known ones only in gradients that exist before begins from
-        these.
+        new one. The new one begins from a sibling, where one is known: an entry whose steps differ from these
+        only in the gradients that exist before them.
         """
         with self.lock:
             serving = [entry for entry in self.known.values() if entry.serves(key)]
@@ -76,7 +75,7 @@ class Cache:
         that exist before. Not of a pipeline's: one of its steps has many backwards.
         """
         alike = key.without_gradients()
-        known = (entry for entry in self.known.values() if entry.graph and not entry.forwards)
+        known = (entry for entry in self.known.values() if entry.graph and not entry.forward_spans)
         others = (entry for entry in known if entry.key.without_gradients() == alike)
         return next(others, None) if key.gradients else None
 
@@ -86,8 +85,8 @@ class Cache:
             for entry in self.known.values():
                 machine.removed(entry)
 
-    def called(self, entry: Entry, backward_unseen: bool = False) -> Action:
-        """What a step of an entry that begins does, once plans are made that have to be.
+    def begin_step(self, entry: Entry, backward_unseen: bool = False) -> Action:
+        """What the step of an entry does that begins now: a plan that it needs is made before it.
 
         Raises:
             BudgetError: no plan fits.
@@ -152,26 +151,29 @@ class Cache:
     def _take_better(
         self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int] | None
     ) -> None:
-        """Whether the search of the first rank goes on, and what it has found, with that rank's bytes that
-        exist before the step.
+        """Take the better plan that the first rank has found.
+
+        Args:
+            entry, planned: of the step that begins, and its plan in force.
+            goes_on: whether the first rank still searches.
+            better: that plan as JSON, and the bytes that stand before a step on the first rank; or ``None``.
         """
         planned.awaits_better = goes_on
         if better is not None:
-            plan = Plan.from_json(better[0])
-            peak = plan.predicted_peak_bytes + planned.graph.resident_bytes - better[1]
-            plan = replace(plan, predicted_peak_bytes=peak, budget_bytes=planned.plan.budget_bytes)
+            plan = adopt(better[0], planned.graph.resident_bytes, better[1])
+            plan = replace(plan, budget_bytes=planned.plan.budget_bytes)
             machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
     def is_to_verify(self, entry: Entry) -> bool:
-        """Whether each operation of a profiled step runs twice; not where that was done at another size."""
+        """Whether each operation of a profiled step runs twice: not where that was done at another size."""
         if self.verify == "never" or entry.profiles or self.maker.kept:
             return self.verify != "never"
         others = self.known.values()
         return not any(other.profiles and other.key.differs_in_size(entry.key) for other in others)
 
-    def profiled(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
+    def take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
         """Plan from a profiled step.
 
         Args:
@@ -201,11 +203,11 @@ class Cache:
             verified=profiler.verified or self.verify == "never" or self._reproduces(graph),
             backwards=profiler.watch.backwards,
             makes_graph=profiler.watch.makes_graph,
-            varies=profiler.asks,
-            ran=profiler.forward_ran,
+            may_differ=profiler.asks,
+            ran=profiler.ran,
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.under_way.overlapping_bytes,
-            forwards=profiler.ran,
+            forward_spans=profiler.forward_spans,
         )
         if action is Action.PLAN:
             self._plan_together(entry, graph, profiler)
@@ -225,8 +227,8 @@ class Cache:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
         refusal = None
-        graph, neighbours = self.maker.agreed(graph, profiler.under_way.groups, profiler.given)
-        machine.agreed(entry, graph)
+        graph, neighbours = self.maker.agree_on_step(graph, profiler.under_way.groups, profiler.given)
+        machine.agree(entry, graph)
         self.maker.stages_meet(entry)
         try:
             self._plan(entry, Action.PLAN)
@@ -266,10 +268,7 @@ class Cache:
         found = next((one for one in refusals if one is not None), None)
         if found is None and planned is not None and len(set(programs)) == 1:
             _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
-            plan = Plan.from_json(text)
-            peak = plan.predicted_peak_bytes + resident - theirs
-            budget = planned.plan.budget_bytes
-            plan = replace(plan, predicted_peak_bytes=peak, budget_bytes=budget)
+            plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
             common = Planned(entry.key, planned.profiled, planned.graph, plan, planned.search)
             planned.search = None  # it goes on, and each rank takes what it finds
             machine.better_found(entry, common)

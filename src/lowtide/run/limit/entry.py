@@ -95,15 +95,15 @@ class Planned:
             self._program = self.plan.program, compiled_program(self.plan.program)
         return self._program
 
-    def programs(self, forwards: Sequence[tuple[int, int]]) -> list[tuple[Sequence[ProgramStep], Any]]:
+    def programs(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Sequence[ProgramStep], Any]]:
         """The same of each forward of a step that has several: its part of the plan's program.
 
         Args:
-            forwards: of each its first operation and the first one after it.
+            spans: of each forward, its first operation and the first one after it.
         """
         if self._programs is None:
             of = [op.index for op in self.graph.operations if op.phase == "forward"]
-            places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in forwards]
+            places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in spans]
             parts = [self.plan.program[begin:end] for begin, end in places]
             self._programs = [(part, compiled_program(part)) for part in parts]
         return self._programs
@@ -176,17 +176,18 @@ class Entry:
         steps: how many have begun.
         backwards: the most backwards that ran through a step that was profiled.
         makes_graph: a backward of the profiled step was run with ``create_graph=True``.
-        varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
-        ran: how many operations the latest step ran that was seen, without and with gradients.
-        profiled_ran: the same of the step that was planned for.
-        may_vary: the latest step could have evicted on demand.
-        varied: two steps were seen to differ in what they ran.
+        may_differ: its steps may run other operations: the forward reads values, or a step ran more than its
+            plan has.
+        ran: how many operations ran, without and with gradients, in the latest step that was recorded.
+        profiled_ran: how many ran in the step that was planned for.
+        can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
+        differed: two steps were seen to differ in what they ran.
         rise_bytes: the most that live bytes rose between two looks, in any profiled step.
         reserve_bytes: what varying steps leave free beside what their plan shows, since they took more.
-        untold_bytes: the most that its profiled steps took, not yet held against a budget.
+        untold_bytes: the most that its profiled steps took, which no warning has compared with a budget yet.
         backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
             profiled aside.
-        forwards: of each forward of a pipeline's step, its first operation and the first one after it.
+        forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
         was_late: what its latest step took more may have been a collective's buffer that a thread held for
             longer. Another in turn is believed.
     """
@@ -205,16 +206,16 @@ class Entry:
     steps: int = 0
     backwards: int = 1
     makes_graph: bool = False
-    varies: bool = False
+    may_differ: bool = False
     ran: tuple[int, int] | None = None
     profiled_ran: tuple[int, int] | None = None
-    may_vary: bool = False
-    varied: bool = False
+    can_evict: bool = False
+    differed: bool = False
     rise_bytes: int = 0
     reserve_bytes: int = 0
     untold_bytes: int = 0
     backward_unseen: bool = False
-    forwards: Sequence[tuple[int, int]] = ()
+    forward_spans: Sequence[tuple[int, int]] = ()
     was_late: bool = False
 
     @property
@@ -232,7 +233,7 @@ class Entry:
         """Whether no step has run since the first was profiled; not of a pipeline."""
         planned = self.planned
         fresh = planned is not None and planned.steps == 0
-        return fresh and self.profiles == 1 and self.ran is None and not self.forwards
+        return fresh and self.profiles == 1 and self.ran is None and not self.forward_spans
 
     def serves(self, key: StepKey) -> bool:
         """Whether its plan holds for steps with this key: those that are smaller, since the bytes of each

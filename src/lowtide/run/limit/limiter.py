@@ -90,12 +90,13 @@ class Limiter:
         cache: the cached plans.
         delegate: gives the steps that `torch.compile` is around to the compiled engine.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
-        shared: other limited models take part in the same steps; each is planned for its own part.
+        shared: other limited models were seen to take part in the same steps; each is planned for its own
+            part.
         visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
-        paused: they do for a while.
-        forwards: of a step that has several, with their backwards in it; ``None`` where a step is a forward,
-            and a backward that its caller runs.
+        paused: calls run unchanged for a while.
+        forwards: those of a step that has several, and runs their backwards itself; ``None`` where a step is
+            one forward, and its caller runs backward.
     """
 
     forwards: Forwards | None = None
@@ -183,8 +184,10 @@ class Limiter:
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
     @property
-    def step(self) -> Callable[..., Any]:
-        """The model's own forward; of FSDP's root the whole call, whose hooks gather the weights."""
+    def own_step(self) -> Callable[..., Any]:
+        """What runs in a step: the model's own forward; of FSDP's root the whole call, whose hooks gather the
+        weights; of a pipeline the schedule's own ``step``.
+        """
         return partial(private.own_call, self.model) if private.is_root(self.model) else self.forward
 
     def uninstall(self) -> None:
@@ -251,8 +254,8 @@ class Limiter:
         return True
 
     def _run_plainly(self, inputs: Inputs, why: Unlimited) -> Any:
-        """Run the forward as it is. One that a backward runs is, where a checkpoint around this model runs it
-        again, to save what the first one has shown to that checkpoint.
+        """Run the forward as it is. Where a `torch.utils.checkpoint` around this model runs it again within
+        backward, that checkpoint sees what the second forward saves only if it saw what the first one saved.
         """
         if why.engages:
             self.engagement.end()
@@ -261,7 +264,7 @@ class Limiter:
         hides = why.in_backward and not self.visible
         self.visible |= not (why.in_backward or why.keeps_nothing)
         with self._inside(), self._metered(), unseen_by_checkpoint() if hides else nullcontext():
-            return self.step(*inputs.args, **inputs.kwargs)
+            return self.own_step(*inputs.args, **inputs.kwargs)
 
     @contextmanager
     def _metered(self) -> Iterator[None]:
@@ -302,7 +305,7 @@ class Limiter:
     def _run_within(self, profiled: ProfiledStep, inputs: Inputs) -> Any:
         """Run another forward of a step that is being profiled."""
         with unseen_by_checkpoint(), self._inside():
-            result = self.step(*inputs.args, **inputs.kwargs)
+            result = self.own_step(*inputs.args, **inputs.kwargs)
         profiled.profiler.abandon_for(result, partial(self.warn_once, ABANDONED))
         return result
 
@@ -310,15 +313,17 @@ class Limiter:
 
     def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
         """Do what the state machine says: profile the step, or run it under the plan."""
-        action = self.cache.called(entry, backward_unseen=inputs.compiled)
+        action = self.cache.begin_step(entry, backward_unseen=inputs.compiled)
         shared = self._is_shared(inputs)
         if action is Action.PROFILE and (shared or entry.backward_unseen):
             action = self._profile_aside_first(inputs, shared)
-        begin = self._begin_profiled if action is Action.PROFILE else self._begin_planned
-        step = self.local.step = begin(entry, inputs, shared)
+        if action is Action.PROFILE:
+            step = self.local.step = self._begin_profiled(entry, inputs)
+        else:
+            step = self.local.step = self._begin_planned(entry, inputs, shared)
         try:
             with self._inside():
-                result = step.run(self.step)
+                result = step.run(self.own_step)
         except BaseException:
             self.local.step = None
             raise
@@ -327,8 +332,9 @@ class Limiter:
         return result
 
     def _is_shared(self, inputs: Inputs) -> bool:
-        """Whether other limited models take part in the step: one that is profiled sees the operations of
-        this one, and one under a plan measures its bytes. Whether it is one step, its end will show.
+        """Whether other limited models take part in the step: a model that is profiled meanwhile sees the
+        operations of this one, and one under a plan measures this one's bytes, too. Those steps note this
+        model; when a backward of theirs has ended, all of these models are `shared`.
         """
         if self.shared and self.maker.budget is not None:
             self.warn_once(SHARED)
@@ -337,7 +343,7 @@ class Limiter:
             step.others.add(self)
         return self.shared or bool(theirs)
 
-    def _begin_profiled(self, entry: Entry, inputs: Inputs, _: bool) -> ProfiledStep:
+    def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
         native_recorder()  # takes half a minute once; better now than after backward
         self.maker.replicas = self._replicas()
@@ -388,19 +394,19 @@ class Limiter:
         """
         inputs = Inputs(self.model, args, kwargs, compiled=False)
         entry = self.cache.find(inputs.key)
-        if self.cache.called(entry) is Action.PROFILE:
+        if self.cache.begin_step(entry) is Action.PROFILE:
             with self.engagement.paused(), self._inside():
                 profiler, graph = profile_aside(
                     [self.model],
                     inputs.members.device,
-                    self.step,
+                    self.own_step,
                     args,
                     kwargs,
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
                 )
             self._take_in(entry, profiler, graph, users=within_step)
-            self.cache.called(entry)  # the plan of a longer step may be out of date
+            self.cache.begin_step(entry)  # the plan of a longer step may be out of date
         assert entry.planned is not None
         return entry.planned
 
@@ -425,9 +431,9 @@ class Limiter:
             self._take_in(entry, profiler, profiler.graph(), users=True)
 
     def _take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> None:
-        """Plan from a profiled step; see `Cache.profiled`."""
+        """Plan from a profiled step; see `Cache.take_in`."""
         with self.cache.lock:
-            taken = self.cache.profiled(entry, profiler, graph, users)
+            taken = self.cache.take_in(entry, profiler, graph, users)
         if users and entry.planned is not None:
             self.measured_bytes = taken
 
@@ -441,6 +447,8 @@ class Limiter:
             warn(text, each_time=True)
 
     def _share(self, step: ProfiledStep | PlannedStep) -> None:
-        """Others took part in a step of this model: its peak, and theirs, is that of all of them."""
+        """A step has ended. Where other limited models took part in it, its peak is that of all of them, and
+        so is theirs.
+        """
         for limiter in step.others:
             limiter.shared = self.shared = True

@@ -1,17 +1,16 @@
 """The state machine of cached plans: what follows from what happened.
 
-`TABLE` is all that is decided, `transition` looks it up and changes nothing. Each function below it takes one
-piece of evidence, asks `transition`, and writes down what the evidence says; no other file assigns an
+`TABLE` is all that is decided, `transition` looks it up and changes nothing. The functions below it that are
+named for a piece of evidence (`called`, `profiled`, `ended`, ...) work out its facts, ask `transition`, and
+write down what the evidence says; the others write down what changes no state. No other file assigns an
 entry's fields.
 
 ```text
-                         refused                 fits
-   NEW ---> profiled ---> REFUSED    STALE <------------> PLANNED
-    |          |             |         ^  another budget,    |
-    |          '-------------+---------'  took more          |  other operations ran
-    '---- sibling known ---------------'                  DOUBTED ---> profiled
-                                       ^                     |  others in each step
-                                       '------------------ VARYING (for good)
+ NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
+ STALE --> REFUSED                       no plan fits
+ REFUSED, PLANNED, VARYING --> STALE     another budget or optimizer; or a planned step took more
+ PLANNED, VARYING --> DOUBTED            a step ran operations that the plan does not have
+ DOUBTED --> STALE, PLANNED, VARYING     profiled again: a longer step than the one planned for, or a shorter
 ```
 """
 
@@ -55,31 +54,31 @@ class Evidence(Enum):
 
 
 Fact = Literal[
-    "graph known",  # its step graph is, of a sibling at least
-    "other budget",  # or optimizer, than the one that no plan was found for
+    "graph known",  # the entry has a step graph: its own, or a sibling's
+    "other budget",  # the budget or optimizer is another one than no plan was found for
     "outdated",  # the plan was made for another budget, optimizer or margin
     "peer profiles",  # a rank that shares the plan profiles its next step
-    "peer outdated",  # the plan of a rank that shares it is
-    "unverified",  # operations ran once, in a program that was never seen to reproduce
+    "peer outdated",  # a rank that shares the plan has an outdated one
+    "unverified",  # the step's operations ran once, in a program that was never seen to reproduce
     "shorter",  # the step has no more operations than the one that is planned for
-    "margin",  # steps were seen to take more than predicted
-    "current plan",  # for this step graph, budget and optimizer there is one already
+    "margin",  # earlier steps took more than predicted, and the plan was to leave that free
+    "current plan",  # the plan in force is for this step graph, budget and optimizer
     "planned",  # there is a plan in force
-    "borrowed",  # its step graph is a sibling's
-    "replaced",  # the step's plan is in force no more
+    "borrowed",  # the entry's step graph is a sibling's
+    "replaced",  # the step ran under an earlier plan than the one in force
     "above",  # the step took more than its budget
-    "second derivatives",  # a backward made a graph of its own, other than the profiled step's
-    "accepted",  # no plan leaves what the step took more
-    "late buffer",  # it may be what a thread held for longer that has moved a collective's bytes
-    "unseen",  # nothing had to be recomputed, so its operations were not recorded
-    "departed",  # it ran other operations than the plan has
-    "longer",  # many more than the plan has
-    "tried",  # the first step after the profiled one evicted on demand, since it may run others
-    "varies",  # it can evict on demand, and ran other operations than the step before, or took more and may
-    "varied",  # two steps did
-    "same budget",  # and optimizer, as the plan in force was made for
+    "second derivatives",  # a backward ran with create_graph=True, and none of the profiled step did
+    "accepted",  # the step took no more than was accepted, since no plan leaves that much free
+    "late buffer",  # what the step took more may be a collective's buffer that a thread held for longer
+    "unrecorded",  # the step's operations were not recorded, since nothing had to be recomputed
+    "departed",  # the step ran other operations than the plan has
+    "longer",  # the step ran many operations that the plan does not have
+    "tried",  # the step, the first after the profiled one, evicted on demand, since steps may differ
+    "differs",  # the step can evict on demand, and ran other operations than the one before, or took more
+    "differed",  # two steps were seen to differ in what they ran
+    "same budget",  # the plan in force was made for this budget and optimizer
     "profiles left",  # few steps were profiled so far
-    "more backwards",  # ran than through the profiled step
+    "more backwards",  # more backwards ran through the step than through the profiled one
 ]
 
 
@@ -102,7 +101,7 @@ class Action(Enum):
     WARN_NEWER = auto()
     WARN_GRAPH = auto()
     WARN_ACCEPTED = auto()
-    WARN_UNSEEN = auto()
+    WARN_UNRECORDED = auto()
     WARN_DEPARTED = auto()
     WARN_BACKWARDS = auto()
     WARN_LATE = auto()
@@ -145,12 +144,12 @@ TABLE: tuple[Row, ...] = (
     Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
     Row(_ALIVE, _E.PROFILED, ("unverified",), None, _A.PROFILE),
-    Row(_ALIVE, _E.PROFILED, ("planned", "shorter", "varied"), _S.VARYING, _A.NOTHING),
+    Row(_ALIVE, _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
     Row(_ALIVE, _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
     Row(_ALIVE, _E.PROFILED, (), _S.STALE, _A.PLAN),
-    Row((_S.STALE,), _E.PLAN_MADE, ("varied",), _S.VARYING, _A.RUN),
+    Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
     Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
-    Row((_S.STALE,), _E.PLAN_REFUSED, ("varied", "same budget"), _S.VARYING, _A.RUN),
+    Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
@@ -160,17 +159,17 @@ TABLE: tuple[Row, ...] = (
     Row(_IN_FORCE, _E.ENDED, ("replaced",), None, _A.WARN_NEWER),
     Row(_IN_FORCE, _E.ENDED, ("above", "second derivatives"), None, _A.WARN_GRAPH),
     Row(_IN_FORCE, _E.ENDED, ("above", "accepted"), None, _A.WARN_ACCEPTED),
-    Row(_IN_FORCE, _E.ENDED, ("above", "unseen", "profiles left"), _S.DOUBTED, _A.WARN_UNSEEN),
+    Row(_IN_FORCE, _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.WARN_UNRECORDED),
     Row((_S.VARYING,), _E.ENDED, ("above", "longer", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
     Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.WARN_RESERVE),
-    Row((_S.PLANNED,), _E.ENDED, ("above", "varies"), _S.VARYING, _A.WARN_VARIES),
+    Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.WARN_VARIES),
     Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
     Row(_IN_FORCE, _E.ENDED, ("above", "more backwards"), None, _A.WARN_BACKWARDS),
     Row(_IN_FORCE, _E.ENDED, ("above", "late buffer"), None, _A.WARN_LATE),
     Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
     Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
-    Row((_S.PLANNED,), _E.ENDED, ("varies",), _S.VARYING, _A.NOTHING),
+    Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
     Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
 )
 """The first row that fits holds; where none does, nothing follows."""
@@ -210,7 +209,7 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     entry.graph = with_earlier_gradients(sibling.graph)
     entry.margin_bytes, entry.unseen_bytes = sibling.margin_bytes, sibling.unseen_bytes
     entry.checkpoints, entry.backwards = sibling.checkpoints, sibling.backwards
-    entry.makes_graph, entry.varied = sibling.makes_graph, sibling.varied
+    entry.makes_graph, entry.differed = sibling.makes_graph, sibling.differed
     entry.reserve_bytes, entry.rise_bytes = sibling.reserve_bytes, sibling.rise_bytes
 
 
@@ -271,10 +270,10 @@ def profiled(
     verified: bool,
     backwards: int = 1,
     makes_graph: bool = False,
-    varies: bool = False,
+    may_differ: bool = False,
     checkpoints: int = 0,
     collectives_bytes: int = 0,
-    forwards: Sequence[tuple[int, int]] = (),
+    forward_spans: Sequence[tuple[int, int]] = (),
     ran: tuple[int, int] | None = None,
 ) -> Action:
     """A step was profiled: the longest one is planned for. One that ran other operations than the step
@@ -284,36 +283,36 @@ def profiled(
         entry: of the step.
         graph: the step, with all of the model.
         verified: its operations were seen to reproduce, in this step or in one of the same program.
-        backwards, makes_graph, varies, checkpoints, forwards: of the step, as `Entry` names them.
+        backwards, makes_graph, may_differ, checkpoints, forward_spans: of the step, as `Entry` names them.
         collectives_bytes: what collectives under way held beside other operations.
         ran: how many operations its forward ran, without and with gradients.
     """
     entry.profiles += 1
     if entry.ran is not None and ran is not None:
-        entry.varied |= entry.may_vary and ran != entry.ran
+        entry.differed |= entry.can_evict and ran != entry.ran
         entry.ran = ran
     longest = entry.graph is None or len(graph.operations) > len(entry.graph.operations)
     facts: dict[Fact, bool] = {
         "unverified": not verified,
         "planned": entry.planned is not None,
         "shorter": not longest,
-        "varied": entry.varied,
+        "differed": entry.differed,
     }
     action = _take(entry, Evidence.PROFILED, facts)
     entry.rise_bytes = max(entry.rise_bytes, rise_bytes(graph))
     if action is not Action.PROFILE:
-        entry.backwards, entry.varies = max(entry.backwards, backwards), entry.varies or varies
+        entry.backwards, entry.may_differ = max(entry.backwards, backwards), entry.may_differ or may_differ
     if action is Action.PLAN:
         entry.graph, entry.checkpoints, entry.makes_graph = graph, checkpoints, makes_graph
         entry.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
-        entry.forwards = tuple(forwards)
+        entry.forward_spans = tuple(forward_spans)
         entry.profiled_ran = ran
     elif entry.state is State.VARYING:
-        _vary(entry)
+        _enter_varying(entry)
     return action
 
 
-def agreed(entry: Entry, graph: StepGraph) -> None:
+def agree(entry: Entry, graph: StepGraph) -> None:
     """The profiled step as the ranks that share the model agree on it."""
     entry.graph = graph
 
@@ -324,9 +323,9 @@ def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
         entry.planned.stop()
     entry.planned, entry.planned_for = planned, (version, entry.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
-    action = _take(entry, Evidence.PLAN_MADE, {"varied": entry.varied})
+    action = _take(entry, Evidence.PLAN_MADE, {"differed": entry.differed})
     if entry.state is State.VARYING:
-        _vary(entry)
+        _enter_varying(entry)
     return action
 
 
@@ -339,7 +338,7 @@ def plan_refused(entry: Entry, version: int) -> Action:
         "current plan": current and planned is not None and planned.profiled is entry.graph,
         "planned": planned is not None,
         "borrowed": entry.profiles == 0,
-        "varied": entry.varied,
+        "differed": entry.differed,
         "same budget": current,
     }
     action = _take(entry, Evidence.PLAN_REFUSED, facts)
@@ -370,7 +369,7 @@ class Ended(Protocol):
     backwards: int
     makes_graph: bool
     margin_bytes: int
-    may_vary: bool
+    can_evict: bool
     tried: bool
     ran: tuple[int, int] | None
 
@@ -397,17 +396,17 @@ def ended(entry: Entry, step: Ended) -> Action:
     more_backwards = step.backwards > entry.backwards
     late = above and not entry.was_late and took is not None and _may_be_late(step.planned, took)
     # the first step of a model may be unlike all others, which its next profile shows
-    differs = others or (above and entry.varies and entry.profiles > 1)
+    differs = others or (above and entry.may_differ and entry.profiles > 1)
     facts: dict[Fact, bool] = {
         "replaced": replaced,
         "above": above,
         "late buffer": late,
         "second derivatives": step.makes_graph and not entry.makes_graph,
         "accepted": (took or 0) <= entry.accepted_bytes,
-        "unseen": plan.changes_nothing and director is None,
+        "unrecorded": plan.changes_nothing and director is None,
         "departed": step.departed,
         "tried": step.tried,
-        "varies": step.may_vary and differs,
+        "differs": step.can_evict and differs,
         "longer": extra > _LONGER * len(plan.program),
         "profiles left": entry.may_profile,
         "more backwards": more_backwards,
@@ -423,16 +422,16 @@ def ended(entry: Entry, step: Ended) -> Action:
     if action is Action.WARN_LESS or more_backwards:  # only a kept graph made it take more
         entry.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
         step.margin_bytes = more
-    if entry.state is State.VARYING and not entry.varied:
-        _vary(entry)
-    entry.may_vary = step.may_vary
-    entry.ran, entry.varied = step.ran or entry.ran, entry.varied or facts["varies"]
+    if entry.state is State.VARYING and not entry.differed:
+        _enter_varying(entry)
+    entry.can_evict = step.can_evict
+    entry.ran, entry.differed = step.ran or entry.ran, entry.differed or facts["differs"]
     if action is Action.WARN_RESERVE:
         assert limit is not None and took is not None
         more = max(took - limit + budgets.slack_bytes(limit), entry.reserve_bytes)
         # what else a process did meanwhile shall not make all later steps slow
         entry.reserve_bytes = min(entry.reserve_bytes + more, int(_MOST_RESERVE * limit))
-    entry.varies |= extra > 0 or action in (Action.WARN_UNSEEN, Action.WARN_DEPARTED)
+    entry.may_differ |= extra > 0 or action in (Action.WARN_UNRECORDED, Action.WARN_DEPARTED)
     return action
 
 
@@ -450,8 +449,8 @@ def _may_be_late(planned: Planned, took: int) -> bool:
     return torch.device(graph.device).type == "cpu" and more <= max(moved, default=0)
 
 
-def _vary(entry: Entry) -> None:
-    """From here on its steps have a reserve in place of a margin, and no use for a better plan."""
+def _enter_varying(entry: Entry) -> None:
+    """From here on the entry's steps have a reserve in place of a margin, and no use for a better plan."""
     assert entry.planned is not None and entry.planned_for is not None
     entry.planned.stop()
     entry.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)

@@ -45,7 +45,7 @@ class PipelineLimiter(Limiter):
     """
 
     def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **asked: Any) -> None:
-        self.schedule, self._own_step = schedule, schedule.step
+        self.schedule, self._schedule_step = schedule, schedule.step
         stages = private.stages_of(schedule)
         super().__init__(model, *rest, **asked)
         self.forwards = Forwards(stages, "forward_one_chunk")
@@ -56,7 +56,7 @@ class PipelineLimiter(Limiter):
     def __call__(self, *args: Any, losses: list[Any] | None = None, **kwargs: Any) -> Any:
         """In the place of the schedule's ``step``. What is in ``losses`` is an earlier step's."""
         if self._is_off():
-            return self._own_step(*args, losses=losses, **kwargs)
+            return self._schedule_step(*args, losses=losses, **kwargs)
         self._losses = losses
         try:
             return self._call(args, kwargs)
@@ -64,17 +64,17 @@ class PipelineLimiter(Limiter):
             self._losses = None
 
     @property
-    def step(self) -> Callable[..., Any]:
+    def own_step(self) -> Callable[..., Any]:
         """The schedule's own step."""
         return self._run_schedule
 
     def _run_schedule(self, *args: Any, **kwargs: Any) -> Any:
-        return self._own_step(*args, losses=self._losses, **kwargs)
+        return self._schedule_step(*args, losses=self._losses, **kwargs)
 
-    def _begin_profiled(self, entry: Entry, inputs: Inputs, shared: bool) -> ProfiledStep:
+    def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         # what the schedule makes once stands before later steps
-        private.make_buffers(self.schedule, self._own_step, inputs.args, inputs.kwargs)
-        return super()._begin_profiled(entry, inputs, shared)
+        private.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
+        return super()._begin_profiled(entry, inputs)
 
     def _planned_step(self, *asked: Any) -> PlannedStep:
         assert self.forwards is not None
@@ -115,12 +115,12 @@ class PipelineStep(PlannedStep):
         super().__init__(*asked)
         self._forwards = forwards
         self._replays: list[Any] = []
-        self.may_vary = self._on_demand = False
+        self.can_evict = self._on_demand = False
 
     def _record(
         self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
     ) -> tuple[Any, float]:
-        programs = iter(self.planned.programs(self.entry.forwards))
+        programs = iter(self.planned.programs(self.entry.forward_spans))
         directors = self.director = Directors()
         ran, seconds = [0, 0], [0.0]
 

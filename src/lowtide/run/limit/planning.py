@@ -155,7 +155,7 @@ class PlanMaker:
                 made.search = BackgroundSearch(graph, target)
         return made
 
-    def agreed(
+    def agree_on_step(
         self, profiled: StepGraph, groups: Sequence[Any], given: Sequence[int]
     ) -> tuple[StepGraph, Agreement | None]:
         """The step to plan for, from one that was profiled.
@@ -190,7 +190,7 @@ class PlanMaker:
         """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
         percentage is of what the fullest rank takes.
         """
-        if not entry.forwards or self._met_peers:
+        if not entry.forward_spans or self._met_peers:
             return
         if (ranks := agreement_over({"stages": self.replicas})) is not None:
             own = plain(self._transformed(entry)).peak_bytes + entry.unseen_bytes

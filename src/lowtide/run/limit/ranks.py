@@ -98,9 +98,19 @@ class Agreement:
                     answer.budget_bytes + more,
                 )
             raise answer
-        plan = Plan.from_json(answer)
-        peak = plan.predicted_peak_bytes + graph.resident_bytes - first_resident
-        return replace(plan, predicted_peak_bytes=peak)
+        return adopt(answer, graph.resident_bytes, first_resident)
+
+
+def adopt(plan_json: str, resident_bytes: int, their_bytes: int) -> Plan:
+    """Another rank's plan for this one: only what stands before the step differs.
+
+    Args:
+        plan_json: the plan, as `Plan.to_json` writes it.
+        resident_bytes: what stands here.
+        their_bytes: what stands on the rank that made it.
+    """
+    plan = Plan.from_json(plan_json)
+    return replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + resident_bytes - their_bytes)
 
 
 def agreement_of(model: torch.nn.Module) -> Agreement | None:

@@ -38,7 +38,7 @@ from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
 
 _WHY = {
-    Action.WARN_UNSEEN: (
+    Action.WARN_UNRECORDED: (
         "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
         "lowtide looks at the next one"
     ),
@@ -161,7 +161,7 @@ class PlannedStep(StepWatch):
         stores: hold values that the plan moves.
         verify: as of `lowtide.limit_memory`.
         shared: other limited models take part in the step, so its peak is not its own.
-        may_vary: no other process has to evict what this one does.
+        can_evict: no other process has to evict what this one does, so that it may evict on demand.
         on_end: called with this each time that a backward of the step has ended. Autograd's graph holds the
             step, so it must not hold the model.
 
@@ -173,10 +173,11 @@ class PlannedStep(StepWatch):
             ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
-        may_vary: whether a step like this can evict on demand.
-        tried: whether it does, though a plan would be there.
-        ran: how many operations its forward ran, without and with gradients; ``None`` where nobody saw them.
-        extra: how many of them the plan does not have.
+        can_evict: whether it can evict on demand: its peak is measured and its own, and nothing moves.
+        tried: whether it evicts on demand to find out whether steps differ, though it has a plan.
+        ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
+            recorded.
+        extra: how many operations its forward ran that the plan does not have.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class PlannedStep(StepWatch):
         verify: Verify,
         on_end: Callable[[Any], None],
         shared: bool = False,
-        may_vary: bool = True,
+        can_evict: bool = True,
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
@@ -203,10 +204,10 @@ class PlannedStep(StepWatch):
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
         plan = entry.planned.plan
-        self.may_vary = may_vary and not shared and not plan.moves and self.peak_bytes is not None
+        self.can_evict = can_evict and not shared and not plan.moves and self.peak_bytes is not None
         varying = entry.state is State.VARYING
-        tries = entry.untried and (entry.varies or inputs.more_than_key)
-        self._on_demand = self.may_vary and (tries or varying) and plan.budget_bytes is not None
+        tries = entry.untried and (entry.may_differ or inputs.more_than_key)
+        self._on_demand = self.can_evict and (tries or varying) and plan.budget_bytes is not None
         self.tried = self._on_demand and not varying
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[Action, int] | None = None
@@ -245,10 +246,10 @@ class PlannedStep(StepWatch):
         """Run the model's own forward under the plan."""
         _under_way().steps.add(self)
         plan = self.planned.plan
-        varies = plan.budget_bytes is not None and self.entry.varies
+        follows = plan.budget_bytes is not None and self.entry.may_differ  # to see whether it departs
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
-        if plan.changes_nothing and not varies and not self._on_demand:
+        if plan.changes_nothing and not follows and not self._on_demand:
             with governing(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:

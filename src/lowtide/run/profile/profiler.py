@@ -73,7 +73,8 @@ class Profiler(Interceptor):
         device: whose memory and time are measured.
         verify: run every operation twice and compare.
         on_end: called with this once backward has ended.
-        forwards: where the step has several, with their backwards in it: what `run` runs is the whole step.
+        forwards: those of a step that has several, and runs their backwards itself: what `run` runs is then
+            the whole step. ``None`` where it is one forward, and its caller runs backward.
 
     Raises:
         PlanError: a CUDA graph is being captured.
@@ -88,13 +89,14 @@ class Profiler(Interceptor):
             measured, or the step is not over.
         backward_unseen: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
-        began: when, by `time.perf_counter`.
-        forward_ran: how many operations its forward ran, without and with gradients.
+        began: when the step began, by `time.perf_counter`.
+        ran: how many operations its forward ran, without and with gradients.
         asks: whether the forward asked for values, which may change what it does from step to step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
-        under_way: the collectives that are, and what they hold beside other operations.
-        ran: of each forward of a step that has several, its first operation and the first one after it.
+        under_way: the collectives that have begun, and what they hold beside other operations.
+        forward_spans: of each forward of a step that has several, its first operation and the first one after
+            it.
     """
 
     def __init__(
@@ -117,11 +119,11 @@ class Profiler(Interceptor):
         self.began = time.perf_counter()
         self.peak_bytes: int | None = None
         self.backward_unseen = self.ended = self.asks = False
-        self.forward_ran = (0, 0)
+        self.ran = (0, 0)
         self.checkpoints = 0
         self.given: tuple[int, ...] = ()
         self.under_way = UnderWay()
-        self.ran: list[tuple[int, int]] = []
+        self.forward_spans: list[tuple[int, int]] = []
         self._forwards, self._goes_on = forwards, forwards is not None
         self._on_end = on_end
         self._stack = ExitStack()
@@ -201,7 +203,7 @@ class Profiler(Interceptor):
     def _one_of_several(self) -> Iterator[None]:
         """One forward of a step that has several: it has a tape of its own."""
         tracer, begin = self.tracer, len(self.tracer.operations)
-        if self.ran:
+        if self.forward_spans:
             findings, self.tape = self.tape.findings, SegmentedTape(tracer, self._segment, self.verified)
             self.tape.findings = findings
         tracer.in_forward = True
@@ -210,7 +212,7 @@ class Profiler(Interceptor):
                 yield
         finally:
             tracer.in_forward = False
-            self.ran.append((begin, len(tracer.operations)))
+            self.forward_spans.append((begin, len(tracer.operations)))
 
     def _gathered(self) -> None:
         """A unit begins, perhaps: note where the model's weights are gathered by now."""
@@ -228,9 +230,9 @@ class Profiler(Interceptor):
 
     def _count(self) -> None:
         """An operation of the forward runs."""
-        without, with_gradients = self.forward_ran
+        without, with_gradients = self.ran
         grad = torch.is_grad_enabled()
-        self.forward_ran = without + (not grad), with_gradients + grad
+        self.ran = without + (not grad), with_gradients + grad
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, measured, and write it down; in the forward, record it on the tape."""
