@@ -13,7 +13,7 @@ from scipy.sparse import csr_array
 
 Floats = NDArray[np.float64]
 
-A_SECOND = 1_000_000
+A_SECOND = 750_000
 """Operations that are simulated in about a second."""
 
 _A_COLUMN = 30

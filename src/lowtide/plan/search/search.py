@@ -42,13 +42,13 @@ _OVER = 0.25
 _MORE_SEGMENTS = 1.5
 """Factor between the numbers of segments that are tried."""
 
-_EFFORT = 25 * A_SECOND
+_EFFORT = 33 * A_SECOND
 """What a search may take, where nobody says less, before what is found has to do."""
 
 _DESCENTS = 3
 """Baselines from which lower plans are looked for, the lowest ones."""
 
-_DESCENT_EFFORT = 0.7 * A_SECOND
+_DESCENT_EFFORT = 0.93 * A_SECOND
 """What each of them may take."""
 
 _LAST = 0.3
