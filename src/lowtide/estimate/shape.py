@@ -188,11 +188,6 @@ class Shape:
         return self.heads * self.head_width
 
     @property
-    def kv_width(self) -> int:
-        """Elements of one token's keys, and of its values."""
-        return self.kv_heads * self.head_width
-
-    @property
     def output_width(self) -> int:
         """Elements of attention's output for one token."""
         return self.heads * self.value_width

@@ -6,7 +6,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from lowtide.budget import asks_for
 from lowtide.meter import available
 from lowtide.models import ModelSpec, model_spec
 from lowtide.train.errors import require
@@ -131,11 +130,6 @@ class Settings:
             "--shard-parameters"
         ] * self.shard_parameters
         return " ".join(flags) or "--tp 1 --dp 1 --pp 1"
-
-    @property
-    def raises_budget(self) -> bool:
-        """Whether a budget below the smallest that works becomes that."""
-        return self.raise_budget or asks_for(self.budget) == "min"
 
     @property
     def compares(self) -> bool:
