@@ -12,8 +12,9 @@ from lowtide.errors import MeterError
 
 Source = Literal["allocator", "profiler", "cuda"]
 LiveSource = Callable[[], int] | tuple[int, int] | tuple[torch.device, int]
-"""The address of a C function of one number, and that number; or a device, and how many of the bytes that its
-allocator counts as requested were live at the start; or what says how many are live since."""
+"""How C++ reads the bytes that are live, above those at the start: by a Python function that says so; by a C
+function, as its address and its only argument; or from a device's allocator, as the device and the requested
+bytes that were live at the start."""
 
 Moments = tuple[tuple[float, int], ...]
 """(seconds since the start, bytes live on top of the start) after every allocation and free, in order."""

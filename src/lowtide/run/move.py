@@ -290,7 +290,7 @@ class TransferEngine:
                     stored.begin()
             self._next += 1
 
-    def taken(self, stored: StoredTensor) -> None:
+    def note_use(self, stored: StoredTensor) -> None:
         """A value is in use, and no longer ahead of need; nor is any before it."""
         self._early.pop(id(stored), None)
         self._order.pop(stored.move.fetched, None)

@@ -40,13 +40,13 @@ class StepWatch:
         on_end: called with this each time that a backward through the step has ended. Autograd's graph holds
             the watch, so it must not hold the model (`weakly`).
         device: whose memory and time are watched.
-        on_gone: called when backward through the step has become impossible; ``None`` closes the watch then,
-            so that no meter stays open after the last step. Neither must it.
+        on_gone: called when backward through the step has become impossible. It must not hold the model
+            either. ``None`` closes the watch then, so that no meter stays open after the last step.
 
     Attributes:
         began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
-        makes_graph: whether one of them was run with ``create_graph=True``.
+        makes_graph: whether one of these backwards was run with ``create_graph=True``.
         recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
             ahead.
         replays: the compiled recorder's counts, with the time of its replays, or ``None``.
@@ -107,7 +107,9 @@ class StepWatch:
                 output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
     def ends(self) -> None:
-        """The step is over, with its backwards, of which nobody asked when they ran."""
+        """The step is over, and so are its backwards: whoever ran them did not say when each began and ended,
+        as a pipeline's schedule.
+        """
         self._marks += [_now(self.device)] * (4 - len(self._marks))
         self.backwards = 1
         self._on_end(self)
@@ -133,7 +135,7 @@ class StepWatch:
             replays.asked = asked
 
     def pending(self) -> bool:
-        """Whether backward has not begun and still can."""
+        """Whether no backward has begun, and one still can."""
         alive = self._awaited is not None and self._awaited() is not None
         return alive and not (self.backwards or self.began)
 

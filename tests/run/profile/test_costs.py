@@ -32,7 +32,7 @@ def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> N
     ):
         costs, cost = Costs(torch.device("cpu")), Cost(is_collective="c10d" in str(func))
         for last in (False, True):
-            costs.measured(cost, lambda last=last: call(last))
+            costs.measure(cost, lambda last=last: call(last))
         assert cost.scratch_bytes == expected
         held.clear()
 
@@ -75,9 +75,9 @@ def test_the_first_run_of_a_kind_says_little() -> None:
         return torch.ones(4)
 
     for found in (cost, single):
-        costs.measured(found, searching)
+        costs.measure(found, searching)
     for _ in range(2):
-        costs.measured(cost, lambda: torch.ones(4))
+        costs.measure(cost, lambda: torch.ones(4))
     (seconds, scratch), (cold_seconds, cold_scratch) = cost.read(), single.read()
     assert seconds < 0.01 < cold_seconds and scratch < 1 << 20 < cold_scratch
 
@@ -90,5 +90,5 @@ def test_what_others_take_is_no_cost_of_an_operation() -> None:
         time.sleep(0.05)
         return torch.ones(4)
 
-    costs.measured(cost, waiting)
+    costs.measure(cost, waiting)
     assert cost.read()[0] < 0.02

@@ -65,8 +65,8 @@ class Unlimited:
     """A call of a limited model that runs as it is.
 
     Attributes:
-        reason: is told once; empty where nobody would be surprised.
-        engages: the limit need not be waited for any more: it is of use, or its user is told why not.
+        reason: the warning, which is given once; empty where nobody would be surprised.
+        engages: whether `Engagement` stops waiting: the limit is of use, or ``reason`` says why it is not.
         in_backward: a backward runs the forward again.
         keeps_nothing: autograd does not take part.
     """

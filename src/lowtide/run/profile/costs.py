@@ -33,14 +33,14 @@ class Cost:
     """Seconds and scratch bytes, measured of calls that cost the same.
 
     Attributes:
-        moves: they are functional collectives, which move copies here.
-        is_collective: they return what a collective made.
-        in_place: that is a tensor that the collective was given.
-        writes: they return what they were given.
-        warm, cold: read the seconds of runs; cold ones are the first of operations that run twice, and the
-            first of all.
-        scratch_bytes: the most of any warm run, of cold ones where there are none: the first may search for
-            the fastest kernel (cuDNN), in memory that no later run takes.
+        moves: whether the calls are functional collectives, which run on copies of their arguments here.
+        is_collective: whether the calls are collectives, functional or in place.
+        in_place: whether the calls are collectives that write into a tensor that they are given.
+        writes: whether the calls are functional collectives that write into an argument and return it.
+        warm, cold: functions that read the seconds of a run. Cold runs are the first ones of operations that
+            run twice, and the first run of all.
+        scratch_bytes: the most of any warm run, or of the cold ones where there are none: a cold run may
+            search for the fastest kernel (cuDNN), in memory that no later run takes.
         reproduced: how many second runs gave the same bytes as the first.
     """
 
@@ -69,7 +69,7 @@ class Cost:
         """
         return self.reproduced >= RUNS and name.startswith("aten.")
 
-    def saw(self, scratch_bytes: int, warm: bool) -> None:
+    def note_scratch(self, scratch_bytes: int, warm: bool) -> None:
         """A run took so much scratch."""
         if warm and not self.warm and not self.is_collective:
             self.scratch_bytes = 0
@@ -89,7 +89,8 @@ class Costs:
         device: whose memory and time are measured.
 
     Attributes:
-        left_bytes: what the latest collective in place holds until it is waited for once more.
+        left_bytes: what the latest collective in place still holds after a first wait, until the program
+            waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -114,8 +115,8 @@ class Costs:
             found = self._known[key] = Cost(functional or in_place, in_place, functional, writes)
         return found
 
-    def measured(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
-        """What ``call`` returns; its seconds and scratch count for ``cost``, of which a few are enough."""
+    def measure(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
+        """What ``call`` returns. Its seconds and scratch count for ``cost``, unless that has enough runs."""
         warm = warm and bool(cost.warm or cost.cold)
         runs = cost.warm if warm else cost.cold
         if len(runs) >= RUNS and not cost.is_collective:
@@ -131,7 +132,7 @@ class Costs:
                 elif self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
                     left = 0 if cost.writes else sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
-            cost.saw(seen.peak_bytes - left, warm)
+            cost.note_scratch(seen.peak_bytes - left, warm)
         runs.append(seconds)
         return result
 
@@ -144,10 +145,10 @@ class Costs:
         if cost.moves:
             return self._moved_in_copies(cost, func, args, kwargs, warm)
         if cost.in_place:
-            return self.measured(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
+            return self.measure(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
         if len(cost.warm if warm else cost.cold) >= RUNS:
             return proceed(func, args, kwargs)
-        return self.measured(cost, lambda: proceed(func, args, kwargs), warm)
+        return self.measure(cost, lambda: proceed(func, args, kwargs), warm)
 
     def _moved_in_copies(
         self, cost: Cost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
@@ -160,7 +161,7 @@ class Costs:
 
         with unseen():
             given, named = private.tree_map_only(torch.Tensor, copied, (args, kwargs))
-        result = self.measured(cost, lambda: _waited_for(proceed(func, given, named)), warm)
+        result = self.measure(cost, lambda: _waited_for(proceed(func, given, named)), warm)
         written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
         with unseen():
             if not written:
@@ -190,7 +191,7 @@ class UnderWay:
         self._most: dict[str, int] = {}  # by operation, the most scratch of one that others overlapped
 
     def begins(self, call: Call, cost: Cost, results: list[Any], may_run_again: bool) -> None:
-        """A collective has begun that costs so much, and has returned ``results``."""
+        """A collective with this cost has begun, and has returned ``results``."""
         for tensor in results:
             if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
                 enter(self._begun, tensor.untyped_storage(), (call.info.name, cost))
@@ -199,14 +200,14 @@ class UnderWay:
             self.groups.append(group)
 
     def waits(self, call: Call, result: Any) -> Any:
-        """The program has waited for a collective, or got a wrapper that will: returns that."""
+        """The program has waited for a collective, or got a wrapper that will wait: returns ``result``."""
         if not is_wrapper(result):
             for key in call.keys:
                 self._begun.pop(key, None)
         return result
 
     def operation_begins(self) -> None:
-        """Another operation is about to run while they are under way."""
+        """Another operation is about to run beside the collectives that are under way."""
         for (name, cost), _ in self._begun.values():
             self._most[name] = max(self._most.get(name, 0), cost.scratch_bytes)
 

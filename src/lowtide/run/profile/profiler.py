@@ -133,7 +133,7 @@ class Profiler(Interceptor):
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
         self._opaque: dict[Any, Cost] = {}  # of calls whose operations nobody saw
-        self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self.left))
+        self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, which can be planned. What its caller does until backward has ended belongs to the
@@ -190,8 +190,8 @@ class Profiler(Interceptor):
             model = tracer.model
             if model is not None:
                 begins = lambda *_: tape.boundary()  # noqa: E731
-                self._gathered()
-                stack.enter_context(private.around_units(model, self._gathered, tape.boundary))
+                self._note_gathered()
+                stack.enter_context(private.around_units(model, self._note_gathered, tape.boundary))
                 for block in blocks_in(model):
                     stack.callback(block.register_forward_pre_hook(begins).remove)
                     stack.callback(block.register_forward_hook(begins).remove)
@@ -214,11 +214,11 @@ class Profiler(Interceptor):
             tracer.in_forward = False
             self.forward_spans.append((begin, len(tracer.operations)))
 
-    def _gathered(self) -> None:
-        """A unit begins, perhaps: note where the model's weights are gathered by now."""
+    def _note_gathered(self) -> None:
+        """A unit of FSDP may begin: note the storages that the model's weights are gathered into by now."""
         model = self.tracer.model
         for name, tensor in private.gathered(model) if model is not None else ():
-            self.tape.gathered(self.tracer.gathers(tensor, name))
+            self.tape.note_gathered(self.tracer.gathers(tensor, name))
         self.tape.boundary()
 
     @property
@@ -263,7 +263,7 @@ class Profiler(Interceptor):
         if private.in_backward():
             self._nodes[index] = self._node_of(call, index)
         if call.written:
-            self._overwritten(call.written)
+            self._note_overwritten(call.written)
         return ran.result
 
     def _run(self, call: Call, cost: Cost, warm: bool) -> _Ran:
@@ -278,7 +278,7 @@ class Profiler(Interceptor):
         node = self.tape.node_of(call)
         before = self.tape.copies_of(call) if node is not None else []
         if call.overwritten:
-            self.tape.overwrites(call)
+            self.tape.before_overwriting(call)
         result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm=False), call)
         flat = flat_results(result)
         if call.info.collective and node is not None:
@@ -286,13 +286,13 @@ class Profiler(Interceptor):
         ran = self._ran(call, result, flat, node)
         if not ran.made and not call.written:
             return ran
-        self.tape.overwrote(call)
+        self.tape.forget_overwritten(call)
         if call.info.uninitialized:
             for tensor in ran.made:
-                self.tape.uninitialized(tensor)
+                self.tape.note_uninitialized(tensor)
         twice = self.verified and not call.info.collective and not cost.trusted(call.info.name)
         if node is not None and twice:
-            again = lambda run: self.costs.measured(cost, run)  # noqa: E731
+            again = lambda run: self.costs.measure(cost, run)  # noqa: E731
             if not self.tape.reproduces(node, call, flat, before, again):
                 return ran._replace(node=None)
             cost.reproduced += 1
@@ -307,14 +307,15 @@ class Profiler(Interceptor):
         return _Ran(result, flat, fresh, made, returned, node)
 
     def _sparse_parts(self, call: Call, flat: list[Any]) -> list[torch.Tensor]:
-        """What the sparse tensors that an operation returned are made of. Not those of the forward: there a
-        plan counts operations, and what makes such tensors is none to it.
+        """The parts of the sparse tensors that an operation returned, as storages that it made. In the
+        forward there are none: an operation that makes sparse tensors alone is none of a plan's, since the
+        recorder passes it by.
         """
         sparse = [t for t in flat if isinstance(t, torch.Tensor) and is_sparse(t)]
         if not sparse:
             return []
         parts = [part for tensor in sparse for part in plain_parts(tensor)]
-        self.tape.made_sparse(parts)
+        self.tape.note_sparse(parts)
         if self.tracer.in_forward and not private.in_backward():
             return []
         call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
@@ -356,7 +357,7 @@ class Profiler(Interceptor):
         cost = self._opaque.setdefault(len(tracer.operations), Cost())
         tracer.opaque += 1
         try:
-            result = self.costs.measured(cost, call)
+            result = self.costs.measure(cost, call)
             for tensor in tensors_inside(result):
                 tracer.value_of(tensor)
         finally:
@@ -399,7 +400,7 @@ class Profiler(Interceptor):
                     if saved := reference():
                         saved.keep(storage)
 
-    def _overwritten(self, written: list[torch.Tensor]) -> None:
+    def _note_overwritten(self, written: list[torch.Tensor]) -> None:
         """An operation has written to what may have been saved; version counters have not moved yet."""
         self.settle()
         for tensor in written:
@@ -425,10 +426,10 @@ class Profiler(Interceptor):
                     self.tracer.behind.add(saved.number)
                     saved.keep(storage)
 
-    def released(self, number: int) -> None:
+    def release(self, number: int) -> None:
         """Autograd has released a saved tensor."""
         self.tracer.releases(number)
-        self.left()
+        self._close_if_released()
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -461,7 +462,7 @@ class Profiler(Interceptor):
         if on_end is not None:
             on_end(self)
 
-    def left(self) -> None:
+    def _close_if_released(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
         under_way = self._goes_on or self.tracer.in_forward or private.in_backward()
         if self.tracer.unreleased == 0 and not under_way:

@@ -58,4 +58,4 @@ class SavedTensor:
         return alone
 
     def __del__(self) -> None:
-        self.profiler.released(self.number)
+        self.profiler.release(self.number)

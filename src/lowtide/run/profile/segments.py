@@ -24,10 +24,14 @@ from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
 
 _ENOUGH, _MUCH = 2, 4
-"""A segment may end, or ends, when so many times more bytes were evicted than may cross its end."""
+"""Evicted bytes of a segment, as a multiple of those that may cross its end, from which it may end; and from
+which it ends.
+"""
 
 _NEAR = 1.05
-"""Where so many times the fewest bytes that were seen to cross do, they are about as few."""
+"""Bytes that may cross count as few up to this multiple of the fewest that were seen since the segment may
+end.
+"""
 
 
 class Segment:
@@ -84,7 +88,7 @@ class SegmentedTape:
         self._segment = segment
         self._evicted: set[LiveValue] = set()  # of this segment
         self._evicted_bytes = self._held_bytes = 0
-        self._fewest = 0  # bytes that the program held of this segment since it may end; 0 before
+        self._fewest = 0  # bytes that the program held of this segment, since the segment may end; 0 before
         self._starts = writes.Watch()
 
     # ---- operations ------------------------------------------------------------------------------
@@ -101,7 +105,7 @@ class SegmentedTape:
         """Each tensor that a call overwrites, with a copy: a second run starts from it."""
         return [(tensor, copy_of(tensor)) for tensor in call.overwritten] if self.verify else []
 
-    def overwrites(self, call: Call) -> None:
+    def before_overwriting(self, call: Call) -> None:
         """A call is about to overwrite tensors: copy those that replays start from. Those that the step made
         are held as copies already.
         """
@@ -114,8 +118,8 @@ class SegmentedTape:
                 value.held = on_a_copy(value.held)
                 value.version = private.version(value.held)
 
-    def overwrote(self, call: Call) -> None:
-        """A call has overwritten tensors: their values are forgotten."""
+    def forget_overwritten(self, call: Call) -> None:
+        """A call has overwritten tensors: forget their values."""
         for tensor in call.overwritten:
             if self._blank and (not call.info.fills or covers_storage(tensor)):
                 self._blank.pop(private.storage_key(tensor), None)
@@ -124,7 +128,7 @@ class SegmentedTape:
                 self._segment.forget(storage)
                 storage.held = None
 
-    def uninitialized(self, tensor: torch.Tensor) -> None:
+    def note_uninitialized(self, tensor: torch.Tensor) -> None:
         """Nothing has written the tensor's memory yet."""
         enter(self._blank, tensor.untyped_storage(), None)
 
@@ -182,18 +186,18 @@ class SegmentedTape:
             private.storage_key(part) in self._sparse or self._made(part) for part in plain_parts(tensor)
         )
 
-    def made_sparse(self, parts: Sequence[torch.Tensor]) -> None:
+    def note_sparse(self, parts: Sequence[torch.Tensor]) -> None:
         """The step made a sparse tensor of these parts."""
         for part in parts:
             enter(self._sparse, part.untyped_storage(), None)
 
-    def gathered(self, storage: TracedStorage) -> None:
+    def note_gathered(self, storage: TracedStorage) -> None:
         """A sharded weight was gathered into a storage: no replay brings it back."""
         self._segment.forget(storage)
         self._blank.pop(storage.key, None)
 
     def _gathers(self, tensor: torch.Tensor) -> bool:
-        """Whether who writes to the tensor gathers a sharded weight, the same bytes each time."""
+        """Whether a write to the tensor gathers a sharded weight: it writes the same bytes each time."""
         storage = self._tracer.storage_of(tensor)
         return storage is not None and storage.gathered
 
@@ -297,11 +301,11 @@ class SegmentedTape:
         return Evicted(Ref(value, tensor), tensor, None, starts=self._starts)
 
     def _divide(self, evicted: LiveValue) -> None:
-        """Begin a segment where few bytes cross.
+        """Begin a segment where few bytes cross: those that the program still holds of this segment.
 
-        That is once the segment's evicted bytes are more than all held ones and twice those that the program
-        still holds of it, which may cross: when the program holds about as few as since then, or once they
-        are four times as many. In a loop that is between two rounds, and not in the middle of one.
+        The segment may end once more bytes were evicted in it than are held in all, and `_ENOUGH` times those
+        that may cross. It ends at a moment when about the fewest bytes since then cross, or when `_MUCH`
+        times as many were evicted. In a loop that is between two rounds, and not in the middle of one.
         """
         self._evicted.add(evicted)
         self._evicted_bytes += evicted.nbytes

@@ -3,12 +3,12 @@ knows what comes.
 
 In: how many bytes are live, and how many may be. Each operation is recorded. A value that autograd saves
 stays cached, as a replayed one does (`LiveValue.cached`). Before an operation of the forward, and where
-backward asks for a saved tensor, it is looked whether memory is short. Then the copies go that are cheapest
-to bring back, for their bytes and for how long they will not be needed: backward asks for the oldest last. A
-value whose copy has gone is an evicted one, and is replayed.
+backward asks for a saved tensor, the recorder checks whether memory is short. If it is, the cached copies go
+that are cheapest to bring back, for their bytes and for how long nobody will need them: backward asks for the
+oldest last. A value whose copy has gone is an evicted one, and is replayed.
 
-Where there is a compiled recorder it has its own (`cpp/on_demand.h`), which does the same and knows of each
-value the least that it can take.
+The compiled recorder, where there is one, does the same by itself (`cpp/on_demand.h`), and prices a value
+anew only where a bound on its price says that it may be the cheapest.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from lowtide.private import storage_use_count
 from lowtide.run.record.tape import LiveValue, Node
 
 _MORE = 7
-"""What goes beyond what is short, as a shift of what may be live: it is asked less often then."""
+"""What is evicted beyond what is short, as a shift of the bytes that may be live: the next check comes later
+then.
+"""
 
 _OWN = 2
 """References to the storage of a copy that nobody else holds, as Python counts them."""
@@ -53,7 +55,7 @@ class OnDemand:
     ) -> None:
         self._live, self._room_bytes, self._rates, self._learn = live, room_bytes, rates, learn
         self._kept: list[weakref.ref[LiveValue]] = []
-        self._left = 0  # how many bytes may be allocated before it is asked how many are live
+        self._left = 0  # bytes that may be allocated until the live ones are counted again
 
     def save(self, value: LiveValue, tensor: torch.Tensor) -> None:
         """Autograd saves a tensor of the value."""
@@ -63,7 +65,7 @@ class OnDemand:
             self.note_kept(value)
 
     def note_kept(self, value: LiveValue) -> None:
-        """The value has got a copy."""
+        """The value has a cached copy now."""
         self._kept.append(weakref.ref(value))
 
     def begins(self, func: Any) -> None:
@@ -77,19 +79,19 @@ class OnDemand:
         self._left -= nbytes
 
     def relieve_if_short(self) -> None:
-        """As `relieve`, where what was written may have made memory short."""
+        """As `relieve`, if so much was allocated since the last count that memory may be short."""
         if self._left < 0:
             self.relieve()
 
     def relieve(self) -> None:
-        """Ask how many bytes are live, and let copies go if these are too many."""
+        """Count the live bytes, and drop cached copies if they are too many."""
         self._left = self._room_bytes - self._live()
         if self._left < 0:
             self.evict((self._room_bytes >> _MORE) - self._left)
             self._left = self._room_bytes - self._live()
 
     def evict(self, nbytes: int) -> None:
-        """Let the copies of values go that are cheapest to bring back, until so many bytes have gone."""
+        """Drop the cached copies that are cheapest to bring back, until so many bytes are gone."""
         found = [value for one in self._kept if (value := one()) is not None and value.cached is not None]
         values = {id(value): value for value in found if isinstance(value.node, Node)}
         del found

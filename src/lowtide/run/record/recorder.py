@@ -85,7 +85,7 @@ class Recorder(Interceptor):
         self.tables = Tables()
         self._starts = writes.Watch()
         self._ran = [0, 0]
-        self._wanted = False  # whether the latest operation is recorded, if it can be
+        self._wanted = False  # whether the director wants the latest operation recorded
         if program is not None and not self.check:
             self.core = native_recorder().Core(
                 tables=self.tables,
@@ -125,10 +125,10 @@ class Recorder(Interceptor):
         self.tables.held.clear()
 
     def _watch(self) -> None:
-        """This recorder sees no more operations: from here on `lowtide.writes` watches for it.
+        """Have `lowtide.writes` watch what the segment that ends knows, since its tables are cleared now.
 
         A held value that replays start from is copied before its storage is overwritten. An evicted value
-        whose storage lives on is read from that storage once it was overwritten.
+        whose storage lives on is read from that storage once that was overwritten.
         """
         held = self.tables.held
         self._starts.add({k: v for k, v in held.items() if k not in self.gathered} if self.gathered else held)

@@ -122,10 +122,11 @@ class LiveValue:
         """Its storage is about to change (`lowtide.writes`): the value keeps its bytes while it has readers.
         Returns whether further changes matter, too.
 
-        What is emptied comes back with the same bytes before it is read (sharded weights), or `here` raises.
+        An emptied storage is no change of bytes: it has the same ones again before it is read (sharded
+        weights), or `here` raises.
         """
         if self.cached is not None and private.storage_key(self.cached) == key:
-            self.cached = None  # it was no copy: what autograd had saved
+            self.cached = None  # it was no copy, but the very storage that autograd had saved
         if how == "emptied":
             self.before_emptying()
         if self.emptied is not None:
@@ -292,8 +293,8 @@ class Node:
         exact: whether its replay starts from the same bits as the forward.
         grad: whether gradients were enabled, which some kernels depend on.
         call: the compiled recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
-        updated: of such a call what it overwrites: the place among ``inputs``, and a weak reference to the
-            new value.
+        updated: what a ``call`` overwrites: for each value its place among ``inputs``, and a weak reference
+            to the new value.
         waits: whether it counts among the readers of its inputs: until it has run again, or is deleted. The
             compiled recorder's form of a call counts for itself.
     """
@@ -459,7 +460,7 @@ class Fetch:
 
     def fetch(self) -> torch.Tensor:
         """The bytes, now."""
-        self.engine.taken(self.stored)
+        self.engine.note_use(self.stored)
         return self.stored.fetch()
 
 
