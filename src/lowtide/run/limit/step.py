@@ -37,7 +37,7 @@ from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
 
-_WHY = {
+WHY = {
     Action.WARN_UNRECORDED: (
         "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
         "lowtide looks at the next one"
@@ -68,6 +68,7 @@ _WHY = {
     ),
     Action.WARN_NEWER: "later steps run under a newer plan than this one did",
 }
+"""Why a step took more than its budget, or what follows: by the state machine's action."""
 
 
 class _UnderWay(threading.local):
@@ -333,4 +334,4 @@ class PlannedStep(StepWatch):
         if before == self._warned:
             return ""
         same = before is not None and before[0] is action
-        return overruns.text(took, limit, plan.predicted_peak_bytes, _WHY[action], before is None, same)
+        return overruns.text(took, limit, plan.predicted_peak_bytes, WHY[action], before is None, same)
