@@ -125,9 +125,9 @@ class Run:
         loss.backward()
         return loss.detach()
 
-    def train(self) -> tuple[list[Tensor], int]:
+    def train(self, handle: lowtide.Handle | None = None) -> tuple[list[Tensor], int]:
         """Losses and gradients of a few steps, and the most bytes that one after the first took, with what
-        stands: the first is profiled.
+        stands: the first is profiled. The search that goes on then has ended before the second.
         """
         found, peaks = list[Tensor](), list[int]()
         for number in range(STEPS):
@@ -141,7 +141,15 @@ class Run:
             found.append(measured.value.clone())
             found += [local(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()
+            if handle is not None and not number:
+                _wait_for_search(handle)
         return found, max(peaks[1:])
+
+
+def _wait_for_search(handle: lowtide.Handle) -> None:
+    for entry in handle._limiter.cache.known.values():
+        if entry.planned is not None and entry.planned.search is not None:
+            entry.planned.search.plan()
 
 
 def local(tensor: Any) -> Tensor:
@@ -175,7 +183,7 @@ def rows_of(family: str, way: str) -> list[dict[str, Any]]:
             progress=False,
         )
         gathers.count = 0
-        found, peak = run.train()
+        found, peak = run.train(handle)
         plan = handle.plan
         assert plan is not None and plan.budget_bytes is not None
         rows.append(

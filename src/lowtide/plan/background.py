@@ -1,7 +1,8 @@
 """A search that goes on while training does, in a process of its own.
 
-In: a `StepGraph` and a budget in bytes. Out, later: a plan, or nothing. The process has the lowest priority
-and one thread, gets the graph through a pipe, and ends by itself when the one that started it is gone.
+In: a `StepGraph`, a budget in bytes and a policy. Out, later: a plan, or nothing. The process has the lowest
+priority and one thread, gets the graph through a pipe, and ends by itself when the one that started it is
+gone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 from lowtide.errors import LowtideError
@@ -28,17 +30,23 @@ class BackgroundSearch:
 
     Args:
         graph: the step.
-        budget: the most live bytes.
+        budget: the most live bytes; ``None`` for the smallest peak that can be met.
+        policy: searches; `lowtide.plan.policies.optimal` where none is given.
+        least: the most live bytes where a smaller peak is of no use.
     """
 
-    def __init__(self, graph: StepGraph, budget: int) -> None:
+    def __init__(
+        self, graph: StepGraph, budget: int | None, policy: Callable[..., Plan] | None = None, least: int = 0
+    ) -> None:
+        self.lowers = budget is None
+        """whether a lower peak is what is searched for"""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         line = [sys.executable, "-c", f"from {__name__} import main; main()", str(os.getpid())]
         self._process = subprocess.Popen(
             line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._said: list[bytes] = []
-        given = self._process, pickle.dumps((graph, budget)), self._said
+        given = self._process, pickle.dumps((graph, budget, policy, least)), self._said
         self._thread = threading.Thread(target=_converse, args=given, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _kill, self._process, os.getpid())
@@ -73,16 +81,20 @@ def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
 
 
 def main() -> None:
-    """The process: a graph and a budget from standard input, the plan as JSON to standard output."""
+    """The process: what to search for from standard input, the plan as JSON to standard output."""
     from lowtide.plan.policies import optimal
 
     owner = int(sys.argv[1])
     threading.Thread(target=_end_with, args=(owner,), daemon=True).start()
     with suppress(OSError, AttributeError):
         os.nice(19)
-    graph, budget = pickle.load(sys.stdin.buffer)
+    graph, budget, policy, least = pickle.load(sys.stdin.buffer)
+    policy = policy or optimal()
     with suppress(LowtideError):
-        sys.stdout.write(optimal()(graph, budget).to_json())
+        plan = policy(graph, budget)
+        if plan.predicted_peak_bytes < least:
+            plan = policy(graph, least)
+        sys.stdout.write(plan.to_json())
         sys.stdout.flush()
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import meter, private
 from lowtide.plan import policies
+from lowtide.plan.bound.program import A_SECOND, Effort
 from lowtide.run.limit import planning
 
 pytestmark = needs_gloo
@@ -395,22 +397,45 @@ def automatic() -> None:
     assert plans[0] == plans[1]
 
 
+class Long(nn.Module):
+    """Many small operations, among which a search for the least memory takes seconds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.full((32, 32), 0.02)) for _ in range(96))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = x + torch.tanh(torch.sin(x @ weight))
+        return x.square().mean()
+
+
 def searched() -> None:
-    """Others wait in the first step's backward: a search there takes no longer than a step."""
-    given: list[float] = []
-    own = policies.optimal
+    """Others wait in the first step's backward: a search there does as much work as a step would take time
+    for, whatever it searches for; the rest is left to a process beside the next steps.
+    """
+    spent, own = list[float](), Effort.simulated
 
-    def noted(seconds: float | None = None) -> Any:
-        given.append(seconds or 30.0)
-        return own(seconds)
+    def noted(effort: Effort, operations: float) -> None:
+        spent.append(operations)
+        own(effort, operations)
 
-    model = sharded(Model())
-    handle = lowtide.limit_memory(model, "70%", optimizer=torch.optim.AdamW(model.parameters()))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policies, "optimal", noted)
-        model(batch(0)).backward()
-    assert handle.graph is not None
-    assert given and max(given) <= max(planning._LEAST_SECONDS, handle.graph.plain_seconds)
+        patch.setattr(Effort, "simulated", noted)
+        for budget, policy in product(("70%", "min"), (policies.optimal(), policies.mixed())):
+            spent.clear()
+            model = nn.parallel.DistributedDataParallel(Long())
+            handle = lowtide.limit_memory(model, budget, policy=policy, progress=False)
+            model(torch.ones(64, 32)).backward()
+            (entry,) = handle._limiter.cache.known.values()
+            planned, graph = entry.planned, handle.graph
+            assert planned is not None and graph is not None
+            # a step's time, and plans that need no search
+            allowed = max(planning._LEAST_SECONDS, graph.plain_seconds) * A_SECOND
+            allowed += 60 * len(graph.operations)
+            assert sum(spent) <= 2 * allowed, (budget, policy, sum(spent) / allowed)
+            assert planned.search is not None or budget == "70%"
+            planned.stop()
 
 
 def better_later() -> bool:
@@ -418,7 +443,7 @@ def better_later() -> bool:
     model = sharded(Model())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "_ended_early", lambda plan: True)
-        patch.setattr(planning.PlanMaker, "_policy", lambda self, graph: "full")
+        patch.setattr(planning.PlanMaker, "_policies", lambda *_: (policies.full(), policies.optimal()))
         handle = lowtide.limit_memory(model, "90%", policy="optimal")
         model(batch(0)).backward()
     assert handle.plan is not None

@@ -121,12 +121,28 @@ class MixedSearch:
             best = min((self._polish(start, budget) for start in starts), key=lambda mix: mix.key)
         return best
 
-    def least(self) -> Candidate:
-        """The mix with the smallest peak that is found: all that may move does, and the rest is what the
-        recomputing planner finds least with.
+    def at_once(self, budget: int | None, seconds: float) -> Candidate:
+        """A mix that is found in about so many seconds: what recomputing alone finds within ``budget``, else
+        the one with the smallest peak.
+
+        Raises:
+            BudgetError: that does not fit either.
         """
-        baselines = self.search.baselines
-        sets = {c.stored for c in [*baselines, self.search.smallest]}
+        if budget is not None:
+            with suppress(BudgetError):
+                return self.search.solve(budget, seconds, at_once=True)
+        least = self.least(None if budget is not None else seconds)
+        if budget is not None and least.simulation.peak_bytes > budget:
+            raise refusal(self.sim, least.simulation, budget)
+        return least
+
+    def least(self, seconds: float | None = None) -> Candidate:
+        """The mix with the smallest peak that is found: all that may move does, and the rest is what the
+        recomputing planner finds least with, in about so many seconds where they are given.
+        """
+        search = self.search
+        lowest = search.smallest if seconds is None else search.lowest_within(seconds)
+        sets = {c.stored for c in [*search.baselines, lowest]}
         smallest = {
             v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
             for v, rows in self.placements.items()

@@ -11,9 +11,10 @@ are taken off that moment's budget when it is asked again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import islice
 
 import numpy as np
 
@@ -106,24 +107,43 @@ class Search:
         current().say("searching for the least memory")
         return min((descent.end() for descent in self.descents), key=lambda c: c.height)
 
-    def solve(self, budget: int, seconds: float | None = None) -> Candidate:
+    def lowest_within(self, seconds: float, budget: int = 0) -> Candidate:
+        """The plan with the smallest peak that is found in about so many seconds, or the first one that is
+        within ``budget`` bytes.
+        """
+        found = [self.lowest] if "smallest" in self.__dict__ else self._found_before
+        if budget and (fitting := [c for c in found if c.simulation.peak_bytes <= budget]):
+            return min(fitting, key=lambda c: c.key)
+        if "smallest" in self.__dict__:
+            return self.lowest
+        local = LocalSearch(self.sim, Effort(seconds * A_SECOND))
+        low = local.lower(min(self.baselines, key=lambda c: c.height), budget)
+        self._found_before.append(low)
+        return low
+
+    def solve(self, budget: int, seconds: float | None = None, at_once: bool = False) -> Candidate:
         """The best plan found whose simulated peak is within ``budget`` bytes.
 
         Args:
             budget: bytes.
             seconds: about how long to search, once there is a plan that fits; ``None`` for half a minute.
+            at_once: that there is one counts most. Only where ``seconds`` show none does it take longer.
 
         Raises:
             BudgetError: none is.
         """
+        seconds = seconds / 2 if at_once and seconds else seconds  # the other half is the first plan's
         self.effort.renew(_EFFORT if seconds is None else min(_EFFORT, seconds * A_SECOND))
         everything = self.baselines[0]
         if everything.simulation.peak_bytes <= budget:
             return everything
         best = None
+        if at_once and seconds is not None:
+            low = self.lowest_within(seconds, budget)
+            best = self.local.faster(low, budget) if low.simulation.peak_bytes <= budget else None
         if self.relaxation.least_peak <= budget:  # which is no bound where backward runs more than once
-            best = self._searched(budget)
-        elif self.smallest.simulation.peak_bytes <= budget:
+            best = self._searched(budget, best, 1 if at_once else None)
+        elif best is None and self.smallest.simulation.peak_bytes <= budget:
             best = self.local.faster(self.smallest, budget)
         if best is not None:
             self._found_before.append(best)
@@ -137,12 +157,16 @@ class Search:
         """Whether the latest search, which found ``best``, was given less than it could have used."""
         return self.effort.over and self.effort.limit < _EFFORT and self._far(best, budget, _GOOD_GAP)
 
-    def _searched(self, budget: int) -> Candidate | None:
+    def _searched(self, budget: int, best: Candidate | None, descents: int | None) -> Candidate | None:
         """The best plan found, round after round, until one is close enough to the bound or enough was
-        simulated; nothing where none fits."""
-        best: Candidate | None = None
+        simulated; nothing where none fits. ``best`` is one that does. No more than ``descents`` are looked
+        for by descending, and where that is a number, only if nothing else fits."""
         vain = 0
-        for number, found in enumerate(self._rounds(budget)):
+
+        def wanted() -> int | None:
+            return 0 if descents and best else descents
+
+        for number, found in enumerate(self._rounds(budget, wanted)):
             vain += 1
             if fitting := [c for c in found if c.simulation.peak_bytes <= budget]:
                 new = self.local.faster(min(fitting, key=lambda c: c.key), budget)
@@ -154,15 +178,16 @@ class Search:
                 break
         return best
 
-    def _rounds(self, budget: int) -> Iterator[list[Candidate]]:
-        """Plans, the cheapest to find first."""
+    def _rounds(self, budget: int, wanted: Callable[[], int | None]) -> Iterator[list[Candidate]]:
+        """Plans, the cheapest to find first; ``wanted`` says how many are looked for by descending."""
         current().say("rounding the best possible")
         bound, point = self.relaxation.solve(budget)
         rounded = _rounded(self.relaxation, self.local, point) if bound < float("inf") else []
         yield [*self.baselines, *self._lowered(rounded, budget)]
         current().say("searching")
         spent = sum(descent.spent for descent in self.descents)
-        found = [low for descent in self.descents if (low := descent.within(budget))]
+        lows = (low for descent in self.descents if (low := descent.within(budget)))
+        found = list(islice(lows, wanted()))
         self.effort.simulated(sum(descent.spent for descent in self.descents) - spent)
         self.effort.extend(_LAST)
         yield found

@@ -137,7 +137,7 @@ class Cache:
         better = None if planned is None else planned.better()
         found = (
             planned is not None and planned.search is not None,
-            None if better is None else (better.plan.to_json(), better.graph.resident_bytes),
+            None if better is None or planned is None else _less(planned, better),
         )
         mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.kept, found)
         profile, old, versions, margins, kept, founds = zip(*maker.agreement.share(mine), strict=True)
@@ -149,19 +149,22 @@ class Cache:
         machine.peers_told(entry, any(profile), any(old), max(margins))
 
     def _take_better(
-        self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int] | None
+        self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int, int] | None
     ) -> None:
         """Take the better plan that the first rank has found.
 
         Args:
             entry, planned: of the step that begins, and its plan in force.
             goes_on: whether the first rank still searches.
-            better: that plan as JSON, and the bytes that stand before a step on the first rank; or ``None``.
+            better: that plan as JSON, the bytes that stand before a step on the first rank, and by how many
+                bytes the budget falls (`_less`); or ``None``.
         """
         planned.awaits_better = goes_on
         if better is not None:
-            plan = adopt(better[0], planned.graph.resident_bytes, better[1])
-            plan = replace(plan, budget_bytes=planned.plan.budget_bytes)
+            text, resident, saved = better
+            budget = planned.plan.budget_bytes
+            plan = adopt(text, planned.graph.resident_bytes, resident)
+            plan = replace(plan, budget_bytes=None if budget is None else budget - saved)
             machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
 
     # ---- a step was profiled ---------------------------------------------------------------------
@@ -302,3 +305,11 @@ class Cache:
                 f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}",
                 each_time=True,
             )
+
+
+def _less(planned: Planned, better: Planned) -> tuple[str, int, int]:
+    """A plan as text, the bytes that exist before the step on the rank that found it, and by how many the
+    budget is smaller than that of the plan in force.
+    """
+    saved = (planned.plan.budget_bytes or 0) - (better.plan.budget_bytes or 0)
+    return better.plan.to_json(), better.graph.resident_bytes, saved

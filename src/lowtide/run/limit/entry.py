@@ -71,16 +71,21 @@ class Planned:
     _for_varying: tuple[dict[int | None, float], AnyProgram] | None = None
 
     def better(self) -> Planned | None:
-        """The plan that the search has found by now, if that adds less time and holds as much; asked for once
-        the search is over.
+        """The plan that the search has found by now, if that adds less time and holds as much, or takes less
+        memory where that is searched for: by as much the budget is smaller then. Asked for once the search is
+        over.
         """
         if self.search is None or not self.search.is_over:
             return None
         search, self.search = self.search, None
         found, plan = search.plan(), self.plan
-        if found is None or found.predicted_extra_seconds >= plan.predicted_extra_seconds:
+        if found is None:
             return None
-        better = replace(found, budget_bytes=plan.budget_bytes)
+        saved = max(0, plan.predicted_peak_bytes - found.predicted_peak_bytes) if search.lowers else 0
+        if not saved and found.predicted_extra_seconds >= plan.predicted_extra_seconds:
+            return None
+        budget = None if plan.budget_bytes is None else plan.budget_bytes - saved
+        better = replace(found, budget_bytes=budget)
         return Planned(self.key, self.profiled, self.graph, better)
 
     def stop(self) -> None:

@@ -22,7 +22,7 @@ from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import IS_COLLECTIVE
-from lowtide.plan import make
+from lowtide.plan import make, resolve
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
@@ -147,12 +147,13 @@ class PlanMaker:
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
         made = Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
-        target = plan.budget_bytes if _ended_early(plan) else None
+        goes_on = _ended_early(plan)
         # ranks that share a plan take a better one together, which the first of them finds
-        made.awaits_better = target is not None and self.agreement is not None
-        if target is not None and (self.agreement is None or self.agreement.rank == 0):
+        made.awaits_better = goes_on and self.agreement is not None
+        if goes_on and (self.agreement is None or self.agreement.rank == 0):
+            least = 0 if plan.budget_bytes else self._updating - entry.unseen_bytes - entry.margin_bytes
             with suppress(OSError):  # where no process can be started the plan stays
-                made.search = BackgroundSearch(graph, target)
+                made.search = BackgroundSearch(graph, plan.budget_bytes, self._policies(graph)[1], least)
         return made
 
     def agree_on_step(
@@ -221,7 +222,7 @@ class PlanMaker:
         """
         graph, free = self._transformed(entry), entry.unseen_bytes + entry.margin_bytes
         plain_peak = max(plain(graph).peak_bytes + entry.unseen_bytes, self._greatest_plain)
-        whole_peak = max(plain_peak, sum(self._optimizer_parts().values()) + self._moved_bytes)
+        whole_peak = max(plain_peak, self._updating + self._moved_bytes)
         limit = least or self._limit_bytes(graph, whole_peak, free)
         self._balance(graph, limit, free)
         graph = _with_resident(graph, -self._moved_bytes)
@@ -232,7 +233,10 @@ class PlanMaker:
             if too_large is not None and alone and self._fits(graph, too_large.smallest_bytes, free):
                 raise too_large  # no search for a smaller step
             try:
-                plan = self._solve(graph, limit, free)
+                at_once = least is None and self._takes_least_at_once(graph)
+                plan = self._solve(graph, None if at_once else limit, free)
+                if at_once:
+                    limit = max(plan.predicted_peak_bytes + free, self._updating)
             except BudgetError as error:
                 of_step = refused_step(
                     error,
@@ -270,7 +274,7 @@ class PlanMaker:
             return plan
         need = self.need_of(self.optimizer) if self.optimizer is not None else None
         price = functools.partial(reserved_bytes, graph, model=self.model, need=need)
-        plan = within_reserved(graph, limit, plan, self._policy(graph), price)
+        plan = within_reserved(graph, limit, plan, self._policies(graph)[0], price)
         accelerator.empty_cache()  # what the profiled step left in pieces
         return plan
 
@@ -305,12 +309,13 @@ class PlanMaker:
             return None
 
         def smallest() -> int:
-            updating = sum(self._optimizer_parts().values())
-            if self._fits(graph, updating, free):
+            updating = self._updating
+            at_once = self._takes_least_at_once(graph)
+            if not at_once and self._fits(graph, updating, free):
                 return updating
             try:
-                policy = self._policy(graph) if self._keeps_waiting else self.policy
-                least = make(graph, budget=1, policy=policy).predicted_peak_bytes
+                policy, budget = (self._policies(graph)[0], None) if at_once else (self.policy, 1)
+                least = make(graph, budget, policy).predicted_peak_bytes
             except BudgetError as error:
                 if error.smallest_bytes is None:
                     raise
@@ -341,21 +346,31 @@ class PlanMaker:
             BudgetError: no plan fits; says the smallest peak of any.
         """
         if limit is None:
-            return make(graph, policy=self._policy(graph))
+            return make(graph, policy=self._policies(graph)[0])
         most = limit - free
         evicts = plain(graph).peak_bytes > most
         target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
-        return choose(graph, most, policy=self._policy(graph), target=target)
+        return choose(graph, most, policy=self._policies(graph)[0], target=target)
 
-    def _policy(self, graph: StepGraph) -> Policy:
-        """The policy, with an end to its search: a training step waits for it."""
+    def _policies(self, graph: StepGraph) -> tuple[Policy, Callable[..., Plan] | None]:
+        """The policy, with an end to its search: a training step waits for it. And the one that goes on in a
+        process of its own, or ``None``.
+        """
+        from lowtide.plan.policies.chosen import at_once, least_time, optimal
+
+        if self._keeps_waiting:
+            seconds = max(_LEAST_SECONDS, graph.plain_seconds)
+            return at_once(resolve(self.policy), seconds, graph.device)
         if self.policy != "optimal":
-            return self.policy
-        from lowtide.plan.policies import optimal
+            return self.policy, None
+        return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time
 
-        if self._keeps_waiting:  # it goes on beside the next steps
-            return optimal(max(_LEAST_SECONDS, graph.plain_seconds))
-        return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds))
+    def _takes_least_at_once(self, graph: StepGraph) -> bool:
+        """Whether the budget is the least memory, and others wait for the plan: what a short search finds is
+        the budget until a longer one has found less.
+        """
+        smallest = budgets.asks_for(self.budget) == "min"
+        return smallest and self._keeps_waiting and self._policies(graph)[1] is not None
 
     @property
     def _keeps_waiting(self) -> bool:
@@ -404,6 +419,11 @@ class PlanMaker:
             REDUCED: max(0, self.reduced_bytes - need.step_bytes),
         }
 
+    @property
+    def _updating(self) -> int:
+        """Bytes at the peak of the optimizer's own step; 0 without one."""
+        return sum(self._optimizer_parts().values())
+
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
         """Why the optimizer's own step cannot meet the budget, or ``None``."""
         parts = self._optimizer_parts()
@@ -440,7 +460,7 @@ class PlanMaker:
 
 def _ended_early(plan: Plan) -> bool:
     """Whether a longer search may find a better plan."""
-    if plan.policy != "optimal":
+    if plan.policy not in ("optimal", "mixed"):
         return False
     from lowtide.plan.policies.chosen import ENDED_EARLY
 
