@@ -20,6 +20,7 @@ from lowtide.interception import (
     _included,
     _RecordStream,
     _thread,
+    alone,
     interceptors,
     is_evicted,
     proceed,
@@ -453,3 +454,14 @@ def test_two_threads_of_one_backward_are_seen_both() -> None:
     assert sorted(slow.short) == ["cos", "mul", "sin", "tan"]
     assert torch.equal(result, torch.ones(3).sin()) and torch.equal(after, torch.ones(3).tan())
     assert torch.equal(found[0], torch.ones(3).cos())
+
+
+def test_what_stops_while_others_run_alone_stays_stopped() -> None:
+    """As an abandoned profile does that is found to be garbage."""
+    one, other = Names(), Names()
+    with one:
+        other.start()
+        with alone():
+            other.stop()
+        assert interceptors() == [one]
+    assert interceptors() == []

@@ -1,5 +1,6 @@
 """CUDA: several readers share the one peak statistic of a device, of what is allocated and of what is
-reserved. The statistics are played here; on a CUDA machine they are real.
+reserved. The statistics are played here; on a CUDA machine they are real. The workspaces of cuBLAS stand
+on the threads of forward and backward.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from lowtide.meter import measure, peak
+from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
 
 
 class Played:
@@ -159,3 +161,21 @@ def test_a_real_device() -> None:
     with peak("cuda") as outer, peak("cuda") as inner:
         step()
     assert inner.peak_bytes == outer.peak_bytes == (1 << 20) + (1 << 22)
+
+
+def test_a_cpu_has_no_workspaces() -> None:
+    assert workspace_bytes(torch.device("cpu")) == resident_workspace_bytes(torch.device("cpu")) == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_step_adds_no_workspaces() -> None:
+    weight = torch.ones(64, 64, device="cuda", requires_grad=True)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        before = torch.cuda.memory_allocated()
+        count = resident_workspace_bytes(torch.device("cuda"))
+        assert torch.cuda.memory_allocated() - before == count == workspace_bytes(torch.device("cuda:0"))
+        torch.autograd.grad((weight @ weight).sum(), weight)
+        torch.autograd.grad(torch.nn.functional.linear(weight, weight, weight[0]).sum(), weight)
+        assert torch.cuda.memory_allocated() - before == count
+        assert resident_workspace_bytes(torch.device("cuda", 0)) == count
+        assert torch.cuda.memory_allocated() - before == count

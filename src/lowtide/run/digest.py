@@ -53,7 +53,7 @@ class Geometry:
         return self._with_marks(_tensor_over(storage, self.dtype, self.offset, self.shape, self.strides))
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
-        """This geometry over the storage of ``base``, which is returned itself where it has it."""
+        """This geometry over the storage of ``base``: ``base`` itself where it has this geometry."""
         if base.dtype is not self.dtype:
             return self.over(base.untyped_storage())
         if base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset:

@@ -86,7 +86,7 @@ class Cache:
                 machine.removed(entry)
 
     def begin_step(self, entry: Entry, backward_unseen: bool = False) -> Action:
-        """What the step of an entry does that begins now: a plan that it needs is made before it.
+        """What the next step of an entry does. Where that needs a plan, it is made here.
 
         Raises:
             BudgetError: no plan fits.

@@ -244,7 +244,9 @@ class Limiter:
         return self._run_next(self.cache.find(inputs.key), inputs)
 
     def _may_compile(self) -> bool:
-        """Whether this model decides about its own step, and it is no lazy one that has yet to begin."""
+        """Whether nothing around this model decides what its step keeps, and all its parameters are
+        initialized.
+        """
         if governed() or torch.compiler.is_exporting():  # pyright: ignore
             return False
         if self.delegate.handle is None:

@@ -111,7 +111,8 @@ class Action(Enum):
 
 
 class Row(NamedTuple):
-    """One line of the table: in one of these states, on this evidence with all of these facts, ...
+    """One line of the table. It fits an entry in one of its states, on its evidence, where all of its facts
+    are true.
 
     Attributes:
         states: the states that it is for.

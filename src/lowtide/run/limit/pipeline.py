@@ -28,7 +28,7 @@ from lowtide.run.record.recorder import Recorder
 
 
 def module_of(stages: Sequence[Any]) -> torch.nn.Module:
-    """The module that holds those of a rank's stages; that of stage 2 is its ``stage2``."""
+    """One module of the modules of a rank's stages: stage 2 has its module as ``stage2``."""
     module = torch.nn.Module()
     for stage in stages:
         module.add_module(f"stage{stage.stage_index}", stage.submod)

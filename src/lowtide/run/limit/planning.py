@@ -198,9 +198,11 @@ class PlanMaker:
             self._greatest_plain = max(self._greatest_plain, *ranks.share(own))
 
     def peers(self) -> tuple[Agreement | None, bool]:
-        """The ranks that wait for this one in a step: those that FSDP shards the model over, or that DDP
-        averages its gradients over; and whether they are to hold one plan, as those of FSDP. From the second
-        time on ``None``: all of them profile a first step, and not all of them a later one.
+        """The ranks that wait for this one in a step, and whether all of them are to hold one plan.
+
+        These are the ranks that FSDP shards the model over, which hold one, or those that DDP averages
+        gradients over. ``None`` from the second time on: all ranks profile a first step together, and a later
+        one perhaps alone.
         """
         if self._met_peers:
             return None, False

@@ -102,8 +102,8 @@ class Costs:
         self._known: dict[Any, Cost] = {}
 
     def of(self, call: Call) -> Cost:
-        """What calls share that take as long as this one: the overload, and the shapes, strides and types of
-        its arguments.
+        """The cost of a call, one for all calls of the same overload whose arguments have the same shapes,
+        strides and types.
         """
         named = tuple([(name, _form(item)) for name, item in call.kwargs.items()]) if call.kwargs else ()
         key = (call.info.name, tuple([_form(item) for item in call.args]), named)

@@ -329,7 +329,7 @@ def blocks_in(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _no_layers(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    """Those that have children and take hooks, which TorchScript's do not."""
+    """The modules that have children and take hooks: TorchScript's take none."""
     return [
         module
         for module in modules

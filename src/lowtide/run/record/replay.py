@@ -62,8 +62,8 @@ class Replay:
 
     Attributes:
         order: the nodes that run.
-        made: tensors on the values that they write, and on cached ones, whose last reader may drop them
-            before they are needed here.
+        made: a tensor on each value that these nodes write, and on each cached value that they read: its last
+            reader may drop the cached copy before it is needed here.
         uses: how often each value is still to be used; then it is no longer in ``made``.
     """
 
