@@ -169,59 +169,67 @@ class Entry:
         key: the cache key.
         state: what its next step does.
         graph: the longest step that was profiled, the optimizer aside, or ``None`` before.
+        checkpoints: how many calls of ``torch.utils.checkpoint`` that step made itself.
+        makes_graph: a backward of that step was run with ``create_graph=True``.
+        forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
+        profiled_ran: how many operations ran in that step, without and with gradients.
         planned: the plan in force, or ``None``.
         planned_for: the version of budget and optimizer, and the margin, that the plan was made or accepted
             for.
         refused_at: the version of budget and optimizer that no plan was found for, or ``None``.
-        accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
         margin_bytes: by how much a step was seen to exceed its prediction.
+        accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
         unseen_bytes: what steps hold that their graph does not show (collectives, random states).
-        checkpoints: how many calls of ``torch.utils.checkpoint`` the profiled step made itself.
-        profiles: how many steps were profiled.
-        steps: how many have begun.
-        backwards: the most backwards that ran through a step that was profiled.
-        makes_graph: a backward of the profiled step was run with ``create_graph=True``.
-        may_differ: its steps may run other operations: the forward reads values, or a step ran more than its
-            plan has.
-        ran: how many operations ran, without and with gradients, in the latest step that was recorded.
-        profiled_ran: how many ran in the step that was planned for.
-        can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
-        differed: two steps were seen to differ in what they ran.
         rise_bytes: the most that live bytes rose between two looks, in any profiled step.
         reserve_bytes: what varying steps leave free beside what their plan shows, since they took more.
         untold_bytes: the most that its profiled steps took, which no warning has compared with a budget yet.
+        profiles: how many steps were profiled.
+        steps: how many steps began under a plan.
+        backwards: the most backwards that ran through a step that was profiled.
         backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
             profiled aside.
-        forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
         was_late: what its latest step took more may have been a collective's buffer that a thread held for
             longer. Another in turn is believed.
+        ran: how many operations ran, without and with gradients, in the latest step that was recorded.
+        may_differ: its steps may run other operations: the forward reads values, or a step ran more than its
+            plan has.
+        differed: two steps were seen to differ in what they ran.
+        can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
     """
 
     key: StepKey
     state: State = State.NEW
+
+    # the step that is planned for
     graph: StepGraph | None = None
+    checkpoints: int = 0
+    makes_graph: bool = False
+    forward_spans: Sequence[tuple[int, int]] = ()
+    profiled_ran: tuple[int, int] | None = None
+
+    # its plan
     planned: Planned | None = None
     planned_for: tuple[int, int] | None = None
     refused_at: int | None = None
-    accepted_bytes: int = 0
+
+    # what steps take beside it
     margin_bytes: int = 0
+    accepted_bytes: int = 0
     unseen_bytes: int = 0
-    checkpoints: int = 0
-    profiles: int = 0
-    steps: int = 0
-    backwards: int = 1
-    makes_graph: bool = False
-    may_differ: bool = False
-    ran: tuple[int, int] | None = None
-    profiled_ran: tuple[int, int] | None = None
-    can_evict: bool = False
-    differed: bool = False
     rise_bytes: int = 0
     reserve_bytes: int = 0
     untold_bytes: int = 0
+
+    # what they have shown
+    profiles: int = 0
+    steps: int = 0
+    backwards: int = 1
     backward_unseen: bool = False
-    forward_spans: Sequence[tuple[int, int]] = ()
     was_late: bool = False
+    ran: tuple[int, int] | None = None
+    may_differ: bool = False
+    differed: bool = False
+    can_evict: bool = False
 
     @property
     def wants_profile(self) -> bool:

@@ -388,52 +388,55 @@ def ended(entry: Entry, step: Ended) -> Action:
     """A backward of a planned step has ended; what it took above its prediction is left free by the next
     plan, unless the reason is another.
     """
-    plan, director = step.planned.plan, step.director
-    limit, took = plan.budget_bytes, step.measured_bytes
-    extra = step.extra
-    others = entry.ran is not None and step.ran is not None and step.ran != entry.ran
-    replaced = entry.planned is not step.planned
-    above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
-    more_backwards = step.backwards > entry.backwards
-    late = above and not entry.was_late and took is not None and _may_be_late(step.planned, took)
-    # the first step of a model may be unlike all others, which its next profile shows
-    differs = others or (above and entry.may_differ and entry.profiles > 1)
-    facts: dict[Fact, bool] = {
-        "replaced": replaced,
-        "above": above,
-        "late buffer": late,
-        "second derivatives": step.makes_graph and not entry.makes_graph,
-        "accepted": (took or 0) <= entry.accepted_bytes,
-        "unrecorded": plan.changes_nothing and director is None,
-        "departed": step.departed,
-        "tried": step.tried,
-        "differs": step.can_evict and differs,
-        "longer": extra > _LONGER * len(plan.program),
-        "profiles left": entry.may_profile,
-        "more backwards": more_backwards,
-    }
+    facts = _facts_at_end(entry, step)
     action = _take(entry, Evidence.ENDED, facts)
-    if replaced:
+    if facts["replaced"]:
         return action
     entry.was_late = action is Action.WARN_LATE
+    plan, limit, took = step.planned.plan, step.planned.plan.budget_bytes, step.measured_bytes
     more = 0
     if action is Action.WARN_LESS:
         assert limit is not None and took is not None
         more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    if action is Action.WARN_LESS or more_backwards:  # only a kept graph made it take more
+    if action is Action.WARN_LESS or facts["more backwards"]:  # only a kept graph made it take more
         entry.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
         step.margin_bytes = more
     if entry.state is State.VARYING and not entry.differed:
         _enter_varying(entry)
-    entry.can_evict = step.can_evict
-    entry.ran, entry.differed = step.ran or entry.ran, entry.differed or facts["differs"]
     if action is Action.WARN_RESERVE:
         assert limit is not None and took is not None
         more = max(took - limit + budgets.slack_bytes(limit), entry.reserve_bytes)
         # what else a process did meanwhile shall not make all later steps slow
         entry.reserve_bytes = min(entry.reserve_bytes + more, int(_MOST_RESERVE * limit))
-    entry.may_differ |= extra > 0 or action in (Action.WARN_UNRECORDED, Action.WARN_DEPARTED)
+    entry.ran, entry.can_evict = step.ran or entry.ran, step.can_evict
+    entry.differed |= facts["differs"]
+    entry.may_differ |= step.extra > 0 or action in (Action.WARN_UNRECORDED, Action.WARN_DEPARTED)
     return action
+
+
+def _facts_at_end(entry: Entry, step: Ended) -> dict[Fact, bool]:
+    """What is true of a step when a backward of it has ended."""
+    plan, took = step.planned.plan, step.measured_bytes
+    limit = plan.budget_bytes
+    above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
+    other_program = entry.ran is not None and step.ran is not None and step.ran != entry.ran
+    # the first step of a model may be unlike all others, which its next profile shows
+    differs = other_program or (above and entry.may_differ and entry.profiles > 1)
+    late = above and not entry.was_late and took is not None and _may_be_late(step.planned, took)
+    return {
+        "replaced": entry.planned is not step.planned,
+        "above": above,
+        "late buffer": late,
+        "second derivatives": step.makes_graph and not entry.makes_graph,
+        "accepted": (took or 0) <= entry.accepted_bytes,
+        "unrecorded": plan.changes_nothing and step.director is None,
+        "departed": step.departed,
+        "tried": step.tried,
+        "differs": step.can_evict and differs,
+        "longer": step.extra > _LONGER * len(plan.program),
+        "profiles left": entry.may_profile,
+        "more backwards": step.backwards > entry.backwards,
+    }
 
 
 def _may_be_late(planned: Planned, took: int) -> bool:
