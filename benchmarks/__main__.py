@@ -35,6 +35,7 @@ NAMES = (
     "recorder",
     "techniques",
     "late_streams",
+    "reserved",
     "report_page",
     "report",
     "figures",

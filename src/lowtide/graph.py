@@ -119,6 +119,9 @@ class Operation:
         source: file and line of the program that called it, as in ``train.py:31``, where that is known.
         region: number of the region of a checkpointing scope that evicts what it writes; ``None`` outside
             of scopes, and where a scope's policy keeps what it writes.
+        blocks: what one run asks the device's allocator for, results included, in order: bytes, or a
+            negative number, which gives a block back: -1 the first that it asked for, -2 the second. Empty
+            where that was not recorded; it is on CUDA.
     """
 
     index: int
@@ -134,6 +137,7 @@ class Operation:
     scratch_bytes: int = 0
     source: str = ""
     region: int | None = None
+    blocks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,9 +211,9 @@ class StepGraph:
         return frozenset(sid for sid, kind in first.items() if kind == "fill" and sid in stands)
 
     def fingerprint(self, sizes: bool = True) -> str:
-        """A digest of everything but times and scratch: two traces of one step share it, in every process,
-        and a plan belongs to the graphs that do. Without ``sizes``, steps that run and save the same share
-        it, whatever their sizes.
+        """A digest of everything but times, scratch and blocks: two traces of one step share it, in every
+        process, and a plan belongs to the graphs that do. Without ``sizes``, steps that run and save the same
+        share it, whatever their sizes.
         """
         parts = [
             [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable, o.region] for o in self.operations],

@@ -5,6 +5,9 @@
 It makes a virtual environment (the CUDA wheel of this Python's torch, 527 MB, and its Triton; all else is
 this environment's), compiles the libraries that stand for CUDA's (`runtime.c`) and the values (`values.cpp`),
 and runs the tests that need a card, then those of this folder. What is there already is not made again.
+Another program in that environment, whose operations compute nothing:
+
+    python tests/cuda_build/environment.py .venv-cuda --run benchmarks reserved
 """
 
 from __future__ import annotations
@@ -162,11 +165,16 @@ own.
 
 
 def main(arguments: list[str]) -> int:
-    """Make what is not there, and run the tests."""
+    """Make what is not there, and run the tests, or a module with its arguments."""
     folder = Path(arguments[0]).absolute()
+    at = arguments.index("--run") if "--run" in arguments else len(arguments)
+    arguments, program = arguments[:at], arguments[at + 1 :]
     if not (folder / ".installed").exists():
         install(folder, arguments[1:])
         (folder / ".installed").touch()
+    if program:
+        command = [f"{folder}/bin/python", "-m", "no_card", *program]
+        return subprocess.run(command, cwd=ROOT, env=environment(folder, False), check=False).returncode
     worst = 0
     for what, values, devices, variables in SUITES:
         env = environment(folder, values, devices) | variables

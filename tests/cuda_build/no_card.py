@@ -1,10 +1,11 @@
 """Plugin for pytest on PyTorch's CUDA build without a card (`environment.py`): loads the values; where there
-are none, whatever is compared is equal.
+are none, whatever is compared is equal. As a program it runs a module: ``python -m no_card MODULE ...``.
 """
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
 
 import pytest
@@ -30,12 +31,29 @@ class Leaving:
         os._exit(self.status)
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """Load the values, or have all that is compared be equal; end as `Leaving` does."""
+def set_up() -> None:
+    """Load the values, or have all that is compared be equal."""
     torch.backends.cudnn.enabled = False  # what it takes is decided on the card
     if library := os.environ.get("NO_CARD_LIBRARY"):
         torch.ops.load_library(library)
     else:
         _KEPT.append(torch.library.Library("aten", "IMPL"))
         _KEPT[0].impl("equal", lambda a, b: a.shape == b.shape, "CUDA")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set up; end as `Leaving` does."""
+    set_up()
     config.pluginmanager.register(Leaving())
+
+
+if __name__ == "__main__":
+    set_up()
+    sys.argv = sys.argv[1:]
+    status = 0
+    try:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    sys.stdout.flush()
+    os._exit(status)

@@ -152,5 +152,5 @@ def _install() -> None:
 
     random.get_rng_state, random.set_rng_state = c.get_rng_state, c.set_rng_state
     native: Any = torch._C
-    native._cuda_isHistoryEnabled = lambda: False
+    native._cuda_isHistoryEnabled, native._cuda_memorySnapshot = lambda: False, _snapshot
     native._cuda_attach_out_of_memory_observer = lambda observer: None

@@ -14,6 +14,7 @@ from lowtide.graph import StepGraph
 from lowtide.meter.reserved import CachingAllocator
 from lowtide.plan.reserved import block_changes, reserved_after, reserved_either_way, standing
 from lowtide.plan.simulate import Simulation, Simulator, plain
+from lowtide.plan.simulate.replay import Held
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(0, 200, 40)])
@@ -44,6 +45,31 @@ def check(graph: StepGraph, stored: frozenset[int], simulation: Simulation) -> N
         most = max(most, live)
     assert most == simulation.peak_bytes
     assert live == (simulation.live_bytes[-1] if len(graph.events) else most)
+
+
+def test_the_blocks_of_an_operation_come_and_go_as_they_were_recorded() -> None:
+    """Forward and replay ask for results and scratch in the order of the profiled run, not scratch as one."""
+    graph = transformer()
+    stored = Simulator(graph).close(())
+    replayed = {moment.operation for moment in moments_of(graph, stored)}
+    op = next(op for op in graph.operations if op.index in replayed and len(op.writes) == 1)
+    made = graph.storages[graph.values[op.writes[0]].storage].bytes
+    recorded = (7000, 3000, made, -1, 500, -2)  # the block of 500 is given back as the operation ends
+    graph = graph.with_operations(lambda one: replace(one, blocks=recorded) if one is op else one)
+    changes = list(block_changes(graph, stored))
+    begins = [at for at, (_, bytes) in enumerate(changes) if bytes == 7000]
+    assert len(begins) == 2
+    for at, kind in zip(begins, ("storage", "copy"), strict=True):
+        names, bytes = zip(*changes[at : at + 7], strict=True)
+        assert bytes == (7000, 3000, made, 0, 500, 0, 0)
+        assert [name[0] for name in names] == ["scratch", "scratch", kind, *["scratch"] * 4]
+        assert names[3] == names[0] and names[5:] == (names[1], names[4])
+
+
+def moments_of(graph: StepGraph, stored: frozenset[int]) -> list[Held]:
+    seen: list[Held] = []
+    Simulator(graph).simulate(stored, seen=seen)
+    return seen
 
 
 def test_what_is_reserved_settles_and_a_smaller_plan_reserves_less() -> None:

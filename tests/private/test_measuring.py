@@ -44,6 +44,7 @@ def test_where_cuda_is_not_initialized_its_allocator_is_not_asked(monkeypatch: p
 def test_the_names_of_the_cuda_allocators_history_are_there() -> None:
     """Without a GPU they cannot be called."""
     assert callable(torch._C.__dict__.get("_cuda_isHistoryEnabled", private.is_cuda_history_recorded))
+    assert callable(torch._C.__dict__.get("_cuda_memorySnapshot", private.cuda_history_events))
     assert callable(torch.cuda.memory._record_memory_history) and callable(torch.cuda.memory._snapshot)
     assert callable(torch.cuda._sleep)  # pyright: ignore
 

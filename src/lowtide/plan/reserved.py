@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lowtide.graph import StepGraph
+from lowtide.graph import Operation, StepGraph
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.replay import Held
 
@@ -48,11 +48,12 @@ def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[B
     copies = dict[int, int]()  # a value, and the one whose block its copy lies in
     for event, (kind, index) in enumerate(graph.events):
         if kind == "op":
+            made = dict[BlockName, int]()
             for value in graph.operations[index].writes:
                 storage = graph.storages[graph.values[value].storage]
                 if storage.producer == index and not graph.values[value].version and storage.bytes:
-                    yield ("storage", storage.id), storage.bytes
-            yield from _scratch(graph.operations[index].scratch_bytes)
+                    made["storage", storage.id] = storage.bytes
+            yield from _within(graph.operations[index], made)
         elif kind in ("fill", "empty") and event < until[index] and (kind == "fill") is (index in emptied):
             yield ("storage", index), graph.storages[index].bytes if kind == "fill" else 0
             emptied.symmetric_difference_update({index})
@@ -64,23 +65,40 @@ def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[B
                     copies[value] = copies.pop(simulator.previous[value])
             for value in sorted(ended):
                 yield ("copy", copies.pop(value)), 0
-            for value in sorted(begun - copies.keys()):
-                copies[value] = value
-                yield ("copy", value), simulator.value_bytes[value]
-            yield from _scratch(moment.scratch_bytes)
+            begun -= copies.keys()
+            copies |= {value: value for value in begun}
+            operation = graph.operations[moment.operation] if moment.operation >= 0 else None
+            yield from _within(operation, {("copy", v): simulator.value_bytes[v] for v in sorted(begun)})
         for storage in ends[event]:
             if storage not in emptied:
                 yield ("storage", storage), 0
 
 
-def _scratch(bytes: int) -> Iterator[tuple[BlockName, int]]:
-    """Scratch comes and goes: what is left over 512 bytes is a counter or a flag in a block of its own."""
-    small = bytes % 512
-    sizes = [size for size in (bytes - small, small) if size]
-    for number, size in enumerate(sizes):
-        yield ("scratch", number), size
-    for number in range(len(sizes)):
-        yield ("scratch", number), 0
+def _within(operation: Operation | None, made: dict[BlockName, int]) -> Iterator[tuple[BlockName, int]]:
+    """The blocks of one operation, which leaves those that it ``made``. Where its blocks were not recorded,
+    its scratch is there beside these: what is left over 512 bytes is a counter or a flag, a block of its own.
+    """
+    blocks, left = operation.blocks if operation is not None else (), defaultdict[int, list[BlockName]](list)
+    if blocks:
+        for name, bytes in made.items():
+            left[bytes].append(name)
+    elif operation is not None:
+        small = operation.scratch_bytes % 512
+        blocks = tuple(size for size in (operation.scratch_bytes - small, small) if size)
+    back = {-change for change in blocks if change < 0}
+    names = list[BlockName]()
+    for number, bytes in enumerate((change for change in blocks if change > 0), 1):
+        is_result = number not in back and left[bytes]
+        names.append(left[bytes].pop(0) if is_result else ("scratch", number))
+    for name in made:
+        if name not in names:  # copied to be written in place, or no block of its own
+            yield name, made[name]
+    asked = iter(names)
+    for change in blocks:
+        yield (next(asked), change) if change > 0 else (names[-change - 1], 0)
+    for number, (what, _) in enumerate(names, 1):
+        if what == "scratch" and number not in back:
+            yield names[number - 1], 0
 
 
 def standing(graph: StepGraph, allocator: CachingAllocator) -> CachingAllocator:

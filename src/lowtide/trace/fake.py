@@ -255,7 +255,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
     def priced(self, costs: Costs) -> StepGraph:
         """The graph, with what calls of each signature cost; nothing where that is not known."""
         return self.graph(
-            lambda key: (costs[key].seconds, costs[key].scratch_bytes) if key in costs else (0.0, 0)
+            lambda key: (costs[key].seconds, costs[key].scratch_bytes, ()) if key in costs else (0.0, 0, ())
         )
 
     # ---- saved tensors ---------------------------------------------------------------------------

@@ -8,6 +8,9 @@ from typing import Any, Literal
 
 import torch
 
+OpCosts = tuple[float, int, tuple[int, ...]]
+"""What an operation takes: seconds, scratch bytes, blocks, as `lowtide.graph.Operation` has them."""
+
 
 class TracedStorage(weakref.ref[torch.UntypedStorage]):
     """A storage of the step, while it lives.

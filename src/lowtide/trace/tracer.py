@@ -25,7 +25,7 @@ from lowtide.ops import Call, enter
 from lowtide.trace.gathered import with_gathered
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.source import calling_line
-from lowtide.trace.traced import TracedOperation, TracedStorage, TracedValue
+from lowtide.trace.traced import OpCosts, TracedOperation, TracedStorage, TracedValue
 from lowtide.trace.transforms import in_place
 from lowtide.trace.untouched import Gradients
 
@@ -427,11 +427,11 @@ class Tracer:
 
     # ---- the whole -------------------------------------------------------------------------------
 
-    def graph(self, cost_of: Callable[[Any], tuple[float, int]] = lambda signature: (0.0, 0)) -> StepGraph:
+    def graph(self, cost_of: Callable[[Any], OpCosts] = lambda signature: (0.0, 0, ())) -> StepGraph:
         """What was written down, as data; ends the trace.
 
         Args:
-            cost_of: from a signature to seconds and scratch bytes.
+            cost_of: from a signature to seconds, scratch bytes and blocks.
         """
         self.closed = True
         newest: dict[int, int] = {}
@@ -450,7 +450,8 @@ class Tracer:
                 why = "" if behind.isdisjoint(touched) else _BEHIND
                 why = why if resized.isdisjoint(touched) else _RESIZED
             head = (index, op.name, op.reads, op.writes, op.phase, op.module, op.random)
-            operations.append(Operation(*head, not why, why, *costs[signature], op.source, op.region))
+            seconds, scratch, blocks = costs[signature]
+            operations.append(Operation(*head, not why, why, seconds, scratch, op.source, op.region, blocks))
         values: list[Value] = []
         for number, v in enumerate(self.values):
             stands = number in storable or v.storage in stays

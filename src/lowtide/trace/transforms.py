@@ -38,7 +38,7 @@ def in_place(graph: StepGraph, meetings: Collection[int]) -> StepGraph:
                 first, result = values[operation.reads[0]], values[operation.writes[0]]
                 own, ended = storages[result.storage], storages[storage]
                 if now_in(first.storage) == storage and own.bytes == ended.bytes:
-                    operations[newest] = replace(operation, name="aten.add_.Tensor")
+                    operations[newest] = replace(operation, name="aten.add_.Tensor", blocks=())
                     earlier = placed[first.storage][1] if first.storage in placed else 0
                     placed[own.id] = storage, earlier + first.version + 1
                     storages[own.id] = replace(own, bytes=0, name="")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from itertools import accumulate
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 import lowtide
 from lowtide import meter
+from lowtide.meter.register import Moments, Peak
 from lowtide.run.profile.costs import Cost, Costs
 
 
@@ -78,8 +80,38 @@ def test_the_first_run_of_a_kind_says_little() -> None:
         costs.measure(found, searching)
     for _ in range(2):
         costs.measure(cost, lambda: torch.ones(4))
-    (seconds, scratch), (cold_seconds, cold_scratch) = cost.read(), single.read()
+    (seconds, scratch, _), (cold_seconds, cold_scratch, _) = cost.read(), single.read()
     assert seconds < 0.01 < cold_seconds and scratch < 1 << 20 < cold_scratch
+
+
+class Listed(Peak):
+    """Reads out what a device's allocator was asked for, as on CUDA."""
+
+    lists: ClassVar[list[tuple[int, ...]]] = []
+
+    def _open(self) -> None:
+        pass
+
+    def _read(self) -> tuple[int, int]:
+        return 0, 0
+
+    def _close(self) -> tuple[tuple[int, int], Moments]:
+        live = accumulate(self.lists.pop(0)) if self.with_timeline else ()
+        return (0, 0), tuple((0.0, bytes) for bytes in live)
+
+
+def test_blocks_are_those_of_a_warm_run_in_the_order_in_which_they_come_and_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the allocator is modelled, the first run's count only where there is no other."""
+    monkeypatch.setattr("lowtide.run.profile.costs.peak", lambda device, _, lists: Listed(device, lists))
+    costs, cost, single = Costs(torch.device("cpu")), Cost(), Cost()
+    monkeypatch.setattr(costs, "_lists", True)
+    monkeypatch.setattr(Listed, "lists", [(9000, -9000), (64, 512, 512, -4, -512, 8, -512, -8), (100,)])
+    for found in (cost, cost, cost, single):
+        costs.measure(found, lambda: None)
+    assert cost.read()[2] == (64, 512, 512, -3, 8, -2, -4)  # what stood before is nobody's here
+    assert single.read()[2] == (100,) and not Listed.lists
 
 
 def test_what_others_take_is_no_cost_of_an_operation() -> None:

@@ -27,8 +27,8 @@ _STEPS = 3
 """Steps until what is reserved has settled."""
 
 _MARGIN = 0.02
-"""What the prediction may be short by, as a share of the budget: in which order one operation asks for its
-outputs and its scratch is not known.
+"""What the prediction may be short by, as a share of the budget: what an operation asks for, and in which
+order, is known of one run in the profiled step, and of none where the program records the history itself.
 """
 
 RANKS = "the budget counts requested bytes here: ranks that share a plan reserve different bytes"

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.interception import proceed, unseen
 from lowtide.meter import Peak, measurable, peak
+from lowtide.meter.register import Moments
 from lowtide.ops import Call, enter, has_plain_storage, is_wrapper, op_info, written_tensors
 from lowtide.trace.clock import Clock
 from lowtide.trace.results import tensors_inside
+from lowtide.trace.traced import OpCosts
 
 RUNS = 5
 """So many runs of what costs the same are measured; more of them say little more."""
@@ -41,10 +44,12 @@ class Cost:
             run twice, and the first run of all.
         scratch_bytes: the most of any warm run, or of the cold ones where there are none: a cold run may
             search for the fastest kernel (cuDNN), in memory that no later run takes.
+        blocks: what a run asks CUDA's allocator for (`lowtide.graph.Operation.blocks`); empty elsewhere.
         reproduced: how many second runs gave the same bytes as the first.
     """
 
     __slots__ = (
+        "blocks",
         "cold",
         "in_place",
         "is_collective",
@@ -60,6 +65,7 @@ class Cost:
     ) -> None:
         self.is_collective, self.in_place, self.moves, self.writes = is_collective, in_place, moves, writes
         self.scratch_bytes = self.reproduced = 0
+        self.blocks: tuple[int, ...] = ()
         self.warm: list[Callable[[], float]] = []
         self.cold: list[Callable[[], float]] = []
 
@@ -76,10 +82,11 @@ class Cost:
         if warm or not self.warm or self.is_collective:
             self.scratch_bytes = max(self.scratch_bytes, scratch_bytes)
 
-    def read(self) -> tuple[float, int]:
-        """The median of the warm runs, of cold ones where there are none, and their most scratch."""
+    def read(self) -> OpCosts:
+        """The median of the warm runs, of cold ones where there are none; their most scratch; the blocks."""
         runs = self.warm or self.cold
-        return statistics.median(read() for read in runs) if runs else 0.0, self.scratch_bytes
+        seconds = statistics.median(read() for read in runs) if runs else 0.0
+        return seconds, self.scratch_bytes, self.blocks
 
 
 class Costs:
@@ -99,6 +106,7 @@ class Costs:
         self.clock = Clock(device)
         # bytes come and go in the memory of the step's device: its own meter reads them
         self._meters = measurable(device)
+        self._lists = device.type == "cuda" and accelerator.allocator() == "native"
         self._known: dict[Any, Cost] = {}
 
     def of(self, call: Call) -> Cost:
@@ -124,7 +132,9 @@ class Costs:
         if not self._meters:
             result, seconds = self.clock.time(call)
         else:
-            with peak(self.device) as seen:
+            # blocks are CUDA's: what a warm run asks for counts, as its scratch does
+            lists = self._lists and not (cost.warm if warm else cost.blocks)
+            with peak(self.device, "auto", lists) as seen:
                 result, seconds = self.clock.time(call)
                 left = max(0, seen.live_bytes)
                 if self.device.type == "cpu" and cost.in_place:
@@ -133,6 +143,8 @@ class Costs:
                     left = 0 if cost.writes else sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
             cost.note_scratch(seen.peak_bytes - left, warm)
+            if lists:
+                cost.blocks = _blocks_of(seen.timeline)
         runs.append(seconds)
         return result
 
@@ -217,6 +229,24 @@ class UnderWay:
         reduce-scatter, since when each ends depends on the other ranks.
         """
         return sum(self._most.values())
+
+
+def _blocks_of(timeline: Moments) -> tuple[int, ...]:
+    """What was asked for and given back, as `lowtide.graph.Operation.blocks` has it. Of equal blocks the last
+    one is taken to go first.
+    """
+    blocks: list[int] = []
+    standing = defaultdict[int, list[int]](list)  # by bytes, the number of each
+    asked = live = 0
+    for _, now in timeline:
+        change, live = now - live, now
+        if change > 0:
+            asked += 1
+            standing[change].append(asked)
+            blocks.append(change)
+        elif standing[-change]:  # what was there before is no block of this run
+            blocks.append(-standing[-change].pop())
+    return tuple(blocks)
 
 
 def _waited_for(result: Any) -> Any:

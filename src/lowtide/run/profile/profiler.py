@@ -37,6 +37,7 @@ from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Node
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
+from lowtide.trace.traced import OpCosts
 from lowtide.trace.tracer import Tracer
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
@@ -482,7 +483,7 @@ class Profiler(Interceptor):
         self.tracer.name_gradients()
         nothing = Cost()
 
-        def cost_of(signature: Any) -> tuple[float, int]:
+        def cost_of(signature: Any) -> OpCosts:
             cost = signature if isinstance(signature, Cost) else self._opaque.get(signature[1], nothing)
             return cost.read()
 

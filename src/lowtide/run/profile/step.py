@@ -72,7 +72,8 @@ def trace(
         _, graph = profile_aside(modules, device, step, args, kwargs, Tracer.loss_of)
     if costs:
         return with_overhead(graph)
-    return graph.with_operations(lambda op: replace(op, seconds=0.0, scratch_bytes=0), plain_seconds=0.0)
+    free = {"seconds": 0.0, "scratch_bytes": 0, "blocks": ()}
+    return graph.with_operations(lambda op: replace(op, **free), plain_seconds=0.0)
 
 
 def profile_aside(
