@@ -10,9 +10,11 @@ import pytest
 import torch
 from compiled_models import Model, gradients, real_peak
 from torch import nn
+from torch._inductor import config as inductor_config
 
 import lowtide
 from lowtide.compiled.alone import Partitioner
+from lowtide.private.inductor import BackendCompilerFailed
 
 
 @pytest.mark.parametrize("budget", ["100%", "70%", "50%", "min"])
@@ -328,6 +330,20 @@ def test_the_workspaces_of_cublas_count(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(lowtide.PlanError, match=said):
         lowtide.compile(nn.Linear(2, 2), "60%", **wrong)
+
+
+def test_cuda_graphs_are_refused_wherever_they_are_asked_for() -> None:
+    """In the settings that are given, in those of the process, and beside `compile_options`."""
+    with pytest.raises(lowtide.PlanError, match="CUDA graphs"):
+        lowtide.compile(Model(), "60%", options={"triton.cudagraphs": True})
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        with pytest.raises(lowtide.PlanError, match="CUDA graphs"):
+            lowtide.compile(Model(), "60%")
+        lowtide.compile(Model(), "60%", options={"triton.cudagraphs": False})
+        lowtide.compile(Model(), "60%", backend="aot_eager")
+        compiled = torch.compile(Model(), options=lowtide.compile_options("6GiB"))
+        with pytest.raises(BackendCompilerFailed, match="CUDA graphs"):
+            compiled(torch.ones(64, 32))
 
 
 @pytest.mark.parametrize("before", ["lowtide.compile", "torch.compile", "in place", "limit_memory"])

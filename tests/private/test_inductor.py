@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._inductor import config as inductor_config
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
 
 from lowtide.private import inductor, partitioning
@@ -69,5 +71,22 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
     ):
         assert "cpp_pybinding" in text and "cpp_pybinding" not in other, "no kernel is defined"
         assert len(body(text)) > 5 and body(other) == body(text), "and all else is what runs"
+    planned, _ = inductor.generated(forward, False, {"memory_planning": True})
+    assert body(planned) == body(lowered), "where gradients are wanted no pool is laid out"
     assert seen[0] == "forward" and seen[-1] == "backward"
     assert inductor.GraphLowering.save_output_code is None
+    pools: list[bool] = []
+    codegen = inductor.GraphLowering.codegen
+
+    def generating(*given: Any) -> Any:
+        pools.append(AsyncCompile.use_process_pool())
+        return codegen(*given)
+
+    monkeypatch.setattr(inductor.GraphLowering, "codegen", generating)
+    ready = Future[None]()
+    ready.set_result(None)
+    monkeypatch.setattr(AsyncCompile, "_ready_future", ready)
+    with inductor_config.patch(compile_threads=4):  # Triton's kernels go to warm processes
+        assert AsyncCompile.use_process_pool()
+        inductor.generated(forward, False, {})
+    assert pools == [False]

@@ -38,6 +38,20 @@ Sizes = tuple[int, ...]
 """The sizes that a call gives to a graph which leaves them open."""
 
 
+def refuse_cuda_graphs(options: dict[str, Any]) -> None:
+    """Refuse CUDA graphs, whether these settings of Inductor or the process's ask for them.
+
+    Raises:
+        PlanError: they do.
+    """
+    if inductor.in_force("triton.cudagraphs", options):
+        raise PlanError(
+            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
+            "mode='max-autotune-no-cudagraphs' or none, and leave torch._inductor.config.triton.cudagraphs "
+            "off"
+        )
+
+
 class Cutter(inductor.CustomPartitionerFn):
     """The partitioner that AOTAutograd calls.
 
@@ -73,6 +87,8 @@ class Cutter(inductor.CustomPartitionerFn):
         static_lifetime_input_indices: Sequence[int] | None = None,
         **_: Any,
     ) -> Halves:
+        if self.options is not None:
+            refuse_cuda_graphs({})  # what is in force while this is compiled
         partitioning.clean_joint(gm)
         static = partitioning.static_inputs(gm, static_lifetime_input_indices or ())
         fusible = None if self.options is None else partitioning.default_fusible()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide import budget as budgets
-from lowtide.compiled.capture import FREES_AT_ONCE
+from lowtide.compiled.capture import FREES_AT_ONCE, refuse_cuda_graphs
 from lowtide.compiled.flow import UNCOMPILED, Flow
 from lowtide.compiled.moving import stores
 from lowtide.compiled.profile import Stood
@@ -84,7 +84,8 @@ class CompiledHandle(LimitHandle):
         forward: Callable[..., Any] | None = None,
     ) -> None:
         refuse_several_devices(model)
-        _refuse_cuda_graphs(options)
+        if backend != "aot_eager":
+            refuse_cuda_graphs(options)
         budgets.check(budget)
         honour_regions()
         self._tiers = tiers
@@ -470,11 +471,3 @@ class CompiledHandle(LimitHandle):
             self._told, self._untold, self._codes = 0, 0, self._flow.codes
             self._watch = StepWatch(ended, self._device)
         return self._watch
-
-
-def _refuse_cuda_graphs(options: dict[str, Any]) -> None:
-    if options.get("triton.cudagraphs"):
-        raise PlanError(
-            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
-            "mode='max-autotune-no-cudagraphs' or none"
-        )

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from lowtide import accelerator
 from lowtide.ops import op_info
 from lowtide.private import OpOverload, partitioning, schema_of
 
@@ -89,6 +90,7 @@ class Joint:
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
         self.names = {node.name: node for node in self.nodes}
+        self.device = partitioning.device_of(self.nodes)
         self.place = {node.name: at for at, node in enumerate(self.nodes)}
         self._find_storages()
         self.in_forward, self.after_tangents = partitioning.sides(
@@ -113,15 +115,16 @@ class Joint:
             self.key_of[node] = key
             if key == node.name:
                 self.root[key] = node
-                self.bytes[key] = self.size(value.untyped_storage().nbytes())
+                self.bytes[key] = self.bytes_of(key, self.size)
 
     def bytes_at(self, call: JointCall, size_of: Callable[[Any], int]) -> int:
         """What a call touches, for other sizes than the joint's own."""
         return sum(self.bytes_of(key, size_of) for key in dict.fromkeys((*call.reads, *call.writes)))
 
     def bytes_of(self, key: Key, size_of: Callable[[Any], int]) -> int:
-        """A storage's bytes, for other sizes than the joint's own."""
-        return size_of(self.root[key].meta["val"].untyped_storage().nbytes())
+        """A storage's bytes, for other sizes than the joint's own; none where it lies on another device."""
+        value = self.root[key].meta["val"]
+        return size_of(value.untyped_storage().nbytes()) if accelerator.is_on(value, self.device) else 0
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether a node only looks at a storage that is there."""

@@ -20,6 +20,7 @@ from torch import fx
 from lowtide.compiled.cut import Halves
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.moving import arriving_bytes
+from lowtide.errors import PlanError
 from lowtide.ops import op_info
 from lowtide.private import (
     FakeTensorMode,
@@ -210,13 +211,13 @@ class _Extern:
 
 
 class _Ledger(TorchDispatchMode):
-    """Counts the storages that tensors hold."""
+    """Counts the storages that tensors hold on a kind of device."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, scratch: Ask) -> None:
+    def __init__(self, scratch: Ask, device: str) -> None:
         super().__init__()
-        self.scratch = scratch
+        self.scratch, self.device = scratch, device
         self.standing: set[int] = set()
         self.lending = False  # what is made now stands anyway
         self.lent: list[torch.Tensor] = []  # held: addresses of storages are used again
@@ -251,7 +252,7 @@ class _Ledger(TorchDispatchMode):
         key = partitioning.storage_of(tensor)
         if self.lending and key is not None:
             self.standing.add(key)
-        if key is None or key in self.standing:
+        if key is None or key in self.standing or tensor.device.type != self.device:
             return
         bytes_ = tensor.untyped_storage().nbytes()
         if not self.holders.get(key):
@@ -302,7 +303,8 @@ def profile_generated(
         size_of: a size as a number, where the graph leaves it open.
         strides: of inputs that lie in another way than the graph says.
     """
-    ledger, nodes = _Ledger(scratch), list(module.graph.nodes)
+    nodes = list(module.graph.nodes)
+    ledger = _Ledger(scratch, partitioning.device_of(nodes).type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         call = _entry(text, ledger)
         given: list[Any] = []
@@ -388,6 +390,7 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
         **{f"empty_strided_{kind}": _empty_on(kind) for kind in ("cpu", "cuda", "xpu", "mtia")},
     }
     source = ast.Module(functions, [])
+    _refuse_unknown_memory(source, names.keys() | {one.name for one in functions})  # type: ignore[attr-defined]
     for node in ast.walk(source):
         if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):
             names[node.id] = _Kernel(ledger)
@@ -396,6 +399,31 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
     if isinstance(runner, type):
         return runner(partitions=[]).call
     return names["call"]
+
+
+_UNKNOWN_MEMORY = {
+    "get_external_object_by_index": "the graph runs on streams of the model's own (torch.cuda.stream), which "
+    "hold memory for as long as they lag behind: leave them out",
+    "empty_strided_p2p": "Inductor puts what collectives send into memory that ranks share, beside PyTorch's "
+    "allocator: leave out torch._inductor.config._micro_pipeline_tp",
+}
+"""What makes a tensor in generated text -> why nobody predicts how much that takes, and what to do."""
+
+
+def _refuse_unknown_memory(source: ast.Module, known: Collection[str]) -> None:
+    """Generated kernels return nothing: what is assigned comes from a function that is known here.
+
+    Raises:
+        PlanError: one is not.
+    """
+    for node in ast.walk(source):
+        called = (
+            node.value.func if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) else None
+        )
+        name = called.id if isinstance(called, ast.Name) else ""
+        if name and name != "get_raw_stream" and name not in known and not hasattr(builtins, name):
+            why = _UNKNOWN_MEMORY.get(name, f"Inductor takes memory by {name!r}, which lowtide does not know")
+            raise PlanError(f"no budget can be held for this compiled step: {why}, or limit it uncompiled")
 
 
 def _empty_on(kind: str) -> Callable[..., torch.Tensor]:

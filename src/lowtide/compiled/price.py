@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, described
@@ -192,11 +193,11 @@ def profile(
     holders: Counter[int] = Counter()
     size: dict[int, int] = {}
     standing: set[int] = set()
-    live = 0
+    live, device = 0, partitioning.device_of(nodes)
 
     def take(node: fx.Node) -> None:
         nonlocal live
-        for storage, count in _storages(node.meta.get("val"), size_of).items():
+        for storage, count in _storages(node.meta.get("val"), size_of, device).items():
             if storage not in standing:
                 if not holders[storage]:
                     size[storage] = count + surplus.get(node.name, 0)
@@ -205,7 +206,7 @@ def profile(
 
     def let_go(node: fx.Node) -> None:
         nonlocal live
-        for storage in _storages(node.meta.get("val"), size_of):
+        for storage in _storages(node.meta.get("val"), size_of, device):
             if storage not in standing:
                 holders[storage] -= 1
                 if not holders[storage]:
@@ -214,7 +215,7 @@ def profile(
     given = [node for node in nodes if node.op == "placeholder"]
     for node in given:
         if node.name in lent:
-            standing.update(_storages(node.meta.get("val"), size_of))
+            standing.update(_storages(node.meta.get("val"), size_of, device))
     for node in given:
         take(node)
     peak = live
@@ -234,10 +235,10 @@ def profile(
     return Profile(peak, live)
 
 
-def _storages(value: Any, size_of: Callable[[Any], int]) -> dict[int, int]:
+def _storages(value: Any, size_of: Callable[[Any], int], device: torch.device) -> dict[int, int]:
     found: dict[int, int] = {}
     for leaf in tree_leaves(value):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and accelerator.is_on(leaf, device):
             address = partitioning.storage_of(leaf)
             if address is not None:
                 found[address] = size_of(leaf.untyped_storage().nbytes())
@@ -349,7 +350,7 @@ class CandidateCuts:
         after_bytes: the most live bytes when a whole step's backward has ended.
 
     Attributes:
-        device: of its first tensor.
+        device: whose memory counts.
         timeline: of a step that is the graph alone.
         step: the same for the planner.
     """
@@ -366,8 +367,7 @@ class CandidateCuts:
         self._room = room_for_timing(joint, budget, standing_bytes or 0)
         self.costs = costs_of(joint, memory_limit_bytes=self._room)
         self._parts = parts_of(self.costs)
-        values = (node.meta["val"] for node in joint.primals)
-        self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
+        self.device = str(joint.device)
         # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
         tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
         loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lowtide import accelerator
 from lowtide.compiled.joint import Key
 from lowtide.meter import Peak, peak, storages
 from lowtide.meter.resident import gradient_of
@@ -213,7 +214,7 @@ class Recording:
     ) -> None:
         """A forward has ended, with these outputs and these tensors for its backward."""
         self._watch(call, returned)
-        call.kept = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
+        call.kept = {key: self._bytes(tensor) for key, tensor in saved.items()}
         call.saved = tuple(storage_key(tensor) for tensor in saved.values())
         self._waiting[call.number] = call
         self._go_on()
@@ -231,7 +232,7 @@ class Recording:
         self._gap()
         tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
         self._watch(call, tangents)
-        self._handed = {key: one.untyped_storage().nbytes() for key, one in given.items() if key in call.lies}
+        self._handed = {key: self._bytes(one) for key, one in given.items() if key in call.lies}
         self._add("backward", call, self._live)
         return call
 
@@ -284,6 +285,11 @@ class Recording:
         moment = Moment(kind, number, bytes_, waiting, alive, gradients=self._begun_with)
         kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
         self.timeline.moments.append(replace(moment, bytes=bytes_ - kept))
+
+    def _bytes(self, tensor: torch.Tensor) -> int:
+        """What a tensor holds of the device whose memory counts."""
+        here = accelerator.is_on(tensor, torch.device(self.device))
+        return tensor.untyped_storage().nbytes() if here else 0
 
     def _watch(self, call: GraphCall, tensors: Mapping[Key, torch.Tensor]) -> None:
         for key, tensor in tensors.items():

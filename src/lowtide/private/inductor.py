@@ -8,6 +8,7 @@ Importing it takes seconds, so only the compiled engine does.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +115,11 @@ def mode_options(mode: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
+def in_force(name: str, options: dict[str, Any]) -> Any:
+    """A setting of Inductor with these options: as they give it, else as the process has it."""
+    return options[name] if name in options else functools.reduce(getattr, name.split("."), inductor_config)
+
+
 def unknown_options(options: dict[str, Any]) -> list[str]:
     """Those of the settings that Inductor does not have."""
     known = inductor_config.get_config_copy()
@@ -188,8 +194,15 @@ def generated(
     return wrapper.value, {name: one for name, one in found.items() if name and one is not None}
 
 
-_UNWRITTEN = {"size_asserts": False, "alignment_asserts": False, "benchmark_harness": False}
-"""Settings of Inductor that add text, and no memory."""
+_UNWRITTEN = {
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "benchmark_harness": False,
+    "compile_threads": 1,
+}
+"""Settings of Inductor that add text, and no memory; and those with which no Triton kernel is sent to be
+compiled by other processes as soon as its text is there.
+"""
 
 
 def _decompositions() -> dict[str, Any]:

@@ -182,6 +182,13 @@ def storage_of(tensor: Any) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
+def device_of(nodes: Iterable[fx.Node]) -> torch.device:
+    """The device whose memory a graph takes: that of its tensors, an accelerator's before the host's."""
+    values = (node.meta.get("val") for node in nodes)
+    found = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
+    return next((one for one in found if one.type != "cpu"), torch.device("cpu"))
+
+
 def laid_out(module: fx.GraphModule, inputs: Iterable[Any]) -> dict[str, tuple[int, ...]]:
     """Names of inputs that lie in another way than the graph says -> their strides.
 

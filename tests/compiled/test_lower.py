@@ -1,0 +1,75 @@
+"""Live bytes of generated text: of the device alone, and refused where memory comes from elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+import lowtide
+from lowtide.compiled.joint import Joint
+from lowtide.compiled.lower import profile_generated
+from lowtide.compiled.price import profile
+from lowtide.private import FakeTensorMode, partitioning
+
+GPU, HOST = torch.device("cuda:0"), torch.device("cpu")
+
+
+def graph_of(device: torch.device) -> fx.GraphModule:
+    """On a device and, beside it, on the host: a number for each row, and a table that is read there."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        values = [torch.empty(1000, device=HOST), torch.empty(50, 20, device=device)]
+        numbers, x = (graph.placeholder(name) for name in ("primals_1", "primals_2"))
+        table = graph.call_function(torch.ops.aten.exp.default, (numbers,))
+        y = graph.call_function(torch.ops.aten.sin.default, (x,))
+        z = graph.call_function(torch.ops.aten.cos.default, (y,))
+        graph.output((table, z))
+        for node, like in ((numbers, 0), (x, 1), (table, 0), (y, 1), (z, 1)):
+            node.meta["val"] = torch.empty_like(values[like])
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+TEXT = """
+def call(args):
+    numbers, x = args
+    args.clear()
+    table = empty_strided_cpu((1000, ), (1, ), torch.float32)
+    cpp_fused_exp_0(numbers, table)
+    y = empty_strided_{kind}((50, 20), (20, 1), torch.float32)
+    fused_sin_1.run(x, y, 1000)
+    z = empty_strided_{kind}((50, 20), (20, 1), torch.float32)
+    fused_cos_2.run(y, z, 1000)
+    del y
+    return (table, z, )
+"""
+
+
+@pytest.mark.parametrize("device", [GPU, HOST], ids=str)
+def test_tensors_of_the_host_take_no_memory_of_the_card_in_either_ledger(device: torch.device) -> None:
+    module, beside = graph_of(device), 2 * 4000 if device == HOST else 0
+    text = TEXT.format(kind=device.type)
+    generated = profile_generated(text, module, (), lambda *_: 0, partitioning.hint)
+    by_call, joint = profile(module, ()), Joint(module, 2, ())
+    assert generated.peak_bytes == 3 * 4000 + beside
+    assert generated.end_bytes == by_call.end_bytes == 4000 + beside // 2
+    assert by_call.peak_bytes == 2 * 4000 + beside // 2
+    assert joint.device == device
+    assert list(joint.bytes.values()) == [beside // 2, 4000, beside // 2, 4000, 4000]
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        ("empty_strided_p2p((50, 20), (20, 1), torch.float32, torch.device('cuda:0'), alloc_id=1)", "share"),
+        ("get_external_object_by_index(3)", r"torch\.cuda\.stream"),
+        ("alloc_from_pool(x, 0, torch.float32, (50, 20), (20, 1))", "'alloc_from_pool'"),
+    ],
+)
+def test_memory_that_nobody_predicts_is_refused(made: str, says: str) -> None:
+    text = TEXT.replace(
+        "empty_strided_{kind}((50, 20), (20, 1), torch.float32)\n    fused_sin", f"{made}\n    fused_sin"
+    )
+    assert made in text
+    with pytest.raises(lowtide.PlanError, match=says):
+        profile_generated(text.format(kind="cuda"), graph_of(GPU), (), lambda *_: 0, partitioning.hint)
