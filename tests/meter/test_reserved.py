@@ -101,6 +101,22 @@ def test_sequence(row: tuple[str, dict[str, Any], str, str]) -> None:
         assert found == (int(said[1:]) if said[0] == "T" else size(said[1:])), said
 
 
+def test_a_capture_has_pools_of_its_own() -> None:
+    allocator = CachingAllocator(capacity=64 * MIB)
+    allocator.free(allocator.allocate(30 * MIB))
+    with allocator.private_pool() as pools:
+        inside = allocator.allocate(30 * MIB)
+        assert allocator.reserved_bytes == 60 * MIB
+        with pytest.raises(MemoryError):  # nothing cached is given back while a graph is captured
+            allocator.allocate(20 * MIB)
+    allocator.free(inside)
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 30 * MIB
+    pools.released = True
+    allocator.empty_cache()
+    assert allocator.reserved_bytes == 0
+
+
 def test_divisions_of_their_own_for_each_power_of_two() -> None:
     allocator = CachingAllocator(roundup_power2_divisions=[8, 1, 4] + [0] * 13)
     assert allocator.rounded(MIB + 1) == MIB + MIB // 8

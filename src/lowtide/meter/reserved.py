@@ -8,7 +8,8 @@ PyTorch 2.11 to 2.13.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,10 +92,11 @@ class Pool:
 
 @dataclass(eq=False)
 class Pools:
-    """A small and a large pool of a device."""
+    """A small and a large pool: the device's, a captured graph's, or those of a ``torch.cuda.MemPool``."""
 
     small: Pool = field(default_factory=lambda: Pool(True))
     large: Pool = field(default_factory=lambda: Pool(False))
+    released: bool = False
 
 
 class CachingAllocator:
@@ -155,7 +157,9 @@ class CachingAllocator:
         self.max_split_bytes, self.threshold = max_split_bytes, garbage_collection_threshold
         self.reserved_bytes = self.peak_reserved_bytes = self.retries = 0
         self.allocated_bytes = self.active_bytes = self.requested_bytes = 0
-        self._pools = Pools()
+        self._shared = self._used = Pools()
+        self._private: list[Pools] = []
+        self._capturing = False
         self._pending: list[tuple[Block, set[int]]] = []  # freed; the streams that have yet to get there
         self._next_address = LARGE_SEGMENT
 
@@ -169,7 +173,7 @@ class CachingAllocator:
         streams: dict[int, int] = {}
         ends: dict[Pool, dict[int, Block]] = {}  # of a pool's expandable segment for a stream, its last block
         for segment in sorted(snapshot, key=lambda segment: segment["address"]):
-            pool = self._pools.small if segment["segment_type"] == "small" else self._pools.large
+            pool = self._shared.small if segment["segment_type"] == "small" else self._shared.large
             stream = streams.setdefault(segment["stream"], len(streams))
             address, expandable = segment["address"], bool(segment.get("is_expandable"))
             block = ends.get(pool, {}).get(stream) if expandable else None
@@ -205,10 +209,11 @@ class CachingAllocator:
         if bytes < 0:
             raise ValueError(f"{bytes} bytes were asked for: ask for 0 or more")
         if bytes == 0:  # a null pointer
-            return Block(0, 0, stream, self._pools.small)
-        self._end_frees()
+            return Block(0, 0, stream, self._used.small)
+        if not self._capturing:
+            self._end_frees()
         size = self.rounded(bytes)
-        pool = self._pools.small if size <= SMALL else self._pools.large
+        pool = self._used.small if size <= SMALL else self._used.large
         block = self._find(pool, stream, size) or self._new(pool, stream, size)
         rest, most = block.bytes - size, self.max_split_bytes
         small_rests = pool.small or self.expandable_segments
@@ -246,11 +251,29 @@ class CachingAllocator:
         for _, streams in self._pending:
             streams.clear()
         self._end_frees()
-        for _, block in [*self._pools.large.free, *self._pools.small.free]:
-            if block.expandable:
-                self._unmap(block)
-            elif block.alone:
-                self._release(block)
+        for pools in (self._shared, *(pools for pools in self._private if pools.released)):
+            for _, block in [*pools.large.free, *pools.small.free]:
+                if block.expandable:
+                    self._unmap(block)
+                elif block.alone:
+                    self._release(block)
+
+    @contextmanager
+    def private_pool(self, capture: bool = True, pools: Pools | None = None) -> Iterator[Pools]:
+        """Within, blocks come from pools of their own: new ones, or those given.
+
+        Nothing of them is given back until their ``released`` is set, as when the graph is gone. Under
+        ``capture`` no cached segment is given back for a request, and no stream's work is seen to end.
+        """
+        pools = pools or Pools()
+        if pools not in self._private:
+            self._private.append(pools)
+        before = self._used, self._capturing
+        self._used, self._capturing = pools, capture
+        try:
+            yield pools
+        finally:
+            self._used, self._capturing = before
 
     def rounded(self, bytes: int) -> int:
         """The size of the block that so many bytes ask for."""
@@ -281,7 +304,7 @@ class CachingAllocator:
         block = self._from_device(pool, stream, size)
         if block is None and self._release_oversized(pool, stream, size):
             block = self._from_device(pool, stream, size)
-        if block is None:
+        if block is None and not self._capturing:
             self.empty_cache()
             self.retries += 1
             block = self._from_device(pool, stream, size)
@@ -430,7 +453,7 @@ class CachingAllocator:
         """Above the threshold: release large segments that are free, first those that have waited longest."""
         if self.limit is None or not self.threshold:
             return
-        pool, excess = self._pools.large, self.reserved_bytes - self.threshold * self.limit
+        pool, excess = self._shared.large, self.reserved_bytes - self.threshold * self.limit
         waiting = {
             block: pool.searches - block.freed_at
             for _, block in pool.free
