@@ -16,9 +16,9 @@ import torch
 from lowtide import private, writes
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, covers_storage, enter, is_sparse
-from lowtide.run.digest import digest, on_a_copy, reach
+from lowtide.run.digest import digest, on_a_copy
 from lowtide.run.record.handles import Evicted, Kept
-from lowtide.run.record.tape import LiveValue, Node, Ref, node_of, written_unseen
+from lowtide.run.record.tape import LiveValue, Node, Ref, Writer, link, node_of, written_unseen
 from lowtide.run.record.verify import copy_of, why_not_reproduced
 from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
@@ -150,33 +150,14 @@ class SegmentedTape:
             self.findings.setdefault(call.info.name, reason)
         return not reason
 
-    def link(
-        self,
-        node: Node,
-        call: Call,
-        fresh: Sequence[tuple[int, torch.Tensor]],
-    ) -> None:
-        """Note what a recorded call wrote as recomputable by its node.
-
-        Args:
-            node: of the call.
-            call: it has run, and its storages are registered.
-            fresh: tensors on storages that it made, one for each, with their positions among the results.
+    def link(self, node: Node, call: Call, fresh: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Note what a recorded call wrote as recomputable by its node (`lowtide.run.record.tape.link`); the
+        call's storages are registered.
         """
-        loose = call.loose
-        for position, tensor in fresh:
-            value = self._register(node, tensor, 0 if position in loose else reach(tensor))
-            node.outputs.append((position, weakref.ref(value)))
-        for old, tensor in zip(node.written, call.written, strict=False):
-            value = self._register(node, tensor, max(old.ref.value.extent, reach(tensor)))
-            old.new = weakref.ref(value)
-        node.complete()
+        link(node, call, fresh, self._register)
 
-    def _register(self, node: Node, tensor: torch.Tensor, extent: int) -> LiveValue:
-        value = LiveValue(node, tensor.untyped_storage().nbytes())
-        value.extent = extent
-        if self.verify:
-            value.digest = digest(tensor, extent)
+    def _register(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
+        value = LiveValue.written(node, tensor, extent, self.verify)
         self._segment.add(self._tracer.registered(tensor), value)
         return value
 

@@ -260,16 +260,7 @@ class Recorder(Interceptor):
         self, node: Node, call: Call, fresh: list[int], flat: list[Any], stays: tuple[bool, ...]
     ) -> None:
         """Register what the call wrote and does not stay as recomputable by its node."""
-        for position, stay in zip(fresh, stays, strict=False):
-            if not stay:
-                extent = 0 if position in call.loose else reach(flat[position])
-                value = self._register(node, flat[position], extent)
-                node.outputs.append((position, weakref.ref(value)))
-        for old, tensor, stay in zip(node.written, call.written, stays[len(fresh) :], strict=False):
-            if not stay:
-                value = self._register(node, tensor, max(old.ref.value.extent, reach(tensor)))
-                old.new = weakref.ref(value)
-        node.complete()
+        tape.link(node, call, [(position, flat[position]) for position in fresh], self._register, stays)
 
     def _move(
         self, mover: TransferEngine, director: PlanDirector, call: Call, fresh: list[int], flat: list[Any]
@@ -293,12 +284,8 @@ class Recorder(Interceptor):
         """Register the value of ``tensor`` as recomputable by ``node``; its first ``extent`` bytes were
         written.
         """
-        storage = tensor.untyped_storage()
-        value = LiveValue(node, storage.nbytes())
-        value.extent = extent
-        if self.verify:
-            value.digest = digest(tensor, extent)
-        enter(self.tables.given, storage, value)
+        value = LiveValue.written(node, tensor, extent, self.verify)
+        enter(self.tables.given, tensor.untyped_storage(), value)
         return value
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:

@@ -17,7 +17,7 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import compiled_recorder, without_modes
 from lowtide.ops import Call, is_sparse
-from lowtide.run.digest import Geometry, fingerprint, on_a_copy
+from lowtide.run.digest import Geometry, digest, fingerprint, on_a_copy, reach
 from lowtide.run.move import StoredTensor, TransferEngine
 from lowtide.store.slab import is_leased
 
@@ -81,6 +81,15 @@ class LiveValue:
         value.version = private.version(value.held)
         return value
 
+    @classmethod
+    def written(cls, node: Writer, tensor: torch.Tensor, extent: int, verify: bool) -> LiveValue:
+        """The value that ``node`` has written to the first ``extent`` bytes of a tensor's storage."""
+        value = cls(node, tensor.untyped_storage().nbytes())
+        value.extent = extent
+        if verify:
+            value.digest = digest(tensor, extent)
+        return value
+
     def count_off(self) -> None:
         """Count off one reader; drop the cached copy after the last."""
         if self.readers > 0:
@@ -120,10 +129,8 @@ class LiveValue:
 
     def before_change(self, key: int, how: str) -> bool:
         """Its storage is about to change (`lowtide.writes`): the value keeps its bytes while it has readers.
-        Returns whether further changes matter, too.
-
-        An emptied storage is no change of bytes: it has the same ones again before it is read (sharded
-        weights), or `here` raises.
+        Returns whether further changes matter, too. An emptied storage is no change of bytes: it has the
+        same ones again before it is read (sharded weights), or `here` raises.
         """
         if self.cached is not None and private.storage_key(self.cached) == key:
             self.cached = None  # it was no copy, but the very storage that autograd had saved
@@ -301,8 +308,7 @@ class Node:
 
     __slots__ = (
         "__weakref__", "args", "call", "device", "exact", "func", "generator", "grad", "inputs",
-        "kwargs", "noted", "order", "outputs",
-        "statistics", "updated", "waits", "written",
+        "kwargs", "noted", "order", "outputs", "statistics", "updated", "waits", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, order: float, device: torch.device) -> None:
@@ -406,6 +412,33 @@ def _argument(item: Any, call: Call, node: Node, value_of: Callable[[torch.Tenso
     return ref
 
 
+def link(
+    node: Node,
+    call: Call,
+    fresh: Sequence[tuple[int, torch.Tensor]],
+    register: Callable[[Node, torch.Tensor, int], LiveValue],
+    stays: Sequence[bool] = (),
+) -> None:
+    """Note what a call that has run wrote as recomputable by its node, which is complete then.
+
+    Args:
+        node, call: the recorded call.
+        fresh: tensors on storages that it made, one for each, with their positions among the results.
+        register: makes the value of a tensor of whose storage so many bytes were written, and keeps it.
+        stays: whether each fresh tensor stays, then each overwritten one; by default none does.
+    """
+    stays, loose = stays or (False,) * (len(fresh) + len(node.written)), call.loose
+    for (position, tensor), stay in zip(fresh, stays, strict=False):
+        if not stay:
+            value = register(node, tensor, 0 if position in loose else reach(tensor))
+            node.outputs.append((position, weakref.ref(value)))
+    for old, tensor, stay in zip(node.written, call.written, stays[len(fresh) :], strict=False):
+        if not stay:
+            value = register(node, tensor, max(old.ref.value.extent, reach(tensor)))
+            old.new = weakref.ref(value)
+    node.complete()
+
+
 def written_unseen(
     value: LiveValue,
     tensor: torch.Tensor,
@@ -413,12 +446,10 @@ def written_unseen(
     note: Callable[[str, str], object],
 ) -> LiveValue:
     """The value of a tensor that code which the dispatcher does not see has overwritten: it is held.
-
     Operations that read the old value cannot be replayed, since no copy of it exists.
 
     Args:
-        value: the old value.
-        tensor: shows the new one.
+        value: the old value; ``tensor`` shows the new one.
         others: all values that can be replayed.
         note: called with the name of each operation that cannot be replayed, and the reason.
     """
