@@ -139,13 +139,13 @@ class Cache:
             planned is not None and planned.search is not None,
             None if better is None or planned is None else _less(planned, better),
         )
-        mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.kept, found)
-        profile, old, versions, margins, kept, founds = zip(*maker.agreement.share(mine), strict=True)
+        mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.findings, found)
+        profile, old, versions, margins, findings, founds = zip(*maker.agreement.share(mine), strict=True)
         if planned is not None:
             self._take_better(entry, planned, *founds[0])
         maker.version = max(versions)
-        for found in kept:
-            maker.kept.update(found)
+        for found in findings:
+            maker.findings.update(found)
         machine.peers_told(entry, any(profile), any(old), max(margins))
 
     def _take_better(
@@ -171,7 +171,7 @@ class Cache:
 
     def is_to_verify(self, entry: Entry) -> bool:
         """Whether each operation of a profiled step runs twice: not where that was done at another size."""
-        if self.verify == "never" or entry.profiles or self.maker.kept:
+        if self.verify == "never" or entry.profiles or self.maker.findings:
             return self.verify != "never"
         others = self.known.values()
         return not any(other.profiles and other.key.differs_in_size(entry.key) for other in others)
@@ -283,11 +283,11 @@ class Cache:
         """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
         keeps their results from now on.
         """
-        kept = profiler.tape.findings
-        for name, reason in kept.items():
-            if name not in self.maker.kept:
+        findings = profiler.tape.findings
+        for name, reason in findings.items():
+            if name not in self.maker.findings:
                 warn(f"lowtide keeps the results of {name}: {reason}")
-        self.maker.kept.update(kept)
+        self.maker.findings.update(findings)
         if profiler.checkpoints:
             self.maker.warn_once(own_checkpointing(self.maker.model))
 

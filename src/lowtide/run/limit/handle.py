@@ -275,7 +275,7 @@ class Handle(LimitHandle):
     @_of_engine
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they do not reproduce, with the reason."""
-        return dict(self._limiter.maker.kept)
+        return dict(self._limiter.maker.findings)
 
     @_of_engine
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:

@@ -78,7 +78,8 @@ class PlanMaker:
 
     Attributes:
         version: how often another budget or optimizer was given.
-        kept: operations that do not reproduce, with the reason: every plan keeps their results.
+        findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
+            write.
         solved: how many plans took a search. A step that fits as it is takes none.
         agreement: the ranks that share the model and its plans, or ``None``.
         replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
@@ -102,7 +103,7 @@ class PlanMaker:
         self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
         self.budget, self.optimizer, self.version = budget, optimizer, 0
         self.reduced_bytes = 0
-        self.kept: dict[str, str] = {}
+        self.findings: dict[str, str] = {}
         self.solved = 0
         self.agreement: Agreement | None = None
         self.warn_once = Once()
@@ -282,7 +283,7 @@ class PlanMaker:
 
     def _transformed(self, entry: Entry) -> StepGraph:
         """An entry's step with what no plan recomputes, and with the optimizer's state."""
-        kept, graph = self.kept, entry.graph
+        kept, graph = self.findings, entry.graph
         assert graph is not None
         graph = graph.with_operations(
             lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op

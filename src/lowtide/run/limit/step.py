@@ -3,6 +3,11 @@
 In: an entry and the model's forward. Out: the forward's result; when a backward of the step has ended, what
 it took. A step owns all that it opened (watch, recorder, profiler), and is held by its thread until the next
 one begins, and by autograd's graph.
+
+How a step ends: backward reaches an output of the forward (`StepWatch.backward_begins`), which has autograd
+call the watch when that backward is over. A planned step then tells its limiter (``on_end``). A profiled step
+does so once autograd has also released all that it saved; one whose graph somebody keeps is ended by its
+thread's next step (`finish`). The watch of a step that no backward can reach any more closes by itself.
 """
 
 from __future__ import annotations

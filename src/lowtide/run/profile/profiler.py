@@ -125,7 +125,8 @@ class Profiler(Interceptor):
         self.given: tuple[int, ...] = ()
         self.under_way = UnderWay()
         self.forward_spans: list[tuple[int, int]] = []
-        self._forwards, self._goes_on = forwards, forwards is not None
+        self._forwards = forwards
+        self._goes_on = forwards is not None  # a step of several forwards ends when `run` does
         self._on_end = on_end
         self._stack = ExitStack()
         self._saved_in: dict[int, list[weakref.ref[SavedTensor]]] = {}  # storage: what autograd saved in it
