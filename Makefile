@@ -10,6 +10,7 @@
 #                (PIP_ARGS="--index-url ..." for builds without CUDA)
 #   make bench   the benchmarks; results go to benchmarks/results
 #   make gpu     what one card answers in ten minutes; run again to go on, after a change anew    (OUT=folder, ARGS="--retry")
+#                without a card the bytes of every row that needs none                     (ARGS="--no-card .venv-cuda --seconds 6000")
 #                sets up nothing: with the Python of .venv, else the one that is there, which has to have PyTorch
 #   make cuda-build  PyTorch's CUDA build (a wheel of 527 MB) on a machine without a card: tests/gpu and tests/cuda_build,
 #                bytes by PyTorch's own allocator; no times                      (PIP_ARGS="--index-url ..." for its wheel)

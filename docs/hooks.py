@@ -28,6 +28,7 @@ OUTSIDE = {
     "results/one_h100.md": "benchmarks/results/gpu_h100.md",
     "results/sharded.md": "benchmarks/results/sharded.md",
     "results/late_streams.md": "benchmarks/results/late_streams.md",
+    "results/reserved.md": "benchmarks/results/reserved.md",
 }
 """Pages of the site, and the files of the repository that they show."""
 

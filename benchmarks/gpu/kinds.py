@@ -80,6 +80,8 @@ class WithKernel(nn.Module):
 
 
 def _images(where: Where) -> Built:
+    if not where.card:
+        raise Unmeasured("cuDNN needs a card")
     torch.backends.cudnn.benchmark = True
     width, blocks, batch, side = (8, 3, 2, 16) if where.small else (128, 8, 64, 64)
     images, classes = torch.randn(batch, 3, side, side), torch.randint(10, (batch,))
@@ -87,6 +89,8 @@ def _images(where: Where) -> Built:
 
 
 def _sequences(where: Where) -> Built:
+    if not where.card:
+        raise Unmeasured("cuDNN needs a card")
     width, layers, batch, time = (32, 2, 2, 16) if where.small else (1024, 4, 64, 512)
     return Sequences(width, layers), {"hidden": torch.randn(batch, time, width)}, "min"
 

@@ -31,15 +31,17 @@ class Where:
     Attributes:
         device: ``cuda`` or ``cpu``.
         small: whether models are as small as a CPU needs them.
+        card: false on PyTorch's CUDA build without one, where nothing is computed: rows have bytes alone.
         seconds: of paired timing for one row.
     """
 
     device: str
     small: bool
+    card: bool = True
 
     @property
     def seconds(self) -> float:
-        return 0.5 if self.small else 5.0
+        return (0.5 if self.small else 5.0) if self.card else 0.0
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Part:
         open: prepares, and returns what measures a row.
         limit_seconds: what preparing, and then each row, may take.
         environment: variables of the process, beside those that are there.
+        on_host: bytes go to main memory, so without a card models are tiny.
     """
 
     name: str
@@ -59,6 +62,7 @@ class Part:
     open: Callable[[Where], Measure]
     limit_seconds: float = 90.0
     environment: Mapping[str, str] = field(default_factory=dict)
+    on_host: bool = False
 
 
 def doctor(where: Where) -> Measure:
@@ -85,6 +89,8 @@ def card_tests(where: Where) -> Measure:
     def measure(name: str) -> Row:
         if where.device == "cpu":
             raise Unmeasured("needs a CUDA device")
+        if not where.card:
+            raise Unmeasured("make cuda-build runs them where operations compute")
         from tempfile import TemporaryDirectory
 
         with TemporaryDirectory() as folder:
@@ -127,6 +133,8 @@ def training(family: str, compiled: bool) -> Callable[[Where], Measure]:
 
 def deterministic(where: Where) -> Measure:
     """Gradients where PyTorch is told to repeat its own: flash attention's backward does not otherwise."""
+    if not where.card:
+        raise Unmeasured("gradients need a card")
     from benchmarks.gpu.training import deterministic_row
 
     return lambda name: deterministic_row(name, where)
@@ -224,12 +232,29 @@ PARTS = (
     Part("deterministic, eager", ("GPT 60 %", "Llama 60 %", "GPT min", "Llama min"), deterministic),
     Part("kinds of models", KINDS, kinds),
     Part("AdamW", ("default", "fused", "one by one", "GPT 60 %, AdamW counted"), optimizer),
-    Part("offload", ("long sequence",), offload, 120),
+    Part("offload", ("long sequence",), offload, 120, on_host=True),
     Part("22B layer", ("plain, full, selective",), layer, 120),
-    Part("optimizer on the host", UPDATES, host_optimizer),
+    Part("optimizer on the host", UPDATES, host_optimizer, on_host=True),
     Part("expandable segments", ("60 %", "min"), expandable, environment=EXPANDABLE),
     Part("GPT, compiled otherwise", OTHERWISE, training("gpt", True), 200),
 )
+
+
+_OF_A_CARD = ("seconds", "extra", "tokens_a_second", "bytes_per_second", "gap", "rounds")
+_OF_VALUES = ("same_gradients", "largest_difference", "plain_repeats", "plain_difference", "same_loss")
+
+
+def bytes_alone(found: Any) -> Any:
+    """A row without times, and without what values are compared for."""
+    if isinstance(found, list):
+        return [bytes_alone(item) for item in found]
+    if not isinstance(found, dict):
+        return found
+    return {
+        key: bytes_alone(item)
+        for key, item in found.items()
+        if not key.endswith(_OF_A_CARD) and key not in _OF_VALUES
+    }
 
 
 def part(name: str) -> Part:

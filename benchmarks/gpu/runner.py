@@ -21,6 +21,9 @@ from typing import IO, Any
 from benchmarks.gpu.parts import ROOT, Part, Row
 from benchmarks.gpu.table import rendered
 
+NO_CARD = "NO_CARD_BUILD" in os.environ
+"""This runs on PyTorch's CUDA build without a card (tests/cuda_build): a plug-in comes before each part."""
+
 ENOUGH_SECONDS = 12
 """With less time than this left no process is started."""
 
@@ -91,10 +94,12 @@ def about(small: bool) -> tuple[str, dict[str, Any]]:
         check=False,
     ).stdout.strip()
     found = {**machine(), "commit": commit or "unknown", "small": small}
+    if NO_CARD:
+        found["gpu"] = "No card, PyTorch's CUDA build: bytes, no times"
     if torch.cuda.is_available():
         found["cuda"] = torch.version.cuda
         found["gpu_bytes"] = torch.cuda.get_device_properties(0).total_memory
-    digest = hashlib.sha256(f"{run_key()} {small}".encode())
+    digest = hashlib.sha256(f"{run_key()} {small} {NO_CARD}".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16], found
@@ -125,7 +130,7 @@ def run(
                 return False
             known = len(results.rows)
             for row, found in _measured(
-                part, todo, results.folder, deadline, (command or _child(small))(part, todo)
+                part, todo, results.folder, deadline, (command or command_of(small))(part, todo)
             ):
                 results.add(part.name, row, found)
                 print(f"{part.name}: {row}: {found['state']}", found.get("error", ""), flush=True)
@@ -134,9 +139,11 @@ def run(
     return True
 
 
-def _child(small: bool) -> Callable[[Part, list[str]], list[str]]:
-    size = "small" if small else "full"
-    return lambda part, rows: [sys.executable, "-m", "benchmarks.gpu.child", part.name, size, *rows]
+def command_of(small: bool) -> Callable[[Part, list[str]], list[str]]:
+    """From a part and some of its rows to what measures them: `child`."""
+    size, through = "small" if small else "full", ["no_card"] if NO_CARD else []
+    python = [sys.executable, "-m", *through, "benchmarks.gpu.child"]
+    return lambda part, rows: [*python, part.name, size, *rows]
 
 
 def _measured(

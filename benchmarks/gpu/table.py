@@ -54,8 +54,19 @@ def _of(done: Done, part: str) -> dict[str, Row]:
 
 
 def _columns(rows: Iterable[tuple[str, Row]], columns: dict[str, Callable[[Row], str]], first: str) -> str:
-    head = [first, *columns]
-    return table(head, [[name, *(cell(row) for cell in columns.values())] for name, row in rows])
+    """A table without the columns that no row has anything for, such as times where there is no card."""
+    rows = list(rows)
+    cells = {title: [_cell(cell, row) for _, row in rows] for title, cell in columns.items()}
+    filled = {title: column for title, column in cells.items() if any(column)}
+    names = [name for name, _ in rows]
+    return table([first, *filled], [list(line) for line in zip(names, *filled.values(), strict=True)])
+
+
+def _cell(cell: Callable[[Row], str], row: Row) -> str:
+    try:
+        return cell(row)
+    except KeyError:
+        return ""
 
 
 def _mib(key: str) -> Callable[[Row], str]:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import child, runner
-from benchmarks.gpu.parts import PARTS, Part, Unmeasured, Where
+from benchmarks.gpu.parts import PARTS, Part, Unmeasured, Where, bytes_alone
 from benchmarks.gpu.table import rendered
 
 from lowtide.errors import BudgetError
@@ -165,6 +166,37 @@ def test_a_budget_is_measured_on_a_cpu_and_shown(results: runner.Results) -> Non
     assert f"1 of {sum(len(part.rows) for part in PARTS)} rows measured" in text
     assert "- tests, tests/gpu: skipped: needs a CUDA device" in text
     assert "- Llama, eager, min: not reached yet" in text
+
+
+def test_without_a_card_a_row_has_bytes_and_no_times(
+    results: runner.Results, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part runs through the plug-in of PyTorch's CUDA build without a card, in that build's Python."""
+    asked = gpu.parsed(["--no-card", "built", "--only", "Llama, eager", "--out", str(results.folder)])
+    python, script, folder, run, module, *rest = gpu.without_card(asked)
+    assert (python, Path(script).name, folder) == (sys.executable, "environment.py", "built")
+    assert (run, module) == ("--run", "benchmarks.gpu") and gpu.parsed(rest).only == "Llama, eager"
+    monkeypatch.setattr(runner, "NO_CARD", True)
+    (part,) = (part for part in PARTS if part.name == "Llama, eager")
+    command = runner.command_of(small=False)(part, ["min"])
+    assert command[1:] == ["-m", "no_card", "benchmarks.gpu.child", "Llama, eager", "full", "min"]
+    row = {
+        **dict.fromkeys(("seconds", "extra", "tokens_a_second", "settling_seconds"), 1.0),
+        **{"state": "done", "same_gradients": True, "budget_bytes": 3 << 20, "requested_bytes": 2 << 20},
+        "contenders": [{"peak_bytes": 5, "seconds": 1.0}],
+    }
+    found = bytes_alone(row)
+    assert found == {
+        **{"state": "done", "budget_bytes": 3 << 20, "requested_bytes": 2 << 20},
+        "contenders": [{"peak_bytes": 5}],
+    }
+    results.add(part.name, "min", found)
+    text = (results.folder / "gpu.md").read_text()
+    assert "| Llama, eager | budget | requested |" in text and "| min | 3.0 | 2.0 |" in text
+    for name in ("tests", "deterministic, eager"):
+        (part,) = (part for part in PARTS if part.name == name)
+        measure = lambda row, part=part: part.open(Where("cuda", False, card=False))(row)  # noqa: E731
+        assert child.outcome(measure, part.rows[0])["state"] == "skipped"
 
 
 def test_gradients_that_differ_stand_out() -> None:
