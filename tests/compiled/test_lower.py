@@ -36,6 +36,7 @@ def call(args):
     args.clear()
     table = empty_strided_cpu((1000, ), (1, ), torch.float32)
     cpp_fused_exp_0(numbers, table)
+    x = copy_if_misaligned(x)
     y = empty_strided_{kind}((50, 20), (20, 1), torch.float32)
     fused_sin_1.run(x, y, 1000)
     z = empty_strided_{kind}((50, 20), (20, 1), torch.float32)
@@ -73,3 +74,14 @@ def test_memory_that_nobody_predicts_is_refused(made: str, says: str) -> None:
     assert made in text
     with pytest.raises(lowtide.PlanError, match=says):
         profile_generated(text.format(kind="cuda"), graph_of(GPU), (), lambda *_: 0, partitioning.hint)
+
+
+def test_what_lies_askew_is_copied_for_a_kernel_that_takes_it_for_aligned() -> None:
+    module = graph_of(GPU)
+    x = next(node for node in module.graph.nodes if node.name == "primals_2")
+    text = TEXT.format(kind="cuda")
+    plain = profile_generated(text, module, ("primals_2",), lambda *_: 0, partitioning.hint)
+    with x.meta["val"].fake_mode:
+        x.meta["val"] = torch.empty(1001, device=GPU).as_strided((50, 20), (20, 1), 1)
+    askew = profile_generated(text, module, ("primals_2",), lambda *_: 0, partitioning.hint)
+    assert (plain.peak_bytes, askew.peak_bytes) == (2 * 4000, 3 * 4000)

@@ -385,6 +385,7 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
         "device": torch.device,
         "extern_kernels": _Extern(ledger),
         "reinterpret_tensor": _reinterpret,
+        "copy_if_misaligned": _aligned,
         "empty_strided": torch.empty_strided,
         "empty_strided_cpu_pinned": _empty_on("cpu"),
         **{f"empty_strided_{kind}": _empty_on(kind) for kind in ("cpu", "cuda", "xpu", "mtia")},
@@ -431,6 +432,11 @@ def _empty_on(kind: str) -> Callable[..., torch.Tensor]:
         return torch.empty_strided(size, stride, dtype=dtype, device=kind)
 
     return empty
+
+
+def _aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """What a kernel is given that takes its arguments for aligned to 16 bytes, as a card's memory is."""
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % 16 else tensor
 
 
 def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
