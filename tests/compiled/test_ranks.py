@@ -199,6 +199,8 @@ def parallel_step(kind: str) -> None:
     plan = lowtide.handle_of(compiled).plan
     assert plan.replayed and min(took[1:]) <= plan.budget_bytes
     assert min(took[1:]) <= plan.predicted_peak_bytes * 1.01
+    with torch.no_grad():  # one graph, too
+        assert torch.equal(compiled(x), twin(x))
     if kind == "sequence":
         with pytest.raises(RuntimeError, match="a token is not of the vocabulary of 64"):
             compiled(x + 64)

@@ -49,10 +49,7 @@ class _ColumnLinears(torch.autograd.Function):
         ctx.whole_saved = dimension is None or (not compiling and is_evicted(whole))
         trained = any(ctx.needs_input_grad[4 : 4 + len(weights)])
         ctx.save_for_backward((whole if ctx.whole_saved else x) if trained else None, *weights)
-        rows = whole if dimension is None else whole.movedim(dimension, 0)
-        pairs: Any = zip(weights, biases, strict=True)
-        outputs = (F.linear(rows, weight, bias) for weight, bias in pairs)
-        return tuple(y if dimension is None else y.movedim(0, dimension) for y in outputs)
+        return _products(whole, dimension, weights, biases)
 
     @staticmethod
     @once_differentiable
@@ -120,8 +117,22 @@ def column_linears(
         weights = [weight.to(dtype) for weight in weights]
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
     with torch.autocast(device, enabled=False):
+        if not torch.is_grad_enabled():  # Dynamo may leave out the context of a function without gradients
+            whole = x if sequence_dimension is None else gather(x, group, sequence_dimension).wait()
+            return _products(whole, sequence_dimension, weights, biases)
         given = (x, group, sequence_dimension, reduce_dtype, *weights, *biases)
         return _ColumnLinears.apply(*given)  # type: ignore[return-value]
+
+
+def _products(
+    whole: Tensor, dimension: int | None, weights: Sequence[Any], biases: Sequence[Tensor | None]
+) -> tuple[Tensor, ...]:
+    """The products of the whole input with each weight, in memory with the sequence outermost where that is
+    sharded along ``dimension``.
+    """
+    rows = whole if dimension is None else whole.movedim(dimension, 0)
+    outputs = (F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+    return tuple(y if dimension is None else y.movedim(0, dimension) for y in outputs)
 
 
 def flat_rows(x: Tensor, dimension: int | None) -> Tensor:
