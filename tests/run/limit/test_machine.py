@@ -16,10 +16,10 @@ import lowtide
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Plan
 from lowtide.run.limit import machine
-from lowtide.run.limit.entry import Entry, Planned, State
+from lowtide.run.limit.entry import Entry, Planned, Room, Seen, State, Traits
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.machine import TABLE, Action, Evidence, Fact, transition
-from lowtide.run.limit.step import WHY, PlannedStep
+from lowtide.run.limit.machine import TABLE, Action, Ending, Evidence, Fact, transition
+from lowtide.run.limit.step import WHY, PlannedStep, Why, why
 from lowtide.run.messages import Overruns
 
 S, E, A = State, Evidence, Action
@@ -64,36 +64,46 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.PLANNED, E.BETTER_FOUND, (), S.PLANNED, A.RUN),
     # a planned step has ended within its budget
     (S.PLANNED, E.ENDED, ("departed", "unrecorded", "accepted"), S.PLANNED, A.NOTHING),
-    (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("longer", "departed", "profiles left", "differs"), S.DOUBTED, A.DOUBT),
     (S.PLANNED, E.ENDED, ("longer", "departed"), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("tried", "departed", "profiles left"), S.DOUBTED, A.NOTHING),
     (S.PLANNED, E.ENDED, ("tried", "departed"), S.PLANNED, A.NOTHING),
     (S.VARYING, E.ENDED, ("tried", "departed", "profiles left"), S.VARYING, A.NOTHING),
     (S.PLANNED, E.ENDED, ("differs",), S.VARYING, A.NOTHING),
     (S.VARYING, E.ENDED, ("differs",), S.VARYING, A.NOTHING),
-    (S.VARYING, E.ENDED, ("longer", "profiles left"), S.DOUBTED, A.NOTHING),
+    (S.VARYING, E.ENDED, ("longer", "profiles left"), S.DOUBTED, A.DOUBT),
     # or above it
-    (S.STALE, E.ENDED, ("replaced", "above"), S.STALE, A.WARN_NEWER),
-    (S.PLANNED, E.ENDED, ("above", "second derivatives", "profiles left"), S.PLANNED, A.WARN_GRAPH),
-    (S.PLANNED, E.ENDED, ("above", "accepted", "departed", "profiles left"), S.PLANNED, A.WARN_ACCEPTED),
-    (S.PLANNED, E.ENDED, ("above", "unrecorded", "profiles left"), S.DOUBTED, A.WARN_UNRECORDED),
-    (
-        S.PLANNED,
-        E.ENDED,
-        ("above", "departed", "profiles left", "more backwards"),
-        S.DOUBTED,
-        A.WARN_DEPARTED,
-    ),
-    (S.PLANNED, E.ENDED, ("above", "departed", "more backwards"), S.PLANNED, A.WARN_BACKWARDS),
-    (S.PLANNED, E.ENDED, ("above", "unrecorded"), S.PLANNED, A.WARN_LESS),
-    (S.PLANNED, E.ENDED, ("above", "late buffer"), S.PLANNED, A.WARN_LATE),
-    (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.WARN_LESS),
-    (S.PLANNED, E.ENDED, ("above", "departed", "differs", "profiles left"), S.VARYING, A.WARN_VARIES),
-    (S.VARYING, E.ENDED, ("above", "departed", "differs", "longer"), S.VARYING, A.WARN_RESERVE),
-    (S.VARYING, E.ENDED, ("above", "longer", "profiles left"), S.DOUBTED, A.WARN_DEPARTED),
+    (S.PLANNED, E.ENDED, ("excused", "above", "departed", "profiles left"), S.PLANNED, A.NOTHING),
+    (S.STALE, E.ENDED, ("excused", "above"), S.STALE, A.NOTHING),
+    (S.PLANNED, E.ENDED, ("above", "unrecorded", "profiles left"), S.DOUBTED, A.DOUBT),
+    (S.VARYING, E.ENDED, ("above", "unrecorded", "profiles left"), S.DOUBTED, A.DOUBT),
+    (S.PLANNED, E.ENDED, ("above", "departed", "profiles left", "passing"), S.DOUBTED, A.DOUBT),
+    (S.STALE, E.ENDED, ("above", "departed", "profiles left", "differs"), S.DOUBTED, A.DOUBT),
+    (S.PLANNED, E.ENDED, ("above", "departed", "passing"), S.PLANNED, A.WAIT),
+    (S.PLANNED, E.ENDED, ("above", "unrecorded"), S.PLANNED, A.LEAVE_MARGIN),
+    (S.PLANNED, E.ENDED, ("above",), S.PLANNED, A.LEAVE_MARGIN),
+    (S.PLANNED, E.ENDED, ("above", "longer", "departed", "differs", "profiles left"), S.VARYING, A.NOTHING),
+    (S.VARYING, E.ENDED, ("above", "departed", "differs", "longer"), S.VARYING, A.LEAVE_RESERVE),
+    (S.VARYING, E.ENDED, ("above", "departed", "profiles left", "passing"), S.VARYING, A.LEAVE_RESERVE),
+    (S.VARYING, E.ENDED, ("above", "longer", "profiles left"), S.DOUBTED, A.DOUBT),
     # the end
     (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
     (S.GONE, E.PROFILED, (), S.GONE, A.NOTHING),
+]
+
+SAID: list[tuple[State, tuple[Fact, ...], str]] = [
+    (S.GONE, ("above", "departed", "profiles left"), "nothing follows"),
+    (S.STALE, ("replaced", "above", "second derivatives"), "a newer plan"),
+    (S.PLANNED, ("second derivatives", "accepted"), "create_graph=True"),
+    (S.PLANNED, ("accepted", "unrecorded", "departed", "profiles left"), "only a larger budget"),
+    (S.VARYING, ("unrecorded", "profiles left"), "its operations went unseen"),
+    (S.VARYING, ("longer", "departed", "profiles left"), "other operations than the step"),
+    (S.VARYING, ("longer", "departed", "differs", "late buffer"), "later steps leave"),
+    (S.PLANNED, ("differs", "departed", "longer", "profiles left"), "other operations each time"),
+    (S.DOUBTED, ("differs", "departed", "profiles left", "more backwards"), "lowtide looks at the next"),
+    (S.PLANNED, ("departed", "more backwards", "late buffer"), "retain_graph=True"),
+    (S.PLANNED, ("late buffer",), "a thread of the process group"),
+    (S.DOUBTED, ("differs", "unrecorded"), "plans again with that much less"),
 ]
 
 
@@ -110,15 +120,28 @@ def test_no_row_can_be_missed(row: machine.Row) -> None:
     assert any(transition(case[0], case[1], case[2], without) != case[3:] for case in CASES)
 
 
+@pytest.mark.parametrize(("state", "facts", "words"), SAID)
+def test_why_a_step_took_more(state: State, facts: tuple[Fact, ...], words: str) -> None:
+    assert words in why(Ending(state, frozenset(facts), A.NOTHING))
+
+
+@pytest.mark.parametrize("line", WHY, ids=lambda line: ", ".join(line.facts))
+def test_no_line_of_the_words_can_be_missed(line: Why) -> None:
+    without = [other for other in WHY if other is not line]
+    assert any(
+        words not in why(Ending(state, frozenset(facts), A.NOTHING), without) for state, facts, words in SAID
+    )
+
+
 def test_every_word_of_the_table_is_used() -> None:
-    assert {fact for row in TABLE for fact in row.facts} == set(get_args(Fact))
+    assert {fact for row in (*TABLE, *WHY) for fact in row.facts} == set(get_args(Fact))
     assert {row.evidence for row in TABLE} == set(Evidence)
-    assert {row.action for row in TABLE} == set(Action)
-    assert {action for action in Action if action.name.startswith("WARN_")} == set(WHY)
+    assert {row.action for row in TABLE} | {A.NOTHING} == set(Action)
 
 
 def test_only_the_state_machine_assigns_the_fields_of_an_entry() -> None:
-    names = {field.name for field in fields(Entry)}
+    records = {"room": Room, "traits": Traits, "seen": Seen}
+    names = {field.name for record in (Entry, *records.values()) for field in fields(record)}
     others = {field.name for field in fields(Planned)}  # of an entry only where it is called one
     package = Path(lowtide.__file__).parent
     found = []
@@ -130,10 +153,15 @@ def test_only_the_state_machine_assigns_the_fields_of_an_entry() -> None:
                 for target in targets
                 for part in ast.walk(target or ast.Pass())
                 if isinstance(part, ast.Attribute) and isinstance(part.ctx, ast.Store)
-                if part.attr in names and (name := getattr(part.value, "id", "")) not in ("self", "limiter")
-                if part.attr not in others or name in ("entry", "sibling")
+                if part.attr in names and (name := _called(part.value)) not in ("self", "limiter")
+                if part.attr not in others or name in ("entry", "sibling", *records)
             ]
     assert set(found) == {"machine.py"}
+
+
+def _called(part: ast.expr) -> str:
+    """The last name of what an attribute is assigned to."""
+    return part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
 
 
 def key(rows: int = 100, gradients: int = 0) -> StepKey:
@@ -147,8 +175,8 @@ def graph(operations: int) -> StepGraph:
     )
 
 
-def planned_entry(plan: Plan = PLAN, **known: Any) -> Entry:
-    entry = Entry(key(), **known)
+def planned_entry(plan: Plan = PLAN, profiles: int = 0) -> Entry:
+    entry = Entry(key(), seen=Seen(profiles))
     assert machine.profiled(entry, GRAPH, verified=True) is A.PLAN
     assert machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, plan), version=0) is A.RUN
     return entry
@@ -169,26 +197,26 @@ def followed(extra: int = 0, departed: bool = False) -> Any:
 
 def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
     entry = planned_entry()
-    assert machine.ended(entry, ran(entry, None, director=followed())) is A.NOTHING
-    assert not entry.may_differ and not entry.wants_profile
-    assert machine.ended(entry, ran(entry, None, director=followed(extra=1))) is A.NOTHING
-    assert entry.may_differ and entry.state is S.DOUBTED
+    assert machine.ended(entry, ran(entry, None, director=followed())).action is A.NOTHING
+    assert not entry.seen.may_differ and not entry.wants_profile
+    assert machine.ended(entry, ran(entry, None, director=followed(extra=1))).action is A.DOUBT
+    assert entry.seen.may_differ and entry.state is S.DOUBTED
 
 
 def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
-    assert machine.ended(entry, step) is A.WARN_LESS
-    assert 0 < entry.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
+    assert machine.ended(entry, step).action is A.LEAVE_MARGIN
+    assert 0 < entry.room.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
     assert machine.called(entry, version=0) is A.PLAN
     entry = planned_entry()
     step = ran(entry, OVER)
     for step.measured_bytes in (OVER, OVER + 5):
         machine.ended(entry, step)
-        assert entry.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
+        assert entry.room.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
     step.backwards = 2
-    assert machine.ended(entry, step) is A.WARN_BACKWARDS
-    assert (entry.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
+    assert "retain_graph" in why(machine.ended(entry, step))
+    assert (entry.room.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
     assert machine.called(entry, version=0) is A.RUN
 
 
@@ -202,21 +230,21 @@ def test_a_buffer_that_a_thread_held_for_longer_changes_no_plan_until_it_comes_a
         entry = Entry(key())
         machine.profiled(entry, gathers, verified=True)
         machine.plan_made(entry, Planned(entry.key, gathers, gathers, PLAN), version=0)
-        assert (machine.ended(entry, ran(entry, took)) is A.WARN_LATE) == late
-        assert (entry.margin_bytes == 0) == late
-        assert machine.ended(entry, ran(entry, LIMIT)) is A.NOTHING
-        assert (machine.ended(entry, ran(entry, took)) is A.WARN_LATE) == late
-        assert machine.ended(entry, ran(entry, took)) is A.WARN_LESS and entry.margin_bytes
+        assert (machine.ended(entry, ran(entry, took)).action is A.WAIT) == late
+        assert (entry.room.margin_bytes == 0) == late
+        assert machine.ended(entry, ran(entry, LIMIT)).action is A.NOTHING
+        assert (machine.ended(entry, ran(entry, took)).action is A.WAIT) == late
+        assert machine.ended(entry, ran(entry, took)).action is A.LEAVE_MARGIN and entry.room.margin_bytes
 
 
 @pytest.mark.parametrize("director", [None, followed(departed=True)])
 def test_an_entry_that_was_profiled_often_is_planned_with_less(director: Any) -> None:
     plan = FITS if director is None else PLAN
     entry = planned_entry(plan)
-    assert machine.ended(entry, ran(entry, OVER, director=director)) in (A.WARN_UNRECORDED, A.WARN_DEPARTED)
-    assert entry.wants_profile and entry.may_differ and entry.margin_bytes == 0
+    assert machine.ended(entry, ran(entry, OVER, director=director)).action is A.DOUBT
+    assert entry.wants_profile and entry.seen.may_differ and entry.room.margin_bytes == 0
     entry = planned_entry(plan, profiles=8)
-    assert machine.ended(entry, ran(entry, OVER, director=director)) is A.WARN_LESS
+    assert machine.ended(entry, ran(entry, OVER, director=director)).action is A.LEAVE_MARGIN
 
 
 def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
@@ -225,35 +253,35 @@ def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
     assert machine.called(entry, version=0) is A.PLAN
     assert machine.plan_refused(entry, version=0) is A.ACCEPT
     assert machine.called(entry, version=0) is A.RUN
-    assert machine.ended(entry, ran(entry, OVER)) is A.WARN_ACCEPTED
+    assert "only a larger budget" in why(machine.ended(entry, ran(entry, OVER)))
 
 
 def test_another_budget_is_refused_only_where_no_step_had_taken_more() -> None:
     entry = planned_entry()
     machine.ended(entry, ran(entry, OVER))
     assert machine.called(entry, version=1) is A.PLAN
-    assert machine.plan_refused(entry, version=1) is A.PLAN and entry.margin_bytes == 0
+    assert machine.plan_refused(entry, version=1) is A.PLAN and entry.room.margin_bytes == 0
     assert machine.plan_refused(entry, version=1) is A.RAISE
 
 
 def test_what_a_graph_does_not_show_is_left_free_when_the_margin_goes() -> None:
     entry = Entry(key())
     machine.profiled(entry, GRAPH, verified=True, checkpoints=2)
-    unseen = entry.unseen_bytes
+    unseen = entry.room.unseen_bytes
     assert unseen == 2 * torch.default_generator.get_state().nbytes
     machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
     machine.ended(entry, ran(entry, OVER))
     machine.called(entry, version=1)
     assert machine.plan_refused(entry, version=1) is A.PLAN
-    assert (entry.margin_bytes, entry.unseen_bytes) == (0, unseen)
+    assert (entry.room.margin_bytes, entry.room.unseen_bytes) == (0, unseen)
 
 
 def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
     machine.better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
-    assert machine.ended(entry, step) is A.WARN_NEWER
-    assert entry.margin_bytes == 0
+    assert "a newer plan" in why(machine.ended(entry, step))
+    assert entry.room.margin_bytes == 0
 
 
 def test_the_longest_profiled_step_is_planned_for() -> None:
@@ -263,26 +291,26 @@ def test_the_longest_profiled_step_is_planned_for() -> None:
     machine.plan_made(entry, Planned(entry.key, graph(3), graph(3), PLAN), version=0)
     machine.ended(entry, ran(entry, OVER, director=followed(extra=9), can_evict=False))
     assert machine.profiled(entry, graph(2), verified=True) is A.NOTHING
-    assert entry.graph == graph(3) and entry.state is S.PLANNED and entry.backwards == 2
+    assert entry.graph == graph(3) and entry.state is S.PLANNED and entry.traits.backwards == 2
 
 
 def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> None:
     entry = planned_entry()
-    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))) is A.NOTHING
-    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)) is A.NOTHING
-    assert machine.ended(entry, ran(entry, OVER, ran=(2, 7))) is A.WARN_LESS, "the same again"
-    assert machine.ended(entry, ran(entry, OVER, ran=(0, 8))) is A.WARN_VARIES
+    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))).action is A.NOTHING
+    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)).action is A.NOTHING
+    assert machine.ended(entry, ran(entry, OVER, ran=(2, 7))).action is A.LEAVE_MARGIN, "the same again"
+    assert "other operations each time" in why(machine.ended(entry, ran(entry, OVER, ran=(0, 8))))
     assert entry.state is S.VARYING and machine.called(entry, version=0) is A.RUN
-    assert machine.ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))) is A.WARN_RESERVE
-    assert 4096 < entry.reserve_bytes < 8192
-    assert machine.ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))) is A.WARN_RESERVE
-    assert entry.reserve_bytes == LIMIT // 4, "others made it larger"
+    assert machine.ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))).action is A.LEAVE_RESERVE
+    assert 4096 < entry.room.reserve_bytes < 8192
+    assert machine.ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))).action is A.LEAVE_RESERVE
+    assert entry.room.reserve_bytes == LIMIT // 4, "others made it larger"
     assert machine.called(entry, version=1) is A.PLAN
     assert machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.RUN
-    assert entry.state is S.VARYING and entry.margin_bytes == 0
+    assert entry.state is S.VARYING and entry.room.margin_bytes == 0
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
-    assert adds.differed and adds.reserve_bytes == entry.reserve_bytes
+    assert adds.traits.differed and adds.room.reserve_bytes == entry.room.reserve_bytes
 
 
 def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_steps_vary() -> None:
@@ -290,12 +318,12 @@ def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_
         for operations in (0, 3):  # no more than the first had, or more
             entry = planned_entry()
             step = ran(entry, LIMIT // 2, ran=(0, 9), tried=True, departed=True)
-            assert machine.ended(entry, step) is A.NOTHING and entry.state is S.DOUBTED
+            assert machine.ended(entry, step).action is A.NOTHING and entry.state is S.DOUBTED
             action = machine.profiled(entry, graph(operations), verified=True, ran=second)
             if action is A.PLAN:
                 planned = Planned(entry.key, graph(operations), graph(operations), PLAN)
                 assert machine.plan_made(entry, planned, version=0) is A.RUN
-            assert entry.state is state and entry.ran == second
+            assert entry.state is state and entry.seen.ran == second
 
 
 def test_a_sibling_begins_with_what_is_known() -> None:
@@ -303,13 +331,18 @@ def test_a_sibling_begins_with_what_is_known() -> None:
     machine.ended(entry, ran(entry, OVER))
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
-    assert adds.margin_bytes == entry.margin_bytes
+    assert adds.room.margin_bytes == entry.room.margin_bytes
     assert machine.called(adds, version=0) is A.PLAN
     assert machine.plan_refused(adds, version=0) is A.PLAN
     assert machine.plan_refused(adds, version=0) is A.RAISE and adds.state is S.NEW
 
 
 # ---- the words ------------------------------------------------------------------------------------
+
+
+LESS = Ending(S.PLANNED, frozenset({"above"}), A.LEAVE_MARGIN)
+ACCEPTED = Ending(S.PLANNED, frozenset({"above", "accepted"}), A.NOTHING)
+BACKWARDS = Ending(S.PLANNED, frozenset({"above", "more backwards"}), A.WAIT)
 
 
 class Ended(PlannedStep):
@@ -326,20 +359,20 @@ class Ended(PlannedStep):
 
 def test_each_step_above_its_budget_is_told_the_first_ones_at_length() -> None:
     overruns = Overruns()
-    texts = [Ended(PLAN, OVER).overrun_text(overruns, act) for act in (A.WARN_LESS, A.WARN_ACCEPTED) * 5]
+    texts = [Ended(PLAN, OVER).overrun_text(overruns, ending) for ending in (LESS, ACCEPTED) * 5]
     assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in texts)
     assert [" so far)" in text for text in texts] == [False] * 6 + [True] * 4
     assert "10 of this limit's steps" in texts[-1]
-    assert Ended(PLAN, LIMIT).overrun_text(overruns, A.NOTHING) == ""
-    assert Ended(PLAN, None).overrun_text(overruns, A.NOTHING) == "", "what is not measured"
+    assert Ended(PLAN, LIMIT).overrun_text(overruns, LESS) == ""
+    assert Ended(PLAN, None).overrun_text(overruns, LESS) == "", "what is not measured"
 
 
 def test_the_backwards_of_one_step_count_once_and_are_told_as_they_take_more() -> None:
     overruns, step = Overruns(), Ended(PLAN, OVER)
-    assert step.overrun_text(overruns, A.WARN_LESS)
-    assert not step.overrun_text(overruns, A.WARN_LESS), "the second backward took no more"
+    assert step.overrun_text(overruns, LESS)
+    assert not step.overrun_text(overruns, LESS), "the second backward took no more"
     step.took = OVER + 1
-    assert step.overrun_text(overruns, A.WARN_BACKWARDS)
+    assert step.overrun_text(overruns, BACKWARDS)
     assert overruns.steps.total() == 1
 
 

@@ -38,8 +38,8 @@ def test_steps_that_vary_keep_the_budget_bitwise(kind: Any) -> None:
             assert handle.measured_peak_bytes is not None
             above += [number] if handle.measured_peak_bytes > 1.002 * budget else []
     (entry,) = handle._limiter.cache.known.values()
-    assert entry.state in (State.VARYING, State.DOUBTED) and entry.profiles <= 4
-    assert len([number for number in above if number]) <= MOST_ABOVE + entry.profiles - 1, above
+    assert entry.state in (State.VARYING, State.DOUBTED) and entry.seen.profiles <= 4
+    assert len([number for number in above if number]) <= MOST_ABOVE + entry.seen.profiles - 1, above
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_the_first_steps_keep_the_budget_as_well() -> None:
             model(x, count).backward()
             peaks.append(handle.measured_peak_bytes or 0)
     (entry,) = handle._limiter.cache.known.values()
-    assert entry.differed and entry.profiles == 2
+    assert entry.traits.differed and entry.seen.profiles == 2
     assert max(peaks[1], peaks[3]) <= 1.002 * 600_000, peaks
 
 

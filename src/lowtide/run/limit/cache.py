@@ -139,7 +139,7 @@ class Cache:
             planned is not None and planned.search is not None,
             None if better is None or planned is None else _less(planned, better),
         )
-        mine = (entry.wants_profile, outdated, maker.version, entry.margin_bytes, maker.findings, found)
+        mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
         profile, old, versions, margins, findings, founds = zip(*maker.agreement.share(mine), strict=True)
         if planned is not None:
             self._take_better(entry, planned, *founds[0])
@@ -171,10 +171,10 @@ class Cache:
 
     def is_to_verify(self, entry: Entry) -> bool:
         """Whether each operation of a profiled step runs twice: not where that was done at another size."""
-        if self.verify == "never" or entry.profiles or self.maker.findings:
+        if self.verify == "never" or entry.seen.profiles or self.maker.findings:
             return self.verify != "never"
         others = self.known.values()
-        return not any(other.profiles and other.key.differs_in_size(entry.key) for other in others)
+        return not any(other.seen.profiles and other.key.differs_in_size(entry.key) for other in others)
 
     def take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
         """Plan from a profiled step.
@@ -293,11 +293,11 @@ class Cache:
 
     def _warn_above(self, entry: Entry) -> None:
         """Warn if a profiled step took more than the budget, once a plan says how much that is."""
-        if entry.planned is None or not entry.untold_bytes:
+        if entry.planned is None or not entry.seen.unwarned_bytes:
             return
         taken, limit = machine.pop_taken(entry), entry.planned.plan.budget_bytes
         if limit is not None and taken > limit:
-            which = "the first step" if len(self.known) == entry.profiles == 1 else "this step"
+            which = "the first step" if len(self.known) == entry.seen.profiles == 1 else "this step"
             smallest = budgets.asks_for(self.maker.budget) == "min"
             others = ", other kinds to their own smallest" if smallest else ""
             warn(

@@ -162,6 +162,75 @@ class Planned:
 
 
 @dataclass
+class Room:
+    """What steps with one key take beside what their plan shows. It is a sibling's, too (`machine.borrow`).
+
+    Attributes:
+        margin_bytes: by how much a step was seen to exceed its prediction.
+        unseen_bytes: what steps hold that their graph does not show (collectives, random states).
+        rise_bytes: the most that live bytes rose between two looks, in any profiled step.
+        reserve_bytes: what varying steps leave free, since they took more.
+    """
+
+    margin_bytes: int = 0
+    unseen_bytes: int = 0
+    rise_bytes: int = 0
+    reserve_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int:
+        """What a plan leaves free of the budget."""
+        return self.margin_bytes + self.unseen_bytes
+
+
+@dataclass
+class Traits:
+    """What kind of steps those with one key are. It is true of a sibling's, too (`machine.borrow`).
+
+    Attributes:
+        checkpoints: how many calls of ``torch.utils.checkpoint`` the step that is planned for made itself.
+        makes_graph: a backward of that step was run with ``create_graph=True``.
+        backwards: the most backwards that ran through a step that was profiled.
+        differed: two steps were seen to differ in what they ran.
+    """
+
+    checkpoints: int = 0
+    makes_graph: bool = False
+    backwards: int = 1
+    differed: bool = False
+
+
+@dataclass
+class Seen:
+    """What the steps with one key have shown; no other entry begins with it.
+
+    Attributes:
+        profiles: how many steps were profiled.
+        steps: how many steps began under a plan.
+        profiled_ran: how many operations ran, without and with gradients, in the step that is planned for.
+        ran: the same, in the latest step that was recorded.
+        can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
+        may_differ: steps may run other operations: the forward reads values, or a step ran more than its
+            plan has.
+        was_late: what the latest step took more may have been a collective's buffer that a thread held for
+            longer. Another in turn is believed.
+        backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
+            profiled aside.
+        unwarned_bytes: the most that profiled steps took, which no warning has compared with a budget yet.
+    """
+
+    profiles: int = 0
+    steps: int = 0
+    profiled_ran: tuple[int, int] | None = None
+    ran: tuple[int, int] | None = None
+    can_evict: bool = False
+    may_differ: bool = False
+    was_late: bool = False
+    backward_unseen: bool = False
+    unwarned_bytes: int = 0
+
+
+@dataclass
 class Entry:
     """The cached plan of the steps with one key, and what they have shown.
 
@@ -169,67 +238,28 @@ class Entry:
         key: the cache key.
         state: what its next step does.
         graph: the longest step that was profiled, the optimizer aside, or ``None`` before.
-        checkpoints: how many calls of ``torch.utils.checkpoint`` that step made itself.
-        makes_graph: a backward of that step was run with ``create_graph=True``.
         forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
-        profiled_ran: how many operations ran in that step, without and with gradients.
         planned: the plan in force, or ``None``.
         planned_for: the version of budget and optimizer, and the margin, that the plan was made or accepted
             for.
-        refused_at: the version of budget and optimizer that no plan was found for, or ``None``.
-        margin_bytes: by how much a step was seen to exceed its prediction.
         accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
-        unseen_bytes: what steps hold that their graph does not show (collectives, random states).
-        rise_bytes: the most that live bytes rose between two looks, in any profiled step.
-        reserve_bytes: what varying steps leave free beside what their plan shows, since they took more.
-        untold_bytes: the most that its profiled steps took, which no warning has compared with a budget yet.
-        profiles: how many steps were profiled.
-        steps: how many steps began under a plan.
-        backwards: the most backwards that ran through a step that was profiled.
-        backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
-            profiled aside.
-        was_late: what its latest step took more may have been a collective's buffer that a thread held for
-            longer. Another in turn is believed.
-        ran: how many operations ran, without and with gradients, in the latest step that was recorded.
-        may_differ: its steps may run other operations: the forward reads values, or a step ran more than its
-            plan has.
-        differed: two steps were seen to differ in what they ran.
-        can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
+        refused_at: the version of budget and optimizer that no plan was found for, or ``None``.
+        room: what steps take beside their plan.
+        traits: what kind of steps they are.
+        seen: what they have shown.
     """
 
     key: StepKey
     state: State = State.NEW
-
-    # the step that is planned for
     graph: StepGraph | None = None
-    checkpoints: int = 0
-    makes_graph: bool = False
     forward_spans: Sequence[tuple[int, int]] = ()
-    profiled_ran: tuple[int, int] | None = None
-
-    # its plan
     planned: Planned | None = None
     planned_for: tuple[int, int] | None = None
-    refused_at: int | None = None
-
-    # what steps take beside it
-    margin_bytes: int = 0
     accepted_bytes: int = 0
-    unseen_bytes: int = 0
-    rise_bytes: int = 0
-    reserve_bytes: int = 0
-    untold_bytes: int = 0
-
-    # what they have shown
-    profiles: int = 0
-    steps: int = 0
-    backwards: int = 1
-    backward_unseen: bool = False
-    was_late: bool = False
-    ran: tuple[int, int] | None = None
-    may_differ: bool = False
-    differed: bool = False
-    can_evict: bool = False
+    refused_at: int | None = None
+    room: Room = field(default_factory=Room)
+    traits: Traits = field(default_factory=Traits)
+    seen: Seen = field(default_factory=Seen)
 
     @property
     def wants_profile(self) -> bool:
@@ -239,14 +269,14 @@ class Entry:
     @property
     def may_profile(self) -> bool:
         """Whether few steps were profiled so far; some models run other operations in every step."""
-        return self.profiles < _MOST_PROFILES and self.steps < _PROFILED_STEPS
+        return self.seen.profiles < _MOST_PROFILES and self.seen.steps < _PROFILED_STEPS
 
     @property
     def untried(self) -> bool:
         """Whether no step has run since the first was profiled; not of a pipeline."""
         planned = self.planned
         fresh = planned is not None and planned.steps == 0
-        return fresh and self.profiles == 1 and self.ran is None and not self.forward_spans
+        return fresh and self.seen.profiles == 1 and self.seen.ran is None and not self.forward_spans
 
     def serves(self, key: StepKey) -> bool:
         """Whether its plan holds for steps with this key: those that are smaller, since the bytes of each

@@ -317,7 +317,7 @@ class Limiter:
         """Do what the state machine says: profile the step, or run it under the plan."""
         action = self.cache.begin_step(entry, backward_unseen=inputs.compiled)
         shared = self._is_shared(inputs)
-        if action is Action.PROFILE and (shared or entry.backward_unseen):
+        if action is Action.PROFILE and (shared or entry.seen.backward_unseen):
             action = self._profile_aside_first(inputs, shared)
         if action is Action.PROFILE:
             step = self.local.step = self._begin_profiled(entry, inputs)
@@ -361,7 +361,7 @@ class Limiter:
         members, ended = inputs.members, weakly(self._step_ended)
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
-        alone = not members.sharded and self.maker.agreement is None and not entry.backward_unseen
+        alone = not members.sharded and self.maker.agreement is None and not entry.seen.backward_unseen
         step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
         step.planned.note_time()
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
@@ -444,8 +444,8 @@ class Limiter:
         self._share(step)
         self.measured_bytes = step.measured_bytes
         with self.cache.lock:
-            action = machine.ended(step.entry, step)
-        if text := step.overrun_text(self.overruns, action):
+            ending = machine.ended(step.entry, step)
+        if text := step.overrun_text(self.overruns, ending):
             warn(text, each_time=True)
 
     def _share(self, step: ProfiledStep | PlannedStep) -> None:

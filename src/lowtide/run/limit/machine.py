@@ -17,6 +17,7 @@ entry's fields.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
 
@@ -65,10 +66,13 @@ Fact = Literal[
     "current plan",  # the plan in force is for this step graph, budget and optimizer
     "planned",  # there is a plan in force
     "borrowed",  # the entry's step graph is a sibling's
-    "replaced",  # the step ran under an earlier plan than the one in force
     "above",  # the step took more than its budget
+    "excused",  # replaced, or above and one of the next two: it teaches nothing
+    "replaced",  # the step ran under an earlier plan than the one in force
     "second derivatives",  # a backward ran with create_graph=True, and none of the profiled step did
     "accepted",  # the step took no more than was accepted, since no plan leaves that much free
+    "passing",  # one of the next two: what the step took more asks for no other plan
+    "more backwards",  # more backwards ran through the step than through the profiled one
     "late buffer",  # what the step took more may be a collective's buffer that a thread held for longer
     "unrecorded",  # the step's operations were not recorded, since nothing had to be recomputed
     "departed",  # the step ran other operations than the plan has
@@ -78,12 +82,11 @@ Fact = Literal[
     "differed",  # two steps were seen to differ in what they ran
     "same budget",  # the plan in force was made for this budget and optimizer
     "profiles left",  # few steps were profiled so far
-    "more backwards",  # more backwards ran through the step than through the profiled one
 ]
 
 
 class Action(Enum):
-    """What follows. The words of those after a step that took more than its budget are in `step.py`."""
+    """What follows. Why a step took more than its budget is said by `WHY` (`step.py`)."""
 
     NOTHING = auto()
     PROFILE = auto()
@@ -98,16 +101,14 @@ class Action(Enum):
     """Warn that the plan stays, and run the step under it."""
     CLOSE = auto()
     """End what goes on for it."""
-    WARN_NEWER = auto()
-    WARN_GRAPH = auto()
-    WARN_ACCEPTED = auto()
-    WARN_UNRECORDED = auto()
-    WARN_DEPARTED = auto()
-    WARN_BACKWARDS = auto()
-    WARN_LATE = auto()
-    WARN_VARIES = auto()
-    WARN_RESERVE = auto()
-    WARN_LESS = auto()
+    DOUBT = auto()
+    """Note that steps may run other operations."""
+    LEAVE_MARGIN = auto()
+    """Leave what the step took more free by the next plan."""
+    LEAVE_RESERVE = auto()
+    """Leave it free in steps that vary."""
+    WAIT = auto()
+    """Take no margin for this step, unless the same comes again."""
 
 
 class Row(NamedTuple):
@@ -135,10 +136,8 @@ _IN_FORCE = (_S.DOUBTED, _S.STALE, _S.PLANNED, _S.VARYING)
 
 TABLE: tuple[Row, ...] = (
     Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
-    Row((_S.NEW,), _E.CALLED, (), None, _A.PROFILE),
     Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
-    Row((_S.REFUSED,), _E.CALLED, (), None, _A.PROFILE),
-    Row((_S.DOUBTED,), _E.CALLED, (), None, _A.PROFILE),
+    Row((_S.NEW, _S.REFUSED, _S.DOUBTED), _E.CALLED, (), None, _A.PROFILE),
     Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
     Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
     Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
@@ -157,18 +156,14 @@ TABLE: tuple[Row, ...] = (
     Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
     Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
     Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
-    Row(_IN_FORCE, _E.ENDED, ("replaced",), None, _A.WARN_NEWER),
-    Row(_IN_FORCE, _E.ENDED, ("above", "second derivatives"), None, _A.WARN_GRAPH),
-    Row(_IN_FORCE, _E.ENDED, ("above", "accepted"), None, _A.WARN_ACCEPTED),
-    Row(_IN_FORCE, _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.WARN_UNRECORDED),
-    Row((_S.VARYING,), _E.ENDED, ("above", "longer", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
-    Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.WARN_RESERVE),
-    Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.WARN_VARIES),
-    Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.WARN_DEPARTED),
-    Row(_IN_FORCE, _E.ENDED, ("above", "more backwards"), None, _A.WARN_BACKWARDS),
-    Row(_IN_FORCE, _E.ENDED, ("above", "late buffer"), None, _A.WARN_LATE),
-    Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.WARN_LESS),
-    Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.NOTHING),
+    Row(_IN_FORCE, _E.ENDED, ("excused",), None, _A.NOTHING),
+    Row(_IN_FORCE, _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT),
+    Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING),
+    Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT),
+    Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE),
+    Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT),
+    Row(_IN_FORCE, _E.ENDED, ("above", "passing"), None, _A.WAIT),
+    Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.LEAVE_MARGIN),
     Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
     Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
@@ -208,10 +203,7 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     """A new entry begins from what is known of a sibling, whose steps found no gradients."""
     assert sibling.graph is not None
     entry.graph = with_earlier_gradients(sibling.graph)
-    entry.margin_bytes, entry.unseen_bytes = sibling.margin_bytes, sibling.unseen_bytes
-    entry.checkpoints, entry.backwards = sibling.checkpoints, sibling.backwards
-    entry.makes_graph, entry.differed = sibling.makes_graph, sibling.differed
-    entry.reserve_bytes, entry.rise_bytes = sibling.reserve_bytes, sibling.rise_bytes
+    entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
 def called(entry: Entry, version: int, backward_unseen: bool = False) -> Action:
@@ -222,20 +214,20 @@ def called(entry: Entry, version: int, backward_unseen: bool = False) -> Action:
         version: of budget and optimizer, now.
         backward_unseen: its backward runs where no operation is intercepted.
     """
-    entry.backward_unseen |= backward_unseen
+    entry.seen.backward_unseen |= backward_unseen
     facts: dict[Fact, bool] = {
         "graph known": entry.graph is not None,
         "other budget": entry.refused_at != version,
         "outdated": is_outdated(entry, version),
     }
     action = _take(entry, Evidence.CALLED, facts)
-    entry.steps += action is Action.RUN
+    entry.seen.steps += action is Action.RUN
     return action
 
 
 def is_outdated(entry: Entry, version: int) -> bool:
     """Whether the plan was made for another budget, optimizer or margin."""
-    margin = entry.margin_bytes if entry.state is not State.VARYING else 0
+    margin = entry.room.margin_bytes if entry.state is not State.VARYING else 0
     return entry.planned is not None and entry.planned_for != (version, margin)
 
 
@@ -244,24 +236,24 @@ def peers_told(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) 
     plan, and the largest margin.
     """
     if profiles or outdated:
-        entry.margin_bytes = margin_bytes
+        entry.room.margin_bytes = margin_bytes
     return _take(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated})
 
 
 def note_taken(entry: Entry, taken_bytes: int) -> None:
     """A profiled step of the user's took so much; it is held against the budget once that is known."""
-    entry.untold_bytes = max(entry.untold_bytes, taken_bytes)
+    entry.seen.unwarned_bytes = max(entry.seen.unwarned_bytes, taken_bytes)
 
 
 def pop_taken(entry: Entry) -> int:
     """The most that profiled steps took since this was asked, or 0."""
-    taken, entry.untold_bytes = entry.untold_bytes, 0
+    taken, entry.seen.unwarned_bytes = entry.seen.unwarned_bytes, 0
     return taken
 
 
 def note_unseen_backward(entry: Entry) -> None:
     """Backward ran where no operation is intercepted: the profile is of no use."""
-    entry.backward_unseen = True
+    entry.seen.backward_unseen = True
 
 
 def profiled(
@@ -288,26 +280,27 @@ def profiled(
         collectives_bytes: what collectives under way held beside other operations.
         ran: how many operations its forward ran, without and with gradients.
     """
-    entry.profiles += 1
-    if entry.ran is not None and ran is not None:
-        entry.differed |= entry.can_evict and ran != entry.ran
-        entry.ran = ran
+    entry.seen.profiles += 1
+    if entry.seen.ran is not None and ran is not None:
+        entry.traits.differed |= entry.seen.can_evict and ran != entry.seen.ran
+        entry.seen.ran = ran
     longest = entry.graph is None or len(graph.operations) > len(entry.graph.operations)
     facts: dict[Fact, bool] = {
         "unverified": not verified,
         "planned": entry.planned is not None,
         "shorter": not longest,
-        "differed": entry.differed,
+        "differed": entry.traits.differed,
     }
     action = _take(entry, Evidence.PROFILED, facts)
-    entry.rise_bytes = max(entry.rise_bytes, rise_bytes(graph))
+    entry.room.rise_bytes = max(entry.room.rise_bytes, rise_bytes(graph))
     if action is not Action.PROFILE:
-        entry.backwards, entry.may_differ = max(entry.backwards, backwards), entry.may_differ or may_differ
+        entry.traits.backwards = max(entry.traits.backwards, backwards)
+        entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
-        entry.graph, entry.checkpoints, entry.makes_graph = graph, checkpoints, makes_graph
-        entry.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
+        entry.graph, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
+        entry.room.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
-        entry.profiled_ran = ran
+        entry.seen.profiled_ran = ran
     elif entry.state is State.VARYING:
         _enter_varying(entry)
     return action
@@ -322,9 +315,9 @@ def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     """A plan was made for this version of budget and optimizer, less the margin."""
     if entry.planned is not None:
         entry.planned.stop()
-    entry.planned, entry.planned_for = planned, (version, entry.margin_bytes)
+    entry.planned, entry.planned_for = planned, (version, entry.room.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
-    action = _take(entry, Evidence.PLAN_MADE, {"differed": entry.differed})
+    action = _take(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed})
     if entry.state is State.VARYING:
         _enter_varying(entry)
     return action
@@ -335,22 +328,22 @@ def plan_refused(entry: Entry, version: int) -> Action:
     planned = entry.planned
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
     facts: dict[Fact, bool] = {
-        "margin": entry.margin_bytes > 0,
+        "margin": entry.room.margin_bytes > 0,
         "current plan": current and planned is not None and planned.profiled is entry.graph,
         "planned": planned is not None,
-        "borrowed": entry.profiles == 0,
-        "differed": entry.differed,
+        "borrowed": entry.seen.profiles == 0,
+        "differed": entry.traits.differed,
         "same budget": current,
     }
     action = _take(entry, Evidence.PLAN_REFUSED, facts)
     if action is Action.ACCEPT:
         assert planned is not None
         most = max(planned.plan.predicted_peak_bytes, planned.plan.budget_bytes or 0)
-        entry.accepted_bytes = entry.margin_bytes + entry.unseen_bytes + most
+        entry.accepted_bytes = entry.room.margin_bytes + entry.room.unseen_bytes + most
         entry.planned_for = (version, 0)
     elif action is Action.RAISE:
         entry.refused_at = version
-    entry.margin_bytes = 0
+    entry.room.margin_bytes = 0
     return action
 
 
@@ -384,58 +377,80 @@ class Ended(Protocol):
     def measured_bytes(self) -> int | None: ...
 
 
-def ended(entry: Entry, step: Ended) -> Action:
+class Ending(NamedTuple):
+    """What was true of a step whose backward has ended.
+
+    Attributes:
+        state: the entry's, before.
+        facts: what was true.
+        action: what follows.
+    """
+
+    state: State
+    facts: frozenset[Fact]
+    action: Action
+
+
+def ended(entry: Entry, step: Ended) -> Ending:
     """A backward of a planned step has ended; what it took above its prediction is left free by the next
     plan, unless the reason is another.
     """
-    facts = _facts_at_end(entry, step)
+    room, seen = entry.room, entry.seen
+    facts, before = _facts_at_end(entry, step), entry.state
     action = _take(entry, Evidence.ENDED, facts)
+    ending = Ending(before, frozenset(fact for fact, true in facts.items() if true), action)
     if facts["replaced"]:
-        return action
-    entry.was_late = action is Action.WARN_LATE
+        return ending
+    seen.was_late = action is Action.WAIT and not facts["more backwards"]
     plan, limit, took = step.planned.plan, step.planned.plan.budget_bytes, step.measured_bytes
     more = 0
-    if action is Action.WARN_LESS:
+    if action is Action.LEAVE_MARGIN:
         assert limit is not None and took is not None
         more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    if action is Action.WARN_LESS or facts["more backwards"]:  # only a kept graph made it take more
-        entry.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
+    if action is Action.LEAVE_MARGIN or facts["more backwards"]:  # only a kept graph made it take more
+        room.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
         step.margin_bytes = more
-    if entry.state is State.VARYING and not entry.differed:
+    if entry.state is State.VARYING and not entry.traits.differed:
         _enter_varying(entry)
-    if action is Action.WARN_RESERVE:
+    if action is Action.LEAVE_RESERVE:
         assert limit is not None and took is not None
-        more = max(took - limit + budgets.slack_bytes(limit), entry.reserve_bytes)
+        more = max(took - limit + budgets.slack_bytes(limit), room.reserve_bytes)
         # what else a process did meanwhile shall not make all later steps slow
-        entry.reserve_bytes = min(entry.reserve_bytes + more, int(_MOST_RESERVE * limit))
-    entry.ran, entry.can_evict = step.ran or entry.ran, step.can_evict
-    entry.differed |= facts["differs"]
-    entry.may_differ |= step.extra > 0 or action in (Action.WARN_UNRECORDED, Action.WARN_DEPARTED)
-    return action
+        room.reserve_bytes = min(room.reserve_bytes + more, int(_MOST_RESERVE * limit))
+    seen.ran, seen.can_evict = step.ran or seen.ran, step.can_evict
+    entry.traits.differed |= facts["differs"]
+    seen.may_differ |= step.extra > 0 or action is Action.DOUBT
+    return ending
 
 
 def _facts_at_end(entry: Entry, step: Ended) -> dict[Fact, bool]:
     """What is true of a step when a backward of it has ended."""
-    plan, took = step.planned.plan, step.measured_bytes
+    plan, took, seen = step.planned.plan, step.measured_bytes, entry.seen
     limit = plan.budget_bytes
     above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
-    other_program = entry.ran is not None and step.ran is not None and step.ran != entry.ran
+    other_program = seen.ran is not None and step.ran is not None and step.ran != seen.ran
     # the first step of a model may be unlike all others, which its next profile shows
-    differs = other_program or (above and entry.may_differ and entry.profiles > 1)
-    late = above and not entry.was_late and took is not None and _may_be_late(step.planned, took)
+    differs = other_program or (above and seen.may_differ and seen.profiles > 1)
+    late = above and not seen.was_late and took is not None and _may_be_late(step.planned, took)
+    replaced = entry.planned is not step.planned
+    second = step.makes_graph and not entry.traits.makes_graph
+    accepted = (took or 0) <= entry.accepted_bytes
+    more_backwards = step.backwards > entry.traits.backwards
     return {
-        "replaced": entry.planned is not step.planned,
         "above": above,
+        "excused": replaced or (above and (second or accepted)),
+        "replaced": replaced,
+        "second derivatives": second,
+        "accepted": accepted,
+        "passing": more_backwards or late,
+        "more backwards": more_backwards,
         "late buffer": late,
-        "second derivatives": step.makes_graph and not entry.makes_graph,
-        "accepted": (took or 0) <= entry.accepted_bytes,
         "unrecorded": plan.changes_nothing and step.director is None,
         "departed": step.departed,
         "tried": step.tried,
         "differs": step.can_evict and differs,
         "longer": step.extra > _LONGER * len(plan.program),
         "profiles left": entry.may_profile,
-        "more backwards": step.backwards > entry.backwards,
     }
 
 
@@ -457,7 +472,7 @@ def _enter_varying(entry: Entry) -> None:
     """From here on the entry's steps have a reserve in place of a margin, and no use for a better plan."""
     assert entry.planned is not None and entry.planned_for is not None
     entry.planned.stop()
-    entry.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
+    entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
 
 
 def removed(entry: Entry) -> None:

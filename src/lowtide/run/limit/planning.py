@@ -130,7 +130,7 @@ class PlanMaker:
         """
         assert entry.graph is not None
         past = "planned again" if entry.planned is not None else "planned"
-        if not entry.profiles:  # the step graph is a sibling's
+        if not entry.seen.profiles:  # the step graph is a sibling's
             past = "planned for steps that add to gradients"
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
@@ -140,7 +140,7 @@ class PlanMaker:
                     graph, plan, limit = self._choose(entry)
             except BudgetError as error:
                 add_what_else(error, entry, self.model)
-                first = entry.planned is None and not entry.margin_bytes
+                first = entry.planned is None and not entry.room.margin_bytes
                 if not (self._awaited and first and error.smallest_bytes):
                     raise
                 graph, plan, limit = self._choose(entry, error.smallest_bytes)
@@ -152,7 +152,7 @@ class PlanMaker:
         # ranks that share a plan take a better one together, which the first of them finds
         made.awaits_better = goes_on and self.agreement is not None
         if goes_on and (self.agreement is None or self.agreement.rank == 0):
-            least = 0 if plan.budget_bytes else self._updating - entry.unseen_bytes - entry.margin_bytes
+            least = 0 if plan.budget_bytes else self._updating - entry.room.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
                 made.search = BackgroundSearch(graph, plan.budget_bytes, self._policies(graph)[1], least)
         return made
@@ -195,7 +195,7 @@ class PlanMaker:
         if not entry.forward_spans or self._met_peers:
             return
         if (ranks := agreement_over({"stages": self.replicas})) is not None:
-            own = plain(self._transformed(entry)).peak_bytes + entry.unseen_bytes
+            own = plain(self._transformed(entry)).peak_bytes + entry.room.unseen_bytes
             self._greatest_plain = max(self._greatest_plain, *ranks.share(own))
 
     def peers(self) -> tuple[Agreement | None, bool]:
@@ -223,8 +223,8 @@ class PlanMaker:
         Raises:
             BudgetError: no plan fits.
         """
-        graph, free = self._transformed(entry), entry.unseen_bytes + entry.margin_bytes
-        plain_peak = max(plain(graph).peak_bytes + entry.unseen_bytes, self._greatest_plain)
+        graph, free = self._transformed(entry), entry.room.free_bytes
+        plain_peak = max(plain(graph).peak_bytes + entry.room.unseen_bytes, self._greatest_plain)
         whole_peak = max(plain_peak, self._updating + self._moved_bytes)
         limit = least or self._limit_bytes(graph, whole_peak, free)
         self._balance(graph, limit, free)

@@ -62,7 +62,7 @@ def refused_step(
             shown[_OF_GRAPH[storage.kind]] += storage.bytes
     gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
     device = torch.device(graph.device)
-    free = entry.unseen_bytes + entry.margin_bytes
+    free = entry.room.free_bytes
     return budgets.too_small(
         error.budget_bytes,
         min(plain_peak_bytes + free, budgets.with_slack(error.smallest_bytes + free) + 1),
@@ -82,9 +82,9 @@ def add_what_else(error: BudgetError, entry: Entry, model: torch.nn.Module) -> B
             "Where gradients add up over several steps, those after the first take up to "
             f"{sum(own_share(p).nbytes for p in made):,} bytes more."
         )
-    if entry.makes_graph:
+    if entry.traits.makes_graph:
         error.add(f"Its {OF_GRAPH}.")
-    if entry.checkpoints:
+    if entry.traits.checkpoints:
         error.remedies = (OWN_OFF, *error.remedies)
     return error
 

@@ -15,9 +15,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from lowtide import budget as budgets
@@ -26,7 +26,7 @@ from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit.entry import Entry, State
 from lowtide.run.limit.key import Inputs
-from lowtide.run.limit.machine import Action
+from lowtide.run.limit.machine import Ending, Fact
 from lowtide.run.limit.unlimited import governing
 from lowtide.run.messages import OF_GRAPH, Overruns, warn
 from lowtide.run.move import TransferEngine, lay_out
@@ -42,38 +42,76 @@ from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
 
-WHY = {
-    Action.WARN_UNRECORDED: (
-        "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
-        "lowtide looks at the next one"
+
+class Why(NamedTuple):
+    """One line of `WHY`. It fits a step of an entry in one of its states, where all of its facts are true.
+
+    Attributes:
+        facts: what has to be true of the step.
+        text: why it took more than its budget, or what follows.
+        states: of the entry, before; empty for any.
+    """
+
+    facts: tuple[Fact, ...]
+    text: str
+    states: tuple[State, ...] = ()
+
+
+_DEPARTED = "it ran other operations than the step that was planned for, and lowtide looks at the next one"
+
+WHY: tuple[Why, ...] = (
+    Why(
+        (),
+        "nothing follows, since its plan is given up: the limit is gone, or newer plans took its place",
+        (State.GONE,),
     ),
-    Action.WARN_DEPARTED: (
-        "it ran other operations than the step that was planned for, and lowtide looks at the next one"
-    ),
-    Action.WARN_VARIES: (
-        "its steps run other operations each time, so from now on they evict what is cheapest to bring back "
-        "when memory is short, without a plan"
-    ),
-    Action.WARN_RESERVE: "later steps leave that much more free",
-    Action.WARN_BACKWARDS: (
-        "backward runs more than once through what one forward saved (retain_graph=True), where a plan is "
-        "for one backward. Of several losses, add them up and run one backward; else give a smaller budget"
-    ),
-    Action.WARN_GRAPH: (
+    Why(("replaced",), "later steps run under a newer plan than this one did"),
+    Why(
+        ("second derivatives",),
         f"{OF_GRAPH}. Run such steps on a part of the batch, or give a budget of what they take; steps "
-        "without it keep to their plan"
+        "without it keep to their plan",
     ),
-    Action.WARN_LATE: (
+    Why(
+        ("accepted",),
+        "no plan leaves that much of it free, so the plan stays; only a larger budget would hold",
+    ),
+    Why(
+        ("unrecorded", "profiles left"),
+        "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
+        "lowtide looks at the next one",
+    ),
+    Why(("longer", "profiles left"), _DEPARTED, (State.VARYING,)),
+    Why((), "later steps leave that much more free", (State.VARYING,)),
+    Why(
+        ("differs",),
+        "its steps run other operations each time, so from now on they evict what is cheapest to bring back "
+        "when memory is short, without a plan",
+        (State.PLANNED,),
+    ),
+    Why(("departed", "profiles left"), _DEPARTED),
+    Why(
+        ("more backwards",),
+        "backward runs more than once through what one forward saved (retain_graph=True), where a plan is "
+        "for one backward. Of several losses, add them up and run one backward; else give a smaller budget",
+    ),
+    Why(
+        ("late buffer",),
         "as much as a thread of the process group may have held for longer of what a collective moved. The "
-        "plan stays; where the next step takes more, too, lowtide plans again"
+        "plan stays; where the next step takes more, too, lowtide plans again",
     ),
-    Action.WARN_LESS: "lowtide plans again with that much less",
-    Action.WARN_ACCEPTED: (
-        "no plan leaves that much of it free, so the plan stays; only a larger budget would hold"
-    ),
-    Action.WARN_NEWER: "later steps run under a newer plan than this one did",
-}
-"""Why a step took more than its budget, or what follows: by the state machine's action."""
+    Why((), "lowtide plans again with that much less"),
+)
+"""Why a step took more than its budget, or what follows: the first line that fits."""
+
+
+def why(ending: Ending, lines: Iterable[Why] = WHY) -> str:
+    """Why a step took more than its budget, or what follows."""
+    fits = (
+        line.text
+        for line in lines
+        if ending.facts.issuperset(line.facts) and (not line.states or ending.state in line.states)
+    )
+    return next(fits, "")
 
 
 class _UnderWay(threading.local):
@@ -198,7 +236,7 @@ class PlannedStep(StepWatch):
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
-        several = entry.backwards > 1
+        several = entry.traits.backwards > 1
         if entry.planned.plan.moves:
             lay_out(entry.planned.plan, stores, inputs.members.device)  # stands before the step
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
@@ -212,11 +250,11 @@ class PlannedStep(StepWatch):
         plan = entry.planned.plan
         self.can_evict = can_evict and not shared and not plan.moves and self.peak_bytes is not None
         varying = entry.state is State.VARYING
-        tries = entry.untried and (entry.may_differ or inputs.more_than_key)
+        tries = entry.untried and (entry.seen.may_differ or inputs.more_than_key)
         self._on_demand = self.can_evict and (tries or varying) and plan.budget_bytes is not None
         self.tried = self._on_demand and not varying
         self.ran: tuple[int, int] | None = None
-        self._warned: tuple[Action, int] | None = None
+        self._warned: tuple[str, int] | None = None
 
     def is_needed(self) -> bool:
         """Whether autograd still holds what the step saved: its backward is to come."""
@@ -245,14 +283,14 @@ class PlannedStep(StepWatch):
     def departed(self) -> bool:
         """Whether it ran other operations than the step that was planned for."""
         if self._on_demand:
-            return self.ran is not None and self.ran != self.entry.profiled_ran
+            return self.ran is not None and self.ran != self.entry.seen.profiled_ran
         return self.director is not None and self.director.departed
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward under the plan."""
         _under_way().steps.add(self)
         plan = self.planned.plan
-        follows = plan.budget_bytes is not None and self.entry.may_differ  # to see whether it departs
+        follows = plan.budget_bytes is not None and self.entry.seen.may_differ  # to see whether it departs
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
         if plan.changes_nothing and not follows and not self._on_demand:
@@ -321,22 +359,23 @@ class PlannedStep(StepWatch):
         limit = planned.plan.budget_bytes
         assert limit is not None
         rates, program = planned.for_varying()
-        spare = self.entry.rise_bytes + self.entry.reserve_bytes
+        spare = self.entry.room.rise_bytes + self.entry.room.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
         if recorder := native_recorder():
             return recorder.OnDemand(self.live_source(), most - spare, rates, program.learn)
         return OnDemand(self.live_bytes(), most - spare, rates)
 
-    def overrun_text(self, overruns: Overruns, action: Action) -> str:
-        """The warning after a backward of the step, with what follows; empty where the step kept its budget,
+    def overrun_text(self, overruns: Overruns, ending: Ending) -> str:
+        """The warning after a backward of the step, with why; empty where the step kept its budget,
         or where the same was said after an earlier backward of it.
         """
         plan, took = self.planned.plan, self.measured_bytes
         limit = plan.budget_bytes
         if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
             return ""
-        before, self._warned = self._warned, (action, took)
+        before, self._warned = self._warned, (why(ending), took)
         if before == self._warned:
             return ""
-        same = before is not None and before[0] is action
-        return overruns.text(took, limit, plan.predicted_peak_bytes, WHY[action], before is None, same)
+        reason, _ = self._warned
+        same = before is not None and before[0] == reason
+        return overruns.text(took, limit, plan.predicted_peak_bytes, reason, before is None, same)
