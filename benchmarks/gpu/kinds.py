@@ -99,7 +99,7 @@ def _kernel(where: Where) -> Built:
     if where.device == "cpu":
         raise Unmeasured("a Triton kernel needs a card")
     width, layers, batch = (64, 3, 64) if where.small else (2048, 8, 16384)
-    return WithKernel(width, layers), {"hidden": torch.randn(batch, width)}, "60%"
+    return WithKernel(width, layers), {"hidden": torch.randn(batch, width)}, "70%"  # its results stay
 
 
 def _attention(kind: str, dropout: float) -> Callable[[Where], Built]:

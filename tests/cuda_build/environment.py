@@ -29,7 +29,7 @@ LIBRARIES = ("libcu", "libnccl", "libnvrtc", "libnvshmem_host")
 """How the names of the libraries begin that a driver and CUDA's packages bring."""
 
 _ASKED = re.compile(r" U ((?:__cuda|cu|nccl|nvrtc|nvshmem|nvml)\w+)(?:@([\w.]+))?")
-_CALLED = re.compile(r"\b(cu[A-Z]\w+)\(")
+_NAMED = re.compile(r"\bcu[A-Z]\w+")
 _WRITTEN = re.compile(r"^\w[\w *]*?[ *](\w+)\([^;]*?\) *\{", re.MULTILINE)
 
 Environment = dict[str, str]
@@ -107,7 +107,7 @@ def build(folder: Path) -> Path:
         for name, version in _ASKED.findall(run("nm", "-D", "--undefined-only", library)):
             asked[version].add(name)
     for driver in torch.parent.glob("triton/backends/nvidia/driver.c"):  # compiled when a kernel is
-        asked[""] |= set(_CALLED.findall(driver.read_text()))
+        asked[""] |= set(_NAMED.findall(driver.read_text()))
     written = set(_WRITTEN.findall((HERE / "runtime.c").read_text()))
     for soname in sorted(sonames):
         # a function may be asked for by the version of its library's symbols
