@@ -27,6 +27,11 @@ from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 
+_BLOCKS_KEEP = (
+    "blocks of this model are compiled: the rest runs eagerly under the limit, and what these blocks save is "
+    "kept, so small budgets are refused. The compiled engine does not plan for them: {}"
+)
+
 
 def limit_memory(
     model: torch.nn.Module | Any,
@@ -106,16 +111,22 @@ def limit_memory(
     refuse_several_devices(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
+    meaningless = {
+        "policy": policy is not None,
+        "loss_fn": loss_fn is not None,
+        "verify": verify != "first",
+        "stores": stores is not None,
+        "progress": progress is not None,
+        "reserved": reserved is not None,
+    }
     if private.is_compiled(model) and "_orig_mod" in model._modules:
-        meaningless = {
-            "policy": policy is not None,
-            "loss_fn": loss_fn is not None,
-            "verify": verify != "first",
-            "stores": stores is not None,
-            "progress": progress is not None,
-            "reserved": reserved is not None,
-        }
         return _compiled(model, budget, optimizer, [name for name, given in meaningless.items() if given])
+    why_eager = None
+    in_parts = any(private.is_compiled(block) for block in model.modules() if block is not model)
+    if in_parts and schedule is None and budget is not None and not any(meaningless.values()):
+        handle, why_eager = _compiled_blocks(model, budget, optimizer)
+        if handle is not None:
+            return handle
     before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
@@ -137,6 +148,8 @@ def limit_memory(
         private.called_by(model, limiter.enter)
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
+    if why_eager is not None:
+        limiter.warn_once(why_eager)
     if says_it_checkpoints(model):  # others show it in their first step
         limiter.warn_once(own_checkpointing(model))
     return Handle(limiter)
@@ -160,6 +173,18 @@ def _compiled(
     if before is not None:
         before.remove()
     return limit_compiled(model, budget, optimizer=None if optimizer is None else innermost(optimizer))
+
+
+def _compiled_blocks(
+    model: torch.nn.Module, budget: str | int, optimizer: torch.optim.Optimizer | None
+) -> tuple[Any, str | None]:
+    """The compiled engine's handle for a model whose blocks are compiled, or ``None`` and why it has none."""
+    from lowtide.compiled.api import limit_compiled_blocks  # importing Inductor takes seconds
+
+    try:
+        return limit_compiled_blocks(model, budget, optimizer=optimizer), None
+    except PlanError as why:
+        return None, _BLOCKS_KEEP.format(why)
 
 
 def compiled_engine(limiter: Limiter, compiling: private.Compiling) -> Any:

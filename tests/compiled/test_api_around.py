@@ -108,6 +108,47 @@ def test_a_limit_on_what_is_compiled_around_a_limited_model() -> None:
     assert step(compiled, model)[1] <= handle.plan.budget_bytes
 
 
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+@pytest.mark.parametrize("in_place", [True, False], ids=["block.compile()", "torch.compile(block)"])
+@pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
+def test_blocks_that_were_compiled_one_by_one(in_place: bool) -> None:
+    model = Model()
+    model.blocks = nn.ModuleList(Block() for _ in range(3))
+    wanted, plain = step(twin := copy.deepcopy(model), twin)
+    for at, block in enumerate(model.blocks):
+        compiled: Any = block.compile(backend="aot_eager") if in_place else None
+        if not in_place:
+            compiled = torch.compile(block, backend="aot_eager")
+            model.blocks[at] = compiled
+    handle: Any = lowtide.limit_memory(model, "80%")
+    assert isinstance(handle, CompiledHandle) and handle._backend == "aot_eager"
+    for _ in range(3):
+        found, took = step(model, model)
+        assert all(map(torch.equal, wanted, found))
+    assert handle.plan is not None and handle.plan.replayed
+    assert handle.budget_bytes is not None and took <= handle.budget_bytes + 16
+    handle.set_budget("min")
+    step(model, model)
+    _, took = step(model, model)
+    assert handle.budget_bytes is not None and took <= handle.budget_bytes + 16 < 0.7 * plain
+    handle.remove()
+    assert step(model, model)[1] >= 0.9 * plain and lowtide.handle_of(model) is None
+
+
+def test_blocks_that_cannot_be_planned_for_stay_compiled_and_it_is_said() -> None:
+    model = Model()
+    for block in model.blocks:
+        block.compile(backend=own_backend)
+    with pytest.warns(lowtide.LowtideWarning, match=r"blocks of this model are compiled.*budget can be held"):
+        handle = lowtide.limit_memory(model, "100%")
+    step(model, model)
+    assert not isinstance(handle, CompiledHandle) and handle.plan is not None
+
+
 def own_backend(module: Any, inputs: Any) -> Any:
     return module
 

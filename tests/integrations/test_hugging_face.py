@@ -199,3 +199,14 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
     (last,) = [row for row in limited.state.log_history if row.get("step") == 2 and "loss" in row]
     assert 0 < last["memory_peak_mib"] <= last["memory_budget_mib"] + 0.01
     assert last["memory_predicted_mib"] <= last["memory_budget_mib"] + 0.01
+
+
+def test_a_model_that_is_not_called_is_said() -> None:
+    """As where accelerate's regional compilation trains a copy of it."""
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    limited, callback = model(), LimitMemory("80%")
+    callback.on_train_begin(None, None, None, model=limited)
+    with pytest.warns(lowtide.LowtideWarning, match="GPT2LMHeadModel was not called.*REGIONAL_COMPILATION"):
+        callback.on_step_end(None, None, None)
+    callback.on_train_end(None, None, None)

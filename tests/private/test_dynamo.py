@@ -144,6 +144,10 @@ def test_compile_settings() -> None:
     assert name == "inductor" and options["max_autotune"] and how == {"dynamic": True, "fullgraph": False}
     made = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert private.compile_settings(made) == (model, "aot_eager", {}, {"dynamic": None, "fullgraph": True})
+    model.compile(backend="aot_eager", dynamic=False)
+    assert private.compile_settings(model) == (
+        model, "aot_eager", {}, {"dynamic": False, "fullgraph": False}
+    )  # fmt: skip
 
 
 def test_uncompiled() -> None:

@@ -54,8 +54,9 @@ def compile(
         backend: ``inductor`` or ``aot_eager``.
         mode, options, torch_compile_options: as of `torch.compile`.
         regional: compile the model's blocks and not the model: those that are compiled already
-            (``block.compile()``), else those that repeat (the layers of a ``ModuleList``). Layers of one kind
-            share a graph, which is compiled in up to three ways.
+            (``block.compile()``, or a `torch.compile`d block in its place), else those that repeat (the
+            layers of a ``ModuleList``). Layers of one kind share a graph, which is compiled in up to three
+            ways.
         codecs: refused; values wait encoded under `lowtide.limit_memory` alone.
         tiers: ``"host"``, ``"disk"`` or `lowtide.Offload` with a path: saved values may wait there where that
             costs least. For one graph that returns its loss alone, of sizes that do not vary: each size
@@ -136,6 +137,26 @@ def limit_compiled(
     model, backend, options, how = compile_settings(compiled)
     _check_backend(backend)
     return CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
+
+
+def limit_compiled_blocks(
+    model: torch.nn.Module, budget: str | int, *, optimizer: torch.optim.Optimizer | None = None
+) -> CompiledHandle | None:
+    """Hold a budget for a model of which blocks that repeat are compiled, each by itself: as `compile` with
+    ``regional``, with what they were compiled with. ``None`` where no blocks repeat, or they differ in that.
+
+    Raises:
+        PlanError: they are compiled with another backend, or with CUDA graphs.
+    """
+    blocks = [block for block in model.modules() if block is not model and is_compiled(block)]
+    found = [compile_settings(block) for block in blocks]
+    kinds = [type(inner) for inner, *_ in found]
+    if len(set(kinds)) == len(kinds) or any(settings[1:] != found[0][1:] for settings in found):
+        return None
+    _, backend, options, how = found[0]
+    _check_backend(backend)
+    compile(model, budget, optimizer=optimizer, backend=backend, options=options, regional=True, **how)
+    return model.__dict__["_lowtide_handle"]
 
 
 def limit_compiled_forward(

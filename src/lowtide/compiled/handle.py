@@ -23,6 +23,7 @@ from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
     compile_forward,
     compile_in_place,
+    compiled_call,
     counted_apart,
     has_new_buckets,
     inductor,
@@ -384,11 +385,11 @@ class CompiledHandle(LimitHandle):
 
     def _block_calls(self) -> list[Any]:
         """What calls each block that is compiled by itself."""
-        return [block.__dict__.get("_compiled_call_impl") for block in self._blocks]
+        return [block.__dict__.get(compiled_call(block)) for block in self._blocks]
 
     def _call_blocks(self, calls: Sequence[Any]) -> None:
         for block, call in zip(self._blocks, calls, strict=True):
-            block._compiled_call_impl = call
+            block.__dict__[compiled_call(block)] = call
 
     def _plainly(self) -> Callable[..., Any]:
         """The model as `torch.compile` alone compiles it."""

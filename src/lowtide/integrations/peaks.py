@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 from lowtide.run.limit.handle import Handle
+from lowtide.run.messages import warn
 
 MIB = 1 << 20
 PEAK = "memory_peak_mib"
+_UNCALLED = (
+    "a step has run, and the limited {} was not called in it: another module trains, and no budget is held. "
+    "accelerate's regional compilation trains a copy of the model: leave it off "
+    "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION), since torch_compile=True compiles within the budget. "
+    "Under Lightning name the part that is called: LimitMemory(budget, module=...)"
+)
 
 
 class Peaks:
@@ -18,9 +25,16 @@ class Peaks:
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
         self._highest: int | None = None
+        self._first = True
 
     def note(self) -> None:
         """A step is over."""
+        limiter = getattr(
+            self._handle, "_limiter", None
+        )  # what a compiled model is called by cannot be missed
+        if self._first and limiter is not None and not limiter.called:
+            warn(_UNCALLED.format(type(self._handle.model).__name__))
+        self._first = False
         measured = self._handle.measured_peak_bytes
         if measured is not None:
             self._highest = max(measured, self._highest or 0)

@@ -46,12 +46,15 @@ def _compiling(callback: Any) -> Compiling:
 
 def compile_settings(module: Any) -> tuple[torch.nn.Module, str, dict[str, Any], dict[str, Any]]:
     """What `torch.compile` compiled, and with what: the backend's name, Inductor's settings, and its other
-    arguments.
+    arguments. The module is what it returned, or one whose ``compile()`` was called.
     """
-    context = module.dynamo_ctx
+    if (call := module.__dict__.get("_compiled_call_impl")) is None:
+        model, context = module._orig_mod, module.dynamo_ctx
+    else:
+        model, context = module, inspect.getclosurevars(call).nonlocals["self"]
     found = _compiling(context.callback)
     how = {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
-    return module._orig_mod, found.backend, found.options, how
+    return model, found.backend, found.options, how
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -65,16 +68,19 @@ def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
 
 def compile_in_place(modules: Iterable[torch.nn.Module], **how: Any) -> None:
     """``module.compile(**how)`` of several modules, which share what is compiled. By itself that compiles
-    nothing where the module is of a class of `torch.nn`: Dynamo passes over those files.
+    nothing where the module is of a class of `torch.nn`: Dynamo passes over those files. Of what
+    `torch.compile` returned its ``forward`` is compiled anew.
     """
     from torch._dynamo import external_utils, trace_rules  # importing Dynamo takes seconds
 
     context: Any = torch.compile(torch.nn.Module(), **how).dynamo_ctx
     for module in modules:
-        call = module._call_impl
-        if isinstance(module.forward, MethodType) and trace_rules.check(module.forward):
+        place = compiled_call(module)
+        inner: Any = module._orig_mod if place == "forward" else module
+        call = inner._call_impl
+        if isinstance(inner.forward, MethodType) and trace_rules.check(inner.forward):
             call = external_utils.wrap_inline(call)
-        module._compiled_call_impl = context(call)
+        module.__dict__[place] = context(call)
 
 
 def compile_forward(forward: Callable[..., Any], **how: Any) -> Callable[..., Any]:
@@ -123,8 +129,12 @@ def recompile_limit_hits() -> int:
 
 
 def compiled_call(module: torch.nn.Module) -> str:
-    """Name of the instance attribute that a call of a compiled module goes through."""
-    return "_compiled_call_impl" if module.__dict__.get("_compiled_call_impl") is not None else "forward"
+    """Name of the instance attribute that a compiled call of a module goes through: ``forward`` of what
+    `torch.compile` returned.
+    """
+    if module.__dict__.get("_compiled_call_impl") is None and is_compiled(module):
+        return "forward"
+    return "_compiled_call_impl"
 
 
 @contextmanager

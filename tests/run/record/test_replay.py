@@ -74,3 +74,43 @@ def test_copies_wait_for_those_who_can_ask(branch: str, everything: Any) -> None
     net.zero_grad()
     measured = meter.measure(limited, timeline=False)
     assert graph.resident_bytes + measured.peak_bytes == plan.predicted_peak_bytes
+
+
+@needs_meter
+def test_memory_that_was_filled_part_by_part_starts_a_replay() -> None:
+    """As states of a scan are written one after the other: what is read of it last, a plan may compute again.
+    It is kept no longer than was predicted.
+    """
+
+    class Scan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            u = self.up(x)
+            states = torch.empty_like(u)
+            for at in range(u.shape[1]):
+                states[:, at] = u[:, at].exp()
+            return self.down(states * u.sigmoid())
+
+    model, x = Scan(), torch.randn(64, 4, 16)
+
+    def step() -> torch.Tensor:
+        return model(x).square().mean()
+
+    step().backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    graph = lowtide.trace(step)
+    product = next(operation for operation in graph.operations if operation.name == "aten.mul.Tensor").writes[
+        0
+    ]
+    stored = {value.id for value in graph.values} - {product}
+    plan = lowtide.policies.make_plan(graph, stored=stored)
+    assert plan.replayed and plan.predicted_peak_bytes < plan.plain_peak_bytes
+    with lowtide.apply(plan):
+        took = lowtide.measure(lambda: step().backward()).peak_bytes
+    assert graph.resident_bytes + took <= plan.predicted_peak_bytes
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(map(torch.equal, expected, found))

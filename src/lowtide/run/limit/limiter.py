@@ -95,6 +95,7 @@ class Limiter:
         visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
+        called: whether any call has come here.
         forwards: those of a step that has several, and runs their backwards itself; ``None`` where a step is
             one forward, and its caller runs backward.
     """
@@ -129,7 +130,7 @@ class Limiter:
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.handle: Any = None  # the one that users hold, once somebody asks
-        self.shared = self.visible = self.paused = False
+        self.shared = self.visible = self.paused = self.called = False
 
     def __getstate__(self) -> dict[str, Any]:
         names, maker = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.maker
@@ -204,6 +205,7 @@ class Limiter:
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
         if self._is_off():
@@ -216,6 +218,7 @@ class Limiter:
     @private.skipped_by_dynamo
     def enter(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the model's own call, hooks and all: those of FSDP's root belong to the step."""
+        self.called = True
         if self._is_off() or not private.is_root(self.model):
             return private.own_call(self.model, *args, **kwargs)
         return self._call(args, kwargs)

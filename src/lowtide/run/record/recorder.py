@@ -248,9 +248,16 @@ class Recorder(Interceptor):
             return None
         if not all(map(self.may_keep, call.others)):
             return None
-        node = tape.node_of(call, self.tables.order, self.tables.blank, self._value_of)
+        blank = () if self._follows_plan() else self.tables.blank
+        node = tape.node_of(call, self.tables.order, blank, self._value_of)
         self.tables.order += node is not None
         return node
+
+    def _follows_plan(self) -> bool:
+        """Whether a plan asks for the operation's replay, which knows that nothing overwrites later what it
+        reads: memory that was filled part by part is not blank then.
+        """
+        return isinstance(self.director, PlanDirector) and not self.director.departed
 
     def may_keep(self, tensor: torch.Tensor) -> bool:
         """Whether a replay may keep a tensor that is not strided: a sparse input or buffer."""
