@@ -345,23 +345,6 @@ def too_small(
     )
 
 
-def renamed(error: BudgetError, parts: Mapping[str, int]) -> BudgetError:
-    """The same refusal by `too_small`, with other names for what stands at the peak."""
-    assert error.budget_bytes is not None and error.smallest_bytes is not None
-    found = too_small(
-        error.budget_bytes,
-        error.smallest_bytes,
-        parts,
-        policy=error.policy,
-        plain_peak_bytes=error.plain_peak_bytes,
-        detail=error.detail,
-        made=error.made,
-    )
-    for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
-
-
 def _remedies(budget_bytes: int, smallest_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:
     """What would free the bytes that are missing, by what stands at the peak."""
     missing_bytes = max(1, smallest_bytes - budget_bytes)

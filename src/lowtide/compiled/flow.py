@@ -100,7 +100,7 @@ class Flow:
         gradients: bytes of the parameters' gradients that stand now.
         options: Inductor's settings; ``None`` under ``aot_eager``.
         device: whose memory counts.
-        named: a refusal with names for what stands before the step.
+        in_words: the planner's refusal in a user's words.
         tiers: where saved values may wait.
         in_parts: says whether no graph is a whole step, whatever it returns.
         after: the most live bytes when backward has ended; 0 for what stands then.
@@ -122,14 +122,14 @@ class Flow:
         gradients: Callable[[], int],
         options: dict[str, Any] | None,
         device: torch.device,
-        named: Callable[[BudgetError], BudgetError],
+        in_words: Callable[[BudgetError], BudgetError],
         tiers: tuple[Offload, ...],
         in_parts: Callable[[], bool],
         after: Callable[[], int],
         gradients_bytes: int = 0,
     ) -> None:
         self._after = after
-        self._named, self._in_parts = named, in_parts
+        self._in_words, self._in_parts = in_words, in_parts
         self.budget, self.options, self.device, self.tiers = budget, options, device, tiers
         self.report = Report()
         self.chosen: dict[Graph, Chosen] = {}
@@ -210,13 +210,17 @@ class Flow:
         keeps any other for the plan of its step.
 
         Raises:
+            BudgetError: no plan of a graph that is a whole step fits.
             PlanError: values shall wait in tiers, and the graph is a part of a step.
         """
         self.codes += 1
         if not (self.graphs or self._in_parts()) and captured.is_whole_step(module):
             with self.unseen(), working("compiling", "compiled within the budget") as work:
                 before = len(self.report.planned)
-                compiled = self._partitioner(module).compile(module, inputs)
+                try:
+                    compiled = self._partitioner(module).compile(module, inputs)
+                except BudgetError as error:
+                    raise self._in_words(error) from None
                 for plan in self.report.planned[before:]:
                     work.done(in_one_line(plan))
                 return compiled
@@ -379,7 +383,7 @@ class Flow:
                 try:
                     found = share_of_largest(lambda budget: choice(budget).chosen(), self.budget, before)
                 except BudgetError as error:
-                    raise self._named(error) from None
+                    raise self._in_words(error) from None
                 work.done(in_one_line(found.plan))
         self.chosen[first], self._known[first] = found, known
         cuts = [one.stored for one in found.cuts]

@@ -41,7 +41,7 @@ from lowtide.run.limit.arguments import (
 )
 from lowtide.run.limit.handle import LimitHandle
 from lowtide.run.limit.need import optimizer_need
-from lowtide.run.limit.refusal import standing_by_name
+from lowtide.run.limit.refusal import named, standing_by_name
 from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned
@@ -313,8 +313,8 @@ class CompiledHandle(LimitHandle):
         gradients = sum(one.nbytes for one in self.model.parameters() if one.requires_grad)
         return self._standing() - self._stood.gradients_now() + gradients + self.reduced_bytes
 
-    def _named(self, error: BudgetError) -> BudgetError:
-        """A refusal with names for what stands before the step; what has none of these are its inputs."""
+    def _in_words(self, error: BudgetError) -> BudgetError:
+        """The planner's refusal in a user's words; what stands before the step without a name are inputs."""
         if error.smallest_bytes is None or STANDING not in error.parts:
             return error
         model, gradients, state = self.model, self._stood.gradient_bytes, self.optimizer_bytes
@@ -326,7 +326,7 @@ class CompiledHandle(LimitHandle):
         parts = standing_by_name(parts, model, gradients, state, self._device)
         if inputs := parts.pop(STANDING, 0):
             parts[INPUTS] = inputs
-        return budgets.renamed(error, parts)
+        return named(error, parts, error.smallest_bytes, error.plain_peak_bytes)
 
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""
@@ -349,9 +349,9 @@ class CompiledHandle(LimitHandle):
         """
         me = weakref.ref(self)
 
-        def named(error: BudgetError) -> BudgetError:
+        def in_words(error: BudgetError) -> BudgetError:
             handle = me()
-            return error if handle is None else handle._named(error)
+            return error if handle is None else handle._in_words(error)
 
         flow = Flow(  # Dynamo holds it as long as the process lives: it holds neither model nor handle
             self.budget,
@@ -359,7 +359,7 @@ class CompiledHandle(LimitHandle):
             self._weakly(lambda one: one._stood.gradients_now(), 0),
             self._settings,
             self._device,
-            named,
+            in_words,
             self._tiers,
             # weights that come and go are in no graph
             self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
@@ -429,7 +429,7 @@ class CompiledHandle(LimitHandle):
             flow.stop()
             inner = getattr(error, "inner_exception", None)
             if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
-                raise (self._named(inner) if isinstance(inner, BudgetError) else inner) from None
+                raise inner from None
             raise
         flow.end(result, recompile_limit_hits() > hits)
         if flow.ran_uncompiled and self.compiled is not None:

@@ -238,12 +238,12 @@ class Cache:
         except BudgetError as error:
             refusal = error
         if neighbours is not None:  # if one refused alone, the others would wait in a collective
-            refusal = neighbours.refusal(refusal)
+            refusal = neighbours.first_of_any(refusal)
         peers, one_plan = self.maker.peers()
         if peers is not None and one_plan:
             refusal = self._meet(peers, entry, graph, refusal)
         elif peers is not None:
-            refusal = peers.refusal(refusal)
+            refusal = peers.first_of_any(refusal)
         if refusal is not None:
             try:
                 raise refusal

@@ -46,7 +46,7 @@ from lowtide.run.limit.ranks import (
     agreement_of_shards,
     agreement_over,
 )
-from lowtide.run.limit.refusal import OPTIMIZER_TOO, add_what_else, refused_step
+from lowtide.run.limit.refusal import Demand, Shortage, in_words
 from lowtide.run.limit.reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
 from lowtide.run.messages import LEAST, Once, warn
 from lowtide.trace.transforms import with_collectives
@@ -139,7 +139,6 @@ class PlanMaker:
                 with no_collection():
                     graph, plan, limit = self._choose(entry)
             except BudgetError as error:
-                add_what_else(error, entry, self.model)
                 first = entry.planned is None and not entry.room.margin_bytes
                 if not (self._awaited and first and error.smallest_bytes):
                     raise
@@ -221,7 +220,24 @@ class PlanMaker:
             the budget in bytes.
 
         Raises:
-            BudgetError: no plan fits.
+            BudgetError: no plan fits; in a user's words.
+        """
+        demand = None
+        try:
+            demand = self._demand(entry, least)
+            plan, limit = self._plan_for(
+                demand, at_once=least is None and self._takes_least_at_once(demand.graph)
+            )
+        except BudgetError as error:
+            raise in_words(error, entry, self.model, self.optimizer_bytes, demand) from None
+        self._greatest_plain = demand.plain_peak_bytes
+        return demand.graph, plan, limit
+
+    def _demand(self, entry: Entry, least: int | None) -> Demand:
+        """What is to be planned for: an entry's step, within the budget or ``least`` bytes.
+
+        Raises:
+            BudgetError: nothing is left for a budget of this kind.
         """
         graph, free = self._transformed(entry), entry.room.free_bytes
         plain_peak = max(plain(graph).peak_bytes + entry.room.unseen_bytes, self._greatest_plain)
@@ -229,42 +245,35 @@ class PlanMaker:
         limit = least or self._limit_bytes(graph, whole_peak, free)
         self._balance(graph, limit, free)
         graph = _with_resident(graph, -self._moved_bytes)
-        alone, too_large = self.agreement is None, self._optimizer_refuses(limit)
+        shortage = self._shortage(limit)
         if self.agreement is not None:
-            too_large = self.agreement.refusal(too_large)
-        try:
-            if too_large is not None and alone and self._fits(graph, too_large.smallest_bytes, free):
-                raise too_large  # no search for a smaller step
-            try:
-                at_once = least is None and self._takes_least_at_once(graph)
-                plan = self._solve(graph, None if at_once else limit, free)
-                if at_once:
-                    limit = max(plan.predicted_peak_bytes + free, self._updating)
-            except BudgetError as error:
-                of_step = refused_step(
-                    error,
-                    entry,
-                    graph,
-                    self.model,
-                    plain_peak_bytes=plain(graph).peak_bytes,
-                    whole_peak_bytes=whole_peak if str(self.budget).rstrip().endswith("%") else None,
-                    state_bytes=self.optimizer_bytes,
-                )
-                # the smallest budget that is named has to do for both
-                if too_large is None or (of_step.smallest_bytes or 0) > (too_large.smallest_bytes or 0):
-                    if too_large is not None:
-                        of_step.add(OPTIMIZER_TOO)
-                    raise of_step from None
-            if too_large is not None:
-                raise too_large
-        finally:
-            del too_large  # an error's traceback holds this frame, which is not to hold the error
-        if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
+            shortage = self.agreement.first_of_any(shortage)
+        share = whole_peak if str(self.budget).rstrip().endswith("%") else None
+        return Demand(graph, limit, free, plain_peak, share, shortage)
+
+    def _plan_for(self, demand: Demand, at_once: bool) -> tuple[Plan, int | None]:
+        """A plan, and the budget in bytes that it is for.
+
+        Args:
+            demand: what is to be planned for.
+            at_once: the budget is what a short search finds to be the least.
+
+        Raises:
+            BudgetError: no plan fits, or the optimizer's own step does not; without a user's words.
+        """
+        graph, limit, free, shortage = demand.graph, demand.limit_bytes, demand.free_bytes, demand.shortage
+        if shortage is not None and self.agreement is None and self._fits(graph, shortage.least_bytes, free):
+            raise shortage.error()  # no search for a smaller step
+        plan = self._solve(graph, None if at_once else limit, free)
+        if shortage is not None:
+            raise shortage.error()
+        if at_once:
+            limit = max(plan.predicted_peak_bytes + free, self._updating)
+        if plan.slab_bytes and limit is not None and self._shortage(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
             plan = self._within_reserved(graph, plan, limit)
-        self._greatest_plain = plain_peak
-        return graph, plan, limit
+        return plan, limit
 
     def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int) -> Plan:
         """A plan within the budget with what CUDA's allocator reserves for it.
@@ -427,14 +436,10 @@ class PlanMaker:
         """Bytes at the peak of the optimizer's own step; 0 without one."""
         return sum(self._optimizer_parts().values())
 
-    def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
-        """Why the optimizer's own step cannot meet the budget, or ``None``."""
+    def _shortage(self, limit: int | None) -> Shortage | None:
+        """What the optimizer's own step takes where that is above the limit, or ``None``."""
         parts = self._optimizer_parts()
-        least = sum(parts.values())
-        if limit is None or least <= limit:
-            return None
-        detail = "An optimizer with fused=True takes less for its update." if parts[UPDATE] else ""
-        return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
+        return Shortage(limit, parts) if limit is not None and sum(parts.values()) > limit else None
 
     def _balance(self, graph: StepGraph, limit: int | None, free: int) -> None:
         """With ``host_fraction="auto"``, move optimizer state to the host while that takes less time than

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import unseen
 from lowtide.plan.data import Plan
+
+T = TypeVar("T")
 
 LEARNING_STEPS = 4
 """After so many steps under a plan ranks stop exchanging what their steps showed."""
@@ -65,9 +67,9 @@ class Agreement:
         """
         return len(set(self.share(replace(graph, resident_bytes=0, events=()).fingerprint()))) == 1
 
-    def refusal(self, error: BudgetError | None) -> BudgetError | None:
-        """The first refusal of any rank, on every rank. A collective."""
-        return next((found for found in self.share(error) if found is not None), None)
+    def first_of_any(self, item: T | None) -> T | None:
+        """The first rank's item that has one, on every rank: a refusal, say. A collective."""
+        return next((found for found in self.share(item) if found is not None), None)
 
     def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit: int | None) -> Plan:
         """One plan for all ranks: solved by the first, for the fewest bytes that any budget leaves. A

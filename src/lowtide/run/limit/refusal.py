@@ -1,14 +1,16 @@
 """Refusals in a user's words: a budget that no plan meets, and CUDA out of memory in a limited step.
 
-In: the planner's `BudgetError` of a step and its entry; or the allocator's word that it gives up. Out: an
-error, or a warning, that says what holds the memory, by names that a user knows, and what would help.
+In: the facts that the planner's `BudgetError` of a step has, and its entry; or the allocator's word that it
+gives up. Out: an error, or a warning, that says what holds the memory, by names that a user knows, and what
+would help. Here alone the planner's refusals become a user's: `in_words` eagerly, `named` of compiled graphs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -20,8 +22,9 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import bytes_under, gradient_of
+from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import planned_holders
-from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, STANDING, STATE, WORKSPACES, in_lines
+from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, STANDING, STATE, UPDATE, WORKSPACES, in_lines
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.need import own_share
 from lowtide.run.messages import OF_GRAPH, OWN_OFF, warn
@@ -32,50 +35,63 @@ OPTIMIZER_TOO = "Nor does the budget hold optimizer.step()."
 _OF_GRAPH = {"workspace": WORKSPACES, "parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
 
 
-def refused_step(
-    error: BudgetError,
-    entry: Entry,
-    graph: StepGraph,
-    model: torch.nn.Module,
-    *,
-    plain_peak_bytes: int,
-    whole_peak_bytes: int | None,
-    state_bytes: int,
+@dataclass(frozen=True)
+class Demand:
+    """A step that is to be planned for, and what it may take.
+
+    Attributes:
+        graph: the step, with all that exists beside it.
+        limit_bytes: the budget, or ``None``.
+        free_bytes: what a plan leaves free of it.
+        plain_peak_bytes: of the plain step, or of the largest that was planned for.
+        whole_peak_bytes: what a budget in percent is of; ``None`` where it was given otherwise.
+        shortage: of the optimizer's own step, or ``None`` where the budget holds that.
+    """
+
+    graph: StepGraph
+    limit_bytes: int | None
+    free_bytes: int
+    plain_peak_bytes: int
+    whole_peak_bytes: int | None
+    shortage: Shortage | None
+
+
+class Shortage(NamedTuple):
+    """The optimizer's own step takes more than the budget.
+
+    Attributes:
+        limit_bytes: the budget.
+        parts: what stands at its peak, in bytes by name.
+    """
+
+    limit_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that holds it."""
+        return sum(self.parts.values())
+
+    def error(self) -> BudgetError:
+        """The refusal, without words (`in_words`)."""
+        return BudgetError("", self.least_bytes, budget_bytes=self.limit_bytes, parts=self.parts)
+
+
+def in_words(
+    error: BudgetError, entry: Entry, model: torch.nn.Module, state_bytes: int, demand: Demand | None
 ) -> BudgetError:
-    """The refusal of a step, from the planner's.
+    """The refusal of a step in a user's words, from the facts that the planner raises.
 
     Args:
-        error: the planner's: the budget that is too small, the smallest peak of any plan, and what stands
-            there.
+        error: the planner's, with the budget that is too small, the smallest peak of any plan and what stands
+            there; or that of a `Shortage`. One that names no parts has its words already.
         entry: of the step.
-        graph: the step, with all that exists beside it.
         model: the limited one.
-        plain_peak_bytes: the plain step's peak as the graph shows it.
-        whole_peak_bytes: what a budget in percent is of; ``None`` where it was given otherwise.
         state_bytes: of the optimizer.
+        demand: the step and its budget, once these are known.
     """
-    if error.smallest_bytes is None or error.budget_bytes is None:
-        return error
-    shown = dict.fromkeys(_OF_GRAPH.values(), 0)
-    for storage in graph.storages:
-        if storage.kind in _OF_GRAPH:
-            shown[_OF_GRAPH[storage.kind]] += storage.bytes
-    gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
-    device = torch.device(graph.device)
-    free = entry.room.free_bytes
-    return budgets.too_small(
-        error.budget_bytes,
-        min(plain_peak_bytes + free, budgets.with_slack(error.smallest_bytes + free) + 1),
-        standing_by_name(error.parts, model, gradients, state_bytes, device, shown),
-        policy=error.policy,
-        plain_peak_bytes=whole_peak_bytes,
-        detail=error.detail,
-        made=error.made,
-    )
-
-
-def add_what_else(error: BudgetError, entry: Entry, model: torch.nn.Module) -> BudgetError:
-    """The refusal with what else is worth knowing of steps with this entry."""
+    if demand is not None and error.parts and error.budget_bytes is not None:
+        error = _of_step_or_optimizer(error, model, state_bytes, demand)
     made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
     if made and not entry.key.gradients:
         error.add(
@@ -87,6 +103,58 @@ def add_what_else(error: BudgetError, entry: Entry, model: torch.nn.Module) -> B
     if entry.traits.checkpoints:
         error.remedies = (OWN_OFF, *error.remedies)
     return error
+
+
+def _of_step_or_optimizer(
+    error: BudgetError, model: torch.nn.Module, state_bytes: int, demand: Demand
+) -> BudgetError:
+    """The refusal that names the larger budget of the two: that has to do for both."""
+    short, graph, free = demand.shortage, demand.graph, demand.free_bytes
+    least = smallest = error.smallest_bytes or 0
+    if UPDATE not in error.parts:
+        least = min(plain(graph).peak_bytes + free, budgets.with_slack(smallest + free) + 1)
+    if short is not None and least <= short.least_bytes:
+        detail = "An optimizer with fused=True takes less for its update." if short.parts[UPDATE] else ""
+        return budgets.too_small(
+            short.limit_bytes, short.least_bytes, short.parts, subject="optimizer.step()", detail=detail
+        )
+    shown = dict.fromkeys(_OF_GRAPH.values(), 0)
+    for storage in graph.storages:
+        if storage.kind in _OF_GRAPH:
+            shown[_OF_GRAPH[storage.kind]] += storage.bytes
+    gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
+    device = torch.device(graph.device)
+    parts = standing_by_name(error.parts, model, gradients, state_bytes, device, shown)
+    found = named(error, parts, least, demand.whole_peak_bytes)
+    if short is not None:
+        found.add(OPTIMIZER_TOO)
+    return found
+
+
+def named(
+    error: BudgetError, parts: Mapping[str, int], smallest_bytes: int, plain_peak_bytes: int | None = None
+) -> BudgetError:
+    """The planner's refusal, with names that a user knows for what stands at the peak.
+
+    Args:
+        error: the planner's.
+        parts: what stands at the peak, in bytes by name.
+        smallest_bytes: the budget that would do.
+        plain_peak_bytes: what a budget in percent is of.
+    """
+    assert error.budget_bytes is not None
+    found = budgets.too_small(
+        error.budget_bytes,
+        smallest_bytes,
+        parts,
+        policy=error.policy,
+        plain_peak_bytes=plain_peak_bytes,
+        detail=error.detail,
+        made=error.made,
+    )
+    for note in getattr(error, "__notes__", ()):
+        found.add_note(note)
+    return found
 
 
 def standing_by_name(
