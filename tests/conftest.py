@@ -46,8 +46,9 @@ class Frozen:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make the marker known."""
+    """Make the markers known."""
     config.addinivalue_line("markers", "slow: takes minutes; runs with `-m slow` only")
+    config.addinivalue_line("markers", "on_each_backend: starts ranks, over Gloo and over NCCL")
     config.pluginmanager.register(Frozen())
 
 
@@ -64,6 +65,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with -m slow"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Of each test that starts ranks make two: over Gloo, and over NCCL."""
+    if metafunc.definition.get_closest_marker("on_each_backend"):
+        from ranks import backends
+
+        if "group_backend" not in metafunc.fixturenames:
+            metafunc.fixturenames.insert(0, "group_backend")
+        metafunc.parametrize("group_backend", backends(), indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def group_backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Over what the ranks of a test talk."""
+    from ranks import BACKEND
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(BACKEND, request.param)
+        yield request.param
 
 
 @pytest.fixture(scope="session")

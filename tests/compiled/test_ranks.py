@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from torch import nn
 
 import lowtide
@@ -16,7 +16,7 @@ from lowtide import parallel, private
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import local_tensor
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 
 class Reduced(nn.Module):

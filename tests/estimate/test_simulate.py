@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from real_stage import added, measured_and_simulated
 from typer.testing import CliRunner
 
@@ -104,7 +104,7 @@ def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
 
 
 @needs_meter
-@needs_gloo
+@on_each_backend
 @pytest.mark.parametrize(
     ("size", "chosen"),
     [

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # once, not in each process: with all of FSDP it takes seconds
 from benchmarks.throttled_link import ThrottledLink
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from runs import ADAMW
 from torch import nn
 
 from lowtide.optim import HostOptimizer, OptimError
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 
 class Block(nn.Module):
@@ -38,7 +38,7 @@ def make(size: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     # 3 rows: some processes of 4 hold none
     net = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(24, 3)).to(dtype)
-    mesh = init_device_mesh("cpu", (size,))
+    mesh = init_device_mesh(torch.get_default_device().type, (size,))
     for block in net[:3]:
         fully_shard(block, mesh=mesh)
     return fully_shard(net, mesh=mesh)
@@ -56,7 +56,7 @@ def train(
     for step in steps:
         optimizer.zero_grad()
         for part in range(micro):
-            x = torch.randn(4, 24, generator=torch.Generator().manual_seed(1000 * rank + 10 * step + part))
+            x = torch.randn(4, 24, generator=seeded(1000 * rank + 10 * step + part))
             net(x.to(next(net.parameters()).dtype)).square().mean().backward()
         if clip == "torch":
             total: Any = nn.utils.clip_grad_norm_(net.parameters(), 0.3)

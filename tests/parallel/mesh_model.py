@@ -76,7 +76,7 @@ ATTENTION = {f"attention.{name}": ColwiseParallel() for name in "qkv"}
 def make(sequence: bool, dropout: float = 0.0, checkpoints: bool = False, mesh: Any = None) -> nn.Module:
     """With sequence parallelism the loss is a DTensor (``loss_parallel``)."""
     torch.manual_seed(0)
-    model, mesh = Model(dropout, checkpoints), mesh or init_device_mesh("cpu", (2,))
+    model, mesh = Model(dropout, checkpoints), mesh or init_device_mesh(torch.get_default_device().type, (2,))
     rows = RowwiseParallel(output_layouts=Shard(1) if sequence else Replicate())
     plan: dict[str, Any] = {**ATTENTION, **MLP, "attention.out": rows, "mlp.down": rows}
     if sequence:

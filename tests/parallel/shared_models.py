@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from ranks import seeded
 from torch import Tensor, nn
 
 import lowtide
@@ -33,7 +34,7 @@ def make(family: str, group: Any = None, sequence_parallel: bool = False, **chan
 
 
 def tokens() -> Tensor:
-    return torch.randint(VOCABULARY, (3, 8), generator=torch.Generator().manual_seed(1))
+    return torch.randint(VOCABULARY, (3, 8), generator=seeded(1))
 
 
 def distance(a: Tensor, b: Tensor) -> float:

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp  # once, before processes are made
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from shared_models import make, step, tokens
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -23,7 +23,7 @@ from lowtide import parallel as lp
 from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 SIZES = (1, 2, 4)
 FAMILIES: list[tuple[str, dict[str, Any]]] = [("gpt", {}), ("llama", {"tied": False, "key_value_heads": 2})]
 
@@ -35,7 +35,7 @@ def model_of(index: int, seed: int) -> nn.Module:
     family, changes = FAMILIES[index]
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = make(family, group, group is not None, hidden_width=90, **changes)
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     with torch.no_grad():
         whole = {
             name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * 0.05
@@ -77,7 +77,7 @@ def load(folders: list[str]) -> list[list[float]]:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory, group_backend: str) -> tuple[Path, list[list[float]]]:
     """A folder of what 1, 2 and 4 ranks saved, and the losses that follow on one."""
     folder = tmp_path_factory.mktemp("saved")
     found = {size: on_ranks(size, save, str(folder / str(size))) for size in SIZES}
@@ -96,7 +96,7 @@ def test_saved_at_one_size_and_loaded_at_another(saved: tuple[Path, list[list[fl
 
 def load_in_stages(folder: str) -> list[float]:
     """Two stages of two tensor-parallel ranks each go on from what other layouts saved."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("pp", "tp"))
     family, changes = FAMILIES[1]
     model = make(family, mesh["tp"], True, hidden_width=90, **changes)
     (stage,) = cut(model, 2, [mesh["pp"].get_local_rank()])
@@ -107,7 +107,7 @@ def load_in_stages(folder: str) -> list[float]:
         micro_batches,
         stage_input(model, 1, length, torch.float64),
         mesh["pp"].get_group(),
-        "cpu",
+        torch.get_default_device(),
     )
     optimizer = torch.optim.AdamW(stage.model.parameters(), 1e-3)
     lp.load_checkpoint(f"{folder}/1", stage.model, optimizer)

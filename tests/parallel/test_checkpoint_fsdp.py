@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict  # once, before processes are made
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from shared_models import make, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lowtide import parallel as lp
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 
 def model_of(dp: int, tp: int, seed: int) -> nn.Module:
@@ -27,7 +27,7 @@ def model_of(dp: int, tp: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     if dp * tp == 1:
         return make("llama", None, False, hidden_width=92, tied=False, key_value_heads=2)
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (dp, tp), mesh_dim_names=("dp", "tp"))
     model = make(
         "llama", mesh["tp"] if tp > 1 else None, tp > 1, hidden_width=92, tied=False, key_value_heads=2
     )
@@ -60,7 +60,7 @@ def load(folder: str, dp: int, tp: int) -> tuple[list[float], dict[str, torch.Te
 
 
 @pytest.fixture(scope="module")
-def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def two_by_two(tmp_path_factory: pytest.TempPathFactory, group_backend: str) -> tuple[Path, Any]:
     """A folder of what two by two ranks saved, and what the first of them says of it."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, on_ranks(4, save, str(folder), 2, 2)[0]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from counted import Collectives
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from torch import Tensor, nn
 
 import lowtide
@@ -19,7 +19,7 @@ from lowtide.models import preset
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 SEQUENCE, BATCH, WIDTH = 8, 3, 16
 WHOLE = SEQUENCE * BATCH * WIDTH * 4  # bytes of a float32 activation
 

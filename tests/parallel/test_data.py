@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from shared_models import distance, scoped
 from shared_models import make as make_own
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ import lowtide
 from lowtide import parallel as lp
 from lowtide.parallel.module import ParallelModule
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 HUGGING_FACE = find_spec("transformers") is not None
 STEPS = 3
 VOCABULARY = 68
@@ -65,7 +65,7 @@ def blocks(model: Any) -> list[nn.Module]:
 
 
 def tokens(step: int, length: int) -> Tensor:
-    return torch.randint(VOCABULARY, (4, length), generator=torch.Generator().manual_seed(step))
+    return torch.randint(VOCABULARY, (4, length), generator=seeded(step))
 
 
 def whole(model: nn.Module, name: str, tensor: Any, group: Any) -> Tensor:
@@ -169,7 +169,7 @@ def forgotten(mesh: DeviceMesh) -> list[str]:
 
 def on_a_mesh(*checks: Callable[[DeviceMesh], list[str]]) -> list[str]:
     warnings.simplefilter("ignore", UserWarning)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     return [fault for check in checks for fault in check(mesh)]
 
 

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 from lowtide import parallel as lp
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TITAN = EXAMPLES / "torchtitan_llama3.py"
 
@@ -40,7 +40,9 @@ def example() -> Any:
 def trained(budget: str | None) -> list[float]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     return example().train(
-        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)), 6, budget
+        init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),), mesh_dim_names=("tp",)),
+        6,
+        budget,
     )
 
 
@@ -66,7 +68,9 @@ def same_as_hugging_face() -> float:
             **{name: getattr(config, name) for name in names}, rotary_pct=0.25, use_cache=False
         )
     ).double()
-    model = module.GPTNeoX(config, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))).double()
+    model = module.GPTNeoX(
+        config, init_device_mesh(torch.get_default_device().type, (2,), mesh_dim_names=("tp",))
+    ).double()
     lp.load_whole_state_dict(model, rival.state_dict())
     tokens = module.batch(0)
     return abs(float(model(tokens) - rival(input_ids=tokens, labels=tokens).loss))
@@ -95,4 +99,4 @@ def test_torchtitans_llama_takes_one_line_more() -> None:
 def test_without_torchtitan_the_example_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     with pytest.raises(SystemExit, match="pip install torchtitan"):
-        runpy.run_path(str(TITAN))["llama"]("debugmodel", torch.device("cpu"))
+        runpy.run_path(str(TITAN))["llama"]("debugmodel", torch.get_default_device())

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # once, before processes are made
 from benchmarks.throttled_link import ThrottledLink
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from shared_models import make, tokens
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from lowtide import parallel as lp
 from lowtide.optim import HostOptimizer
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 ORDERS = (2.0, math.inf, 1.0)
 MOST = 0.05
 
@@ -46,7 +46,7 @@ def model_of(dp: int, tp: int) -> nn.Module:
     options: dict[str, Any] = {"hidden_width": 92, "tied": False, "key_value_heads": 2}
     if dp * tp == 1:
         return make("llama", None, False, **options)
-    mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (dp, tp), mesh_dim_names=("dp", "tp"))
     model = make("llama", mesh["tp"] if tp > 1 else None, tp > 1, **options)
     if dp > 1:
         for block in model.blocks:  # type: ignore[union-attr]

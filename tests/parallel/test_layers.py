@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide import parallel as lp
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 SEQUENCE, BATCH, WIDTH = 8, 3, 8
 
@@ -225,7 +225,7 @@ def check(case: Case) -> list[str]:
         if checked and not torch.equal(module.master_weight.double(), rival.data.double()):
             faults.append(f"{label}: master weight")
     shape = (case.batch, SEQUENCE, WIDTH) if case.sequence == 1 else (SEQUENCE, case.batch, WIDTH)
-    generator = torch.Generator().manual_seed(1)
+    generator = seeded(1)
     x = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
     gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
     own, other = x.clone().requires_grad_(case.input_grad), x.clone().requires_grad_(case.input_grad)

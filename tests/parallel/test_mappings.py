@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
 from lowtide import parallel as lp
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 TWO = 2
 
 
@@ -34,7 +34,7 @@ def conjugates() -> list[str]:
     ranks.
     """
     rank, faults = dist.get_rank(), []
-    generator = torch.Generator().manual_seed(rank)
+    generator = seeded(rank)
     maps: dict[str, Any] = {
         "scatter": lp.scatter_to_tensor_model_parallel_region,
         "gather": lp.gather_from_tensor_model_parallel_region,
@@ -165,9 +165,7 @@ def sequence_model() -> nn.Sequential:
 
 
 def batch() -> Tensor:
-    return lp.scatter_to_sequence_parallel_region(
-        torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(2))
-    )
+    return lp.scatter_to_sequence_parallel_region(torch.randn(4, 2, 8, generator=seeded(2)))
 
 
 def guard() -> bool:
@@ -268,8 +266,8 @@ def test_buffers_have_a_constant_size() -> None:
 
 
 def groups() -> bool:
-    mesh = init_device_mesh("cpu", (2,))
-    named = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
+    named = init_device_mesh(torch.get_default_device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     for group in (None, mesh, named, named["tp"], mesh.get_group(), dist.group.WORLD, lp.tensor_group(mesh)):
         found = lp.tensor_group(group)
         assert (found.rank, found.size) == (dist.get_rank(), 2)
@@ -277,7 +275,7 @@ def groups() -> bool:
         assert layer(torch.ones(1, 4)).shape == (1, 3)
     assert lp.tensor_group(named["dp"]).size == 1
     with pytest.raises(lp.ParallelError, match="call one of them 'tp'"):
-        lp.tensor_group(init_device_mesh("cpu", (1, 2)))
+        lp.tensor_group(init_device_mesh(torch.get_default_device().type, (1, 2)))
     with pytest.raises(lp.ParallelError, match="give a torch"):
         lp.tensor_group("tp")
     return True

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from counted import Collectives
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 
 import lowtide
 from lowtide import parallel as lp
 
 transformers = pytest.importorskip("transformers")
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "vocab_size": 67,
@@ -49,7 +49,7 @@ def make(kind: str, **changes: Any) -> nn.Module:
 
 def batch(step: int, sequence: int = 16) -> Tensor:
     """Two runs of consecutive numbers, which a model learns to continue."""
-    starts = torch.randint(SMALL["vocab_size"], (2, 1), generator=torch.Generator().manual_seed(step))
+    starts = torch.randint(SMALL["vocab_size"], (2, 1), generator=seeded(step))
     return (starts + torch.arange(sequence)) % SMALL["vocab_size"]
 
 

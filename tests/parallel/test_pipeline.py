@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import trained
-from ranks import collectives_at_once, needs_gloo, on_ranks
+from ranks import collectives_at_once, on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
@@ -30,7 +30,7 @@ from lowtide.parallel.pipeline import SCHEDULES, Pipeline, schedule_kind, stages
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.trainer import train
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 BATCH, SEQUENCE, VOCABULARY = 2, 16, 64
 
 
@@ -50,9 +50,7 @@ def make(family: str, group: Any = None, sequence_parallel: bool = False, **chan
 
 
 def data(micro_batches: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(
-        VOCABULARY, (micro_batches * BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1)
-    )
+    tokens = torch.randint(VOCABULARY, (micro_batches * BATCH, SEQUENCE), generator=seeded(1))
     return tokens, tokens.roll(-1, 1)
 
 
@@ -62,7 +60,14 @@ def pipeline(model: nn.Module, schedule: str, micro_batches: int, group: Any = N
     rank = dist.get_rank() if group is None else group.rank()
     mine = stages_of(rank, ranks, kind)
     stages = cut(model, ranks * kind.stages, mine)
-    return Pipeline(stages, schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), group, "cpu")
+    return Pipeline(
+        stages,
+        schedule,
+        micro_batches,
+        stage_input(model, BATCH, SEQUENCE),
+        group,
+        torch.get_default_device(),
+    )
 
 
 @cache
@@ -171,7 +176,7 @@ def in_flight(mesh: DeviceMesh | None = None) -> tuple[int, int, int, int]:
         backward(self, chunk, **kwargs)
 
     PipelineStage.backward_one_chunk = watch  # type: ignore[method-assign]
-    with meter.peak("cpu") as peak:
+    with meter.peak(torch.get_default_device()) as peak:
         built.step(tokens, targets)
     PipelineStage.backward_one_chunk = backward  # type: ignore[method-assign]
     held = list(built.modules[0].model.blocks.children())
@@ -192,9 +197,9 @@ def test_the_first_stage_holds_what_table_2_says_for_its_layers_and_micro_batche
 
 
 def shared_in_flight() -> tuple[int, int, int, int]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("pp", "tp"))
     # counting from the start, so that what is freed later is known
-    with meter.peak("cpu"), collectives_at_once():
+    with meter.peak(torch.get_default_device()), collectives_at_once():
         return in_flight(mesh)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from trained import options
 
 from lowtide import meter
@@ -49,7 +49,7 @@ def built(family: str) -> HuggingFaceModel:
 def test_stages_behind_each_other_are_the_model(family: str) -> None:
     """Masks, places, tied weights and norms."""
     model = built(family)
-    tokens = torch.randint(256, (2, 16), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(256, (2, 16), generator=seeded(1))
     loss = model(tokens, tokens).loss
     assert loss is not None
     loss.backward()
@@ -80,7 +80,7 @@ def runs(text: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], dic
     return found
 
 
-@needs_gloo
+@on_each_backend
 @pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
 @pytest.mark.filterwarnings("ignore")
 def test_two_stages_train_as_one_process(text: Path, tmp_path: Path) -> None:

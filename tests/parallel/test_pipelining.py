@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from lowtide.parallel.pipeline import SCHEDULES
 from lowtide.parallel.pipelining import USED
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 
 def parameters(function: Any) -> list[str]:
@@ -29,7 +29,12 @@ def stage() -> list[str]:
     """The attributes that a stage does not have, and what is odd about what it receives into."""
     example = torch.empty(2, 3, device="meta").requires_grad_()
     built = PipelineStage(
-        nn.Linear(3, 3), dist.get_rank(), 2, torch.device("cpu"), input_args=example, output_args=example
+        nn.Linear(3, 3),
+        dist.get_rank(),
+        2,
+        torch.get_default_device(),
+        input_args=example,
+        output_args=example,
     )
     missing = [name for name in USED if not hasattr(built, name)]
     schedule = pipelining.Schedule1F1B(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import any_rank, collectives_at_once, needs_gloo, on_ranks
+from ranks import any_rank, collectives_at_once, on_each_backend, on_ranks, seeded
 from recomputed import Recomputed
 from table2 import ROWS, Row, statistics_bytes
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from lowtide.models import preset
 from lowtide.models.gpt import GPT
 
 pytestmark = [
-    needs_gloo,
+    on_each_backend,
     pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator"),
 ]
 FOUR = pytest.param(4, marks=pytest.mark.slow)
@@ -91,7 +91,7 @@ def make(row: Row, layers: int) -> GPT:
 
 def tokens() -> Tensor:
     """A batch, the same on every rank."""
-    return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    return torch.randint(VOCABULARY, (BATCH, SEQUENCE), generator=seeded(1))
 
 
 def layer_bytes(row: Row, t: int) -> float:
@@ -104,7 +104,7 @@ def held_bytes(model: GPT) -> int:
     """Of the layers, at the end of their forward. A layer's output is the next one's input: the first input
     was there before, and the last output is there."""
     hidden = model.embed(tokens())
-    with meter.peak("cpu") as seen:
+    with meter.peak(torch.get_default_device()) as seen:
         hidden = model.run_blocks(hidden)
     assert hidden.requires_grad
     return seen.live_bytes
@@ -113,7 +113,7 @@ def held_bytes(model: GPT) -> int:
 def peak_bytes(model: nn.Module) -> int:
     """Of forward and backward, where gradients are there already."""
     x, targets = tokens(), tokens().roll(-1, 1)
-    with meter.peak("cpu") as seen:
+    with meter.peak(torch.get_default_device()) as seen:
         model(x, targets).loss.backward()
     return seen.peak_bytes
 
@@ -124,7 +124,7 @@ def measured() -> dict[str, Found]:
     t = dist.get_world_size()
     torch.set_default_dtype(torch.bfloat16)
     # counting from the start, so that what is freed later is known
-    with meter.peak("cpu"), collectives_at_once():
+    with meter.peak(torch.get_default_device()), collectives_at_once():
         for row in (*ROWS, SHARED_INPUT):
             if row.one_rank and t > 1:
                 continue

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from shared_models import distance, make, scoped, tokens
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from lowtide import parallel as lp
 from lowtide.models import ModelError
 from lowtide.parallel.module import ParallelModule
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 
 def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:

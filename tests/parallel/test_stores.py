@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults import gathered
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,7 +29,7 @@ from lowtide.plan.data import Moving, Offload, Plan, Shard
 from lowtide.plan.moves import movable
 from lowtide.plan.simulate import Simulator
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 VOCABULARY, BATCH, SEQUENCE, LAYERS = 32, 2, 8, 2
 
 
@@ -41,7 +41,7 @@ def make(family: str, group: Any, sequence_parallel: bool, layers: int = LAYERS)
 
 
 def data(batch: int = BATCH) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(VOCABULARY, (batch, SEQUENCE), generator=seeded(1))
     return tokens, tokens.roll(-1, 1)
 
 
@@ -194,7 +194,7 @@ def pipelined(schedule: str) -> dict[str, Any]:
         size, rank = dist.get_world_size(), dist.get_rank()
         built = Pipeline(
             cut(model, size * kind.stages, stages_of(rank, size, kind)),
-            schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), None, "cpu",
+            schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), None, torch.get_default_device(),
         )  # fmt: skip
         handles = []
         if offloads:
@@ -235,7 +235,7 @@ def work() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def found(group_backend: str) -> list[dict[str, Any]]:
     return on_ranks(2, work)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from table2 import MODELS, ROWS, SEQUENCE, Row, kept_bytes, layer, statistics_bytes, traced_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -117,7 +117,7 @@ def real_bytes() -> list[tuple[int, float, int]]:
     return found
 
 
-@needs_gloo
+@on_each_backend
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_table_2_on_real_processes(size: int) -> None:
     for rank in on_ranks(size, real_bytes):

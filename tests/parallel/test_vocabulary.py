@@ -11,14 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor
 from torch.nn import functional as F
 
 from lowtide import parallel as lp
 from lowtide.parallel.partition import partition
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 VOCABULARY, WIDTH, SEQUENCE, BATCH = 12, 8, 8, 3
 
 
@@ -69,10 +69,8 @@ def embeddings() -> list[str]:
         rival = torch.nn.Embedding(size, width, dtype=dtype, **kind)
         rival.weight.data = whole(layer.weight.data, cut, length).clone()
         shape = (SEQUENCE, BATCH) if sequence != 1 else (BATCH, SEQUENCE)
-        tokens = torch.randint(size, shape, generator=torch.Generator().manual_seed(5))
-        gradient = torch.randn(
-            *shape, width, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
-        ).to(dtype)
+        tokens = torch.randint(size, shape, generator=seeded(5))
+        gradient = torch.randn(*shape, width, dtype=torch.float64, generator=seeded(6)).to(dtype)
         out = layer(tokens)
         if sequence is not None:
             assert out.shape[sequence] == SEQUENCE // t
@@ -104,7 +102,7 @@ def losses() -> list[str]:
         size = VOCABULARY - odd
         where = partition((size,), 0, group, pad=True)
         ((start, stop),) = where.slices()
-        generator = torch.Generator().manual_seed(9)
+        generator = seeded(9)
         logits = (5 * torch.randn(SEQUENCE, BATCH, size, generator=generator, dtype=torch.float64)).to(dtype)
         target = torch.randint(size, (SEQUENCE, BATCH), generator=generator)
         target[2, 1] = target[5, 0] = -100
@@ -143,7 +141,7 @@ def chunked() -> list[str]:
         size = VOCABULARY - odd
         where = partition((size, WIDTH), 0, group, pad=True)
         ((start, stop),) = where.slices()
-        generator = torch.Generator().manual_seed(4)
+        generator = seeded(4)
         shape = (BATCH, SEQUENCE) if sequence == 1 else (SEQUENCE, BATCH)
         hidden = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64)
         weight = torch.randn(size, WIDTH, generator=generator, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from lowtide import private
@@ -28,7 +28,7 @@ def of_schedule(kind: Any, count: int) -> list[Any]:
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     modules = [Counted(4, 4) for _ in range(count)]
     stages = [
-        PipelineStage(module, rank + turn * ranks, count * ranks, torch.device("cpu"))
+        PipelineStage(module, rank + turn * ranks, count * ranks, torch.get_default_device())
         for turn, module in enumerate(modules)
     ]
     loss = torch.nn.functional.mse_loss
@@ -46,7 +46,7 @@ def of_schedule(kind: Any, count: int) -> list[Any]:
     return [own, before <= count, bool(made) and made == buffers(), after - before == 2 * count]
 
 
-@needs_gloo
+@on_each_backend
 def test_stages_and_buffers_of_a_schedule() -> None:
     assert not private.is_schedule(torch.nn.Linear(2, 2))
     for kind, count in ((Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):

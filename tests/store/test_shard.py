@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from faults import before_each, gathered
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import nn
 
 import lowtide
@@ -26,7 +26,7 @@ from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.plan.data import Link, Shard, form_and_tier
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 ROWS, WIDTH, LAYERS = 33, 21, 3  # 693 elements: neither two nor four divide them
 
 
@@ -75,7 +75,7 @@ def run_case(
     plain = Net()
     torch.manual_seed(0)
     limited = Net()
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, WIDTH, generator=seeded(1))
     untouched = x.clone()
     stores = lowtide.Stores(groups={"tp": group})
     policy = policies.partition("tp", size, values=values, min_bytes=1, then=then)
@@ -120,7 +120,7 @@ def mixed_case(group: dist.ProcessGroup, share: float, link: Link | None) -> dic
     torch.manual_seed(0)
     plain, limited = Net(), Net()
     limited.load_state_dict(plain.state_dict())
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, WIDTH, generator=seeded(1))
     ways = (Shard("tp", 2), lowtide.Offload("disk"))
     stores = lowtide.Stores(groups={"tp": group})
     links = lowtide.measure_links(*ways, stores=stores)
@@ -163,7 +163,7 @@ def delayed(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None) -
     torch.manual_seed(0)
     plain, limited = Net(), Net()
     limited.load_state_dict(plain.state_dict())
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, WIDTH, generator=seeded(1))
     stores = lowtide.Stores(groups={"tp": group})
     policy = policies.partition("tp", size, values="all", min_bytes=1, then=then)
     lowtide.limit_memory(limited, policy=policy, stores=stores, verify="always")
@@ -182,7 +182,7 @@ def refused(group: dist.ProcessGroup, rank: int) -> str:
     """What each rank has is its own: a sequence-parallel input."""
     torch.manual_seed(0)
     model = Net()
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(ROWS, WIDTH, generator=seeded(rank))
     lowtide.limit_memory(
         model, policy=policies.partition("tp", 4, min_bytes=1), stores=lowtide.Stores(groups={"tp": group})
     )
@@ -226,12 +226,12 @@ def work() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, Any]]:
+def found(group_backend: str) -> list[dict[str, Any]]:
     return on_ranks(4, work)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def shared(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def shared(request: pytest.FixtureRequest, group_backend: str) -> list[dict[str, Any]]:
     return on_ranks(request.param, shares, request.param)
 
 
@@ -316,7 +316,7 @@ def dies(rank: int, folder: str, when: str) -> None:
     stores = lowtide.Stores(groups={"tp": dist.group.WORLD})
     torch.manual_seed(0)
     model = Net()
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(ROWS, WIDTH, generator=seeded(1))
     lowtide.limit_memory(model, policy=policies.partition("tp", 3, min_bytes=1), stores=stores)
     weights = [p.detach().clone() for p in model.parameters()]
     try:

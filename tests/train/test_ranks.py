@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from trained import options, trail
 
 import lowtide
@@ -24,7 +24,7 @@ from lowtide.train.options import OptionError
 from lowtide.train.part import WholeModel
 from lowtide.train.trainer import train
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 LAYOUTS = [
     {"tp": 2, "dp": 2},
     {"tp": 2, "dp": 2, "sequence_parallel": True},

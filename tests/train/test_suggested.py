@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed.fsdp  # once, before processes are made
 import typer
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 
 from lowtide.cli import app
 from lowtide.estimate.devices import device
@@ -18,7 +18,7 @@ from lowtide.estimate.suggest import suggest
 from lowtide.train.options import TrainOptions
 from lowtide.train.trainer import train
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 FSDP = torch.distributed.fsdp
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,7 @@ import lowtide
 from lowtide import BudgetError, PlanError, meter
 
 pytestmark = [
-    needs_gloo,
+    on_each_backend,
     pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator"),
 ]
 
@@ -62,7 +62,7 @@ class Run:
         for index in mine:
             torch.manual_seed(index)
             module = Stage(checkpointed=checkpointed)
-            self.stages.append(pipelining.PipelineStage(module, index, count, torch.device("cpu")))
+            self.stages.append(pipelining.PipelineStage(module, index, count, torch.get_default_device()))
         self.schedule = SCHEDULES[schedule](
             self.stages if len(mine) > 1 else self.stages[0],
             n_microbatches=micro_batches,
@@ -70,7 +70,7 @@ class Run:
         )
         self.parameters = [p for stage in self.stages for p in stage.submod.parameters()]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.1)
-        x = torch.randn(micro_batches * BATCH, WIDTH, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(micro_batches * BATCH, WIDTH, generator=seeded(0))
         self.given = (x,) if 0 in mine else ()
         self.targets = {"target": x.flip(0)} if count - 1 in mine else {}
 
@@ -78,7 +78,7 @@ class Run:
         """Losses, gradients, and the most bytes that the step takes."""
         losses: list[Tensor] = []
         more = {**self.targets, "losses": losses} if self.targets else {}
-        with meter.peak("cpu") as peak:
+        with meter.peak(torch.get_default_device()) as peak:
             self.schedule.step(*self.given, **more, return_outputs=False)
         gradients = [parameter.grad.clone() for parameter in self.parameters]
         self.optimizer.step()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counted import Collectives
-from ranks import any_rank, collectives_at_once, needs_gloo, on_ranks
+from ranks import any_rank, collectives_at_once, on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 
 import lowtide
@@ -22,7 +22,7 @@ from lowtide.models import preset
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 LAYERS = 3
 SCALARS = 256  # bytes that a trace does not show
 
@@ -42,7 +42,7 @@ def make(family: str, sequence_parallel: bool, **changes: Any) -> nn.Module:
 
 
 def tokens() -> Tensor:
-    return torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(1))
+    return torch.randint(64, (16, 32), generator=seeded(1))
 
 
 def train(model: nn.Module, steps: int = 4) -> tuple[list[Tensor], list[list[str]]]:

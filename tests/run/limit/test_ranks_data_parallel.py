@@ -1,26 +1,22 @@
-"""DistributedDataParallel and FSDP2 on Gloo: limited models train bit by bit as without lowtide, or an error
+"""DistributedDataParallel and FSDP2: limited models train bit by bit as without lowtide, or an error
 says what to do.
 """
 
 from __future__ import annotations
 
-import gc
-import os
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import on_each_backend, on_ranks
 from torch import nn
 
 import lowtide
 
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
+pytestmark = on_each_backend
 
 N = 16
 
@@ -88,28 +84,8 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 # ---- two processes -------------------------------------------------------------------------------
 
 
-def start(rank: int, body: Callable[[int], None], folder: str) -> None:
-    gc.freeze()  # the parent's objects: collecting them would copy the pages that the processes share
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    try:
-        body(rank)
-        dist.barrier()
-    except BaseException:
-        Path(folder, f"error{rank}").write_text(traceback.format_exc())
-        os._exit(1)  # the other process waits in a collective: let the launcher end it
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-def on_two_processes(body: Callable[[int], None], folder: Path) -> None:
-    try:
-        mp.start_processes(start, (body, str(folder)), nprocs=2, start_method="fork")
-    except Exception as error:
-        texts = [p.read_text() for p in sorted(folder.glob("error*"))]
-        pytest.fail("\n".join(texts) or str(error))
+def as_rank(body: Callable[[int], None]) -> None:
+    body(dist.get_rank())
 
 
 def ddp(rank: int) -> None:
@@ -323,12 +299,12 @@ def fsdp_scopes(rank: int) -> None:
 
 
 @pytest.mark.parametrize("body", [ddp, ddp_by_value, ddp_no_sync, ddp_refused], ids=lambda f: f.__name__)
-def test_data_parallel(body: Any, tmp_path: Path) -> None:
-    on_two_processes(body, tmp_path)
+def test_data_parallel(body: Any) -> None:
+    on_ranks(2, as_rank, body)
 
 
 @pytest.mark.parametrize(
     "body", [fsdp_blocks, fsdp_whole, fsdp_refused, fsdp_scopes], ids=lambda f: f.__name__
 )
-def test_sharded(body: Any, tmp_path: Path) -> None:
-    on_two_processes(body, tmp_path)
+def test_sharded(body: Any) -> None:
+    on_ranks(2, as_rank, body)

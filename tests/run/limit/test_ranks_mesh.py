@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as functional
 from mesh_model import WORDS, make
-from ranks import TIDY_SECONDS, needs_gloo, on_ranks
+from ranks import TIDY_SECONDS, on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
@@ -26,7 +26,7 @@ from lowtide import meter, private
 from lowtide.plan import policies
 from lowtide.run.limit import planning
 
-pytestmark = [needs_gloo, pytest.mark.skipif(not meter.available(), reason="needs the CPU's meter")]
+pytestmark = [on_each_backend, pytest.mark.skipif(not meter.available(), reason="needs the CPU's meter")]
 SCALARS = 512  # bytes that a trace does not show
 
 
@@ -42,7 +42,7 @@ def step(model: nn.Module, seed: int, sequence: bool) -> list[Tensor]:
     """The loss and the gradients of one step."""
     torch.manual_seed(seed)
     model.zero_grad()
-    tokens = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(seed))
+    tokens = torch.randint(WORDS, (8, 64), generator=seeded(seed))
     with loss_parallel() if sequence else nullcontext():
         loss = model(tokens)
         loss.backward()
@@ -74,7 +74,7 @@ def least_peak(model: nn.Module, sequence: bool) -> int:
     found = []
     for seed in range(3):
         model.zero_grad()
-        with meter.peak("cpu") as seen:
+        with meter.peak(torch.get_default_device()) as seen:
             step(model, seed, sequence)
         found.append(seen.peak_bytes)
     return min(found)
@@ -167,7 +167,7 @@ def with_experts() -> tuple[bool, int, bool]:
     handle = lowtide.limit_memory(model, "min")
     same = True
     for seed in range(6):
-        tokens = torch.randint(WORDS, (8, 64), generator=torch.Generator().manual_seed(seed * 2 + rank()))
+        tokens = torch.randint(WORDS, (8, 64), generator=seeded(seed * 2 + rank()))
         for one in (plain, model):
             one.zero_grad()
             one(tokens).backward()
@@ -217,7 +217,7 @@ def in_two_dimensions() -> tuple[bool, str, int, list[int], str]:
     """Tensor parallel in one dimension of a mesh, FSDP2 in the other, whose ranks are given other tokens."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     place = rank()
 
     def sharded() -> nn.Module:
@@ -234,7 +234,7 @@ def in_two_dimensions() -> tuple[bool, str, int, list[int], str]:
     with collectives_at_once():
         for seed in range(4):
             model.zero_grad()
-            with meter.peak("cpu") as seen:
+            with meter.peak(torch.get_default_device()) as seen:
                 limited += step(model, 10 * seed + place // 2, True)
             took.append(seen.peak_bytes)
     plan, graph = handle.plan, handle.graph

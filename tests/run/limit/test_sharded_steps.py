@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from sharded_step_models import Adapted, Block, ByMethod, Model, Scoped, batch, local, sharded
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ from lowtide.plan import policies
 from lowtide.plan.bound.program import A_SECOND, Effort
 from lowtide.run.limit import planning
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 STEPS = 3
 
@@ -48,7 +48,7 @@ def watched() -> Iterator[list[int]]:
     def settled(collective: Any, *args: Any, **kwargs: Any) -> Any:
         moved = [item.untyped_storage() for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
         before = [private.storage_use_count(storage) for storage in moved]
-        with meter.peak("cpu") as seen:
+        with meter.peak(torch.get_default_device()) as seen:
             result = collective(*args, **kwargs)
             for _ in range(100_000 if result is None else 0):
                 if seen.live_bytes <= 0 and [private.storage_use_count(one) for one in moved] == before:
@@ -250,7 +250,7 @@ def tied() -> Any:
 def from_meta() -> Any:
     with torch.device("meta"):
         model = Model()
-    sharded(model).to_empty(device="cpu")
+    sharded(model).to_empty(device=torch.get_default_device())
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(local(parameter), 0, 0.02)
@@ -267,7 +267,7 @@ def hybrid(reshard: bool | int = True) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
     half = dist.get_world_size() // 2
-    mesh = init_device_mesh("cpu", (2, half), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, half), mesh_dim_names=("replicate", "shard"))
     return sharded(Model(), mesh=mesh, reshard_after_forward=reshard)
 
 
