@@ -7,6 +7,7 @@ what PyTorch hides (`lowtide.private`), what users type.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -74,6 +75,13 @@ def orders_by_one_queue() -> bool:
     where there is one hardware queue: NVIDIA's before Blackwell.
     """
     return torch.version.cuda is not None and torch.cuda.get_device_capability()[0] < 10
+
+
+def may_start_late() -> bool:
+    """Whether a product that is launched behind a collective may take the whole card before it: where cards
+    order by one queue (`orders_by_one_queue`), and there are several.
+    """
+    return orders_by_one_queue() and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
 
 
 def free_bytes(device: torch.device) -> int:

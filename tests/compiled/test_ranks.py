@@ -67,7 +67,7 @@ def sharded_step() -> None:
     from torch.distributed.fsdp import fully_shard
 
     rank = dist.get_rank()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(torch.get_default_device().type, (2,))
 
     for regional in (True, False):
         torch.manual_seed(0)
@@ -146,7 +146,11 @@ class Shared(nn.Module):
         from torch.distributed.device_mesh import init_device_mesh
 
         super().__init__()
-        shared = {"tensor_model_parallel_group": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))}
+        shared = {
+            "tensor_model_parallel_group": init_device_mesh(
+                torch.get_default_device().type, (2,), mesh_dim_names=("tp",)
+            )
+        }
         self.ups, self.downs = nn.ModuleList(), nn.ModuleList()
         for _ in range(3):
             self.ups.append(parallel.ColumnParallelLinear(32, 128, gather_output=False, **shared))

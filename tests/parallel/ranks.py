@@ -62,10 +62,9 @@ def start_method() -> str:
 
 
 def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """``body(*args)`` on ``size`` processes; what each returns, on the CPU. What any raises fails the test."""
-    if os.environ.get(BACKEND) == "nccl":
-        if (cards := torch.cuda.device_count()) < size:
-            pytest.skip(f"NCCL needs a card for each of {size} ranks, and there are {cards}")
+    """``body(*args)`` on ``size`` processes; what each returns, on the CPU. An error fails the test."""
+    if os.environ.get(BACKEND) == "nccl" and (cards := torch.cuda.device_count()) < size:
+        pytest.skip(f"NCCL needs a card for each of {size} ranks, and there are {cards}")
     native_recorder()  # built once, here
     with TemporaryDirectory() as folder:
         try:
@@ -85,6 +84,7 @@ def _start(rank: int, size: int, body: Callable[..., Any], args: tuple[Any, ...]
     if backend == "nccl":
         torch.cuda.set_device(rank)
         torch.set_default_device(torch.device("cuda", rank))
+        os.environ["LOCAL_RANK"] = str(rank)  # as torchrun, for what chooses a card itself
     dist.init_process_group(
         _INITIALIZED[backend],
         init_method=f"file://{folder}/meet",

@@ -28,7 +28,9 @@ def asked(command: str, text: Path) -> TrainOptions:
     cli: Any = typer.main.get_command(app)
     given = cli.commands["train"].make_context("train", flags).params
     given = {name: given[name] for name in TrainOptions.__dataclass_fields__ if given.get(name) is not None}
-    small = dict(device="cpu", model="gpt-nano", seq=32, batch=2, grad_accum=2, data=text)
+    small = dict(
+        device=torch.get_default_device().type, model="gpt-nano", seq=32, batch=2, grad_accum=2, data=text
+    )
     run = dict(steps=1, warmup=0, eval_every=0, eval_batches=1, compare=False, json=None, raise_budget=True)
     return TrainOptions(**{**given, **small, **run})
 

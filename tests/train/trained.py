@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowtide.train.options import TrainOptions
 from lowtide.train.result import TrainResult
 
@@ -21,6 +23,7 @@ def options(text: Path, **changes: Any) -> TrainOptions:
         "warmup": 1,
         "eval_every": 2,
         "eval_batches": 1,
+        "device": torch.get_default_device().type,
     }
     return TrainOptions(
         **{**small, "grad_accum": 2, "budget": None, "policy": "keep_all", "compare": False, **changes}

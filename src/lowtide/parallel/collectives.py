@@ -7,13 +7,16 @@ Gloo and on NCCL. A group of one moves nothing.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.parallel.errors import ParallelError
+from lowtide import accelerator
+from lowtide.parallel.errors import ParallelError, ParallelWarning
 from lowtide.parallel.groups import TensorGroup
 from lowtide.private import collectives, wait_for_collective
 
@@ -38,11 +41,25 @@ class Pending:
         self._result = result
         self._finish = finish
         self._running = running
+        if running and accelerator.is_accelerator(result.device) and not torch.compiler.is_compiling():
+            _tell_of_queues()
 
     def wait(self) -> Tensor:
         """The result, complete."""
         result = wait_for_collective(self._result) if self._running else self._result
         return result if self._finish is None else self._finish(result)
+
+
+@cache
+def _tell_of_queues() -> None:
+    """Warn, once, where collectives may not run beside the products that they are started for."""
+    if accelerator.may_start_late():
+        warnings.warn(
+            "collectives of the parallel layers may wait for the products that they are to run beside: set "
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment before the program starts",
+            ParallelWarning,
+            stacklevel=4,
+        )
 
 
 def gather(x: Tensor, group: TensorGroup, dimension: int = 0) -> Pending:
