@@ -106,7 +106,7 @@ class Costs:
         self.clock = Clock(device)
         # bytes come and go in the memory of the step's device: its own meter reads them
         self._meters = measurable(device)
-        self._lists = device.type == "cuda" and accelerator.allocator() == "native"
+        self._lists = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
         self._known: dict[Any, Cost] = {}
 
     def of(self, call: Call) -> Cost:
