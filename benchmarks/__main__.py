@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from benchmarks.common import QUICK, RESUME
-from lowtide.run.record.native import native_recorder
+from lowtide.run.record.cpp_recorder import cpp_recorder
 
 NAMES = (
     "estimate_published",
@@ -52,7 +52,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    native_recorder()  # else the first measure waits for it
+    cpp_recorder()  # else the first measure waits for it
     codes = [import_module(f"benchmarks.{name}").main() for name in names or NAMES]
     return next((code for code in codes if code), 0)
 

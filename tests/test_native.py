@@ -13,7 +13,7 @@ import torch
 
 from lowtide import native
 from lowtide.errors import LowtideError
-from lowtide.interception import compiled_recorder
+from lowtide.interception import cpp_module
 from lowtide.meter import available
 from lowtide.native import BuildError, cache_dir, cache_folder
 
@@ -45,7 +45,7 @@ def test_where_there_is_a_compiler_each_file_compiles(name: str) -> None:
         pytest.skip(str(without))
     native.built(source, uses)  # raises what the compiler says
     if uses == "torch":
-        assert compiled_recorder() is not None, "it compiles, and Python cannot load it"
+        assert cpp_module() is not None, "it compiles, and Python cannot load it"
 
 
 @needs_allocator

@@ -70,10 +70,10 @@ def doctor(where: Where) -> Measure:
 
     def measure(name: str) -> Row:
         if name == "C++ recorder":
-            from lowtide.run.record.native import native_recorder
+            from lowtide.run.record.cpp_recorder import cpp_recorder
 
             begin = time.perf_counter()
-            compiled = native_recorder() is not None
+            compiled = cpp_recorder() is not None
             return {"compiled": compiled, "build_seconds": time.perf_counter() - begin}
         done = _run("-m", "lowtide", "doctor")
         found = done.stdout.splitlines()

@@ -45,8 +45,8 @@ class Interceptor:
         """Whether this interceptor decides now what autograd keeps of this thread's operations."""
         return False
 
-    core: Any = None
-    """the compiled recorder that takes what it can, or `None`"""
+    cpp: Any = None
+    """the C++ recorder that takes what it can, or `None`"""
     _thread_state: _Thread | None = None
 
     def start(self) -> None:
@@ -57,8 +57,8 @@ class Interceptor:
         thread = self._thread_state = _thread()
         _update(thread, lambda active: [*active, self])
         thread.choose()
-        if thread.core is not None:
-            native.activate(thread.core)
+        if thread.cpp is not None:
+            native.activate(thread.cpp)
         _include(_KEY, True)
 
     @property
@@ -102,19 +102,19 @@ class _Thread:
     asked for that.
     """
 
-    __slots__ = ("active", "core")
+    __slots__ = ("active", "cpp")
 
     def __init__(self) -> None:
         self.active: list[Interceptor] = []
-        self.core: Any = None  # takes part as long as its interceptor is the only one
+        self.cpp: Any = None  # takes part as long as its interceptor is the only one
 
     def choose(self) -> None:
-        """Whose compiled recorder takes part, if anyone's."""
-        if self.core is not None:
-            self.core.on = False
-        self.core = self.active[0].core if len(self.active) == 1 else None
-        if self.core is not None:
-            self.core.on = True
+        """Whose C++ recorder takes part, if anyone's."""
+        if self.cpp is not None:
+            self.cpp.on = False
+        self.cpp = self.active[0].cpp if len(self.active) == 1 else None
+        if self.cpp is not None:
+            self.cpp.on = True
 
 
 def _thread() -> _Thread:
@@ -354,7 +354,7 @@ class _Registered:
         libraries: hold our kernels, by namespace.
         known: overloads that have been looked at.
         definitions: as of `_definitions` when they were.
-        native: the compiled recorder, or ``None``; it has kernels of its own, which call those in Python for
+        native: the C++ recorder, or ``None``; it has kernels of its own, which call those in Python for
             what they do not take.
     """
 
@@ -378,8 +378,10 @@ def _registration() -> _Registered:
     return _Registered()
 
 
-def compiled_recorder() -> Any:
-    """The compiled recorder, or ``None`` where it cannot be compiled."""
+def cpp_module() -> Any:
+    """The C++ recorder as a module, or ``None`` where it cannot be compiled. Before it records it has to know
+    the recorder's classes in Python (`lowtide.run.record.cpp_recorder`).
+    """
     with _LOCK:
         return _registration().native
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowtide.interception import compiled_recorder
+from lowtide.interception import cpp_module
 from lowtide.native import built
 
 HERE = Path(__file__).parent
@@ -30,7 +30,7 @@ class Late:
     """
 
     def __init__(self) -> None:
-        compiled_recorder()  # compiled here, where nobody waits for an answer
+        cpp_module()  # compiled here, where nobody waits for an answer
         folder = HERE.parents[1]
         self._environment = {
             **os.environ,

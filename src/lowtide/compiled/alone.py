@@ -36,6 +36,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
+from lowtide.meter.resident import model_device
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
 from lowtide.progress import current
@@ -386,7 +387,7 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
     report = Report()
     # what a cache hands out nobody plans
     options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
-    place = next((one.device for one in model.parameters()), torch.device("cpu"))
+    place = model_device(model)
     standing = resident_bytes(model) + workspace_bytes(place)
     partitioner = Partitioner(budget, lambda: standing, options, report)
 

@@ -18,7 +18,7 @@ from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import OUTSIDE, StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
-from lowtide.meter.resident import innermost
+from lowtide.meter.resident import innermost, model_device
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
     compile_forward,
@@ -96,13 +96,13 @@ class CompiledHandle(LimitHandle):
         self._blocks, self._forward = blocks, forward
         self._own, self._own_placed = model.forward, model.__dict__.get("forward")
         self._in_parts = bool(blocks)  # whether no graph is taken for a step by itself
-        self._device = next((one.device for one in model.parameters()), torch.device("cpu"))
+        self._device = model_device(model)
         self._removed = self._paused = False
         self._run_plain: Callable[..., Any] | None = None
         self._watch: StepWatch | None = None
         self._measured: int | None = None
         self._overruns = Overruns()
-        self._told = self._untold = 0  # of the latest step: what it was told to have taken, and what it took
+        self._took_bytes = self._warned_bytes = 0  # by the latest step, and of that what a warning has said
         self._codes = 0  # graphs that were captured before it
         self._install()
         if compiled is not None:
@@ -419,7 +419,7 @@ class CompiledHandle(LimitHandle):
         if torch.is_grad_enabled() and (self._watch is None or not self._watch.pending()):
             self._choose_flow()
         resident_workspace_bytes(self._device)  # from before this is watched
-        flow, watch = self._flow, self._watched(args, kwargs)
+        flow, watch = self._flow, self._watch_step(args, kwargs)
         flow.begin((args, kwargs))
         hits, buckets = recompile_limit_hits(), has_new_buckets(self.model)
         try:
@@ -440,19 +440,18 @@ class CompiledHandle(LimitHandle):
             watch.forward_ends(tensors_returned(result))
         return result
 
-    def _tell_above(self) -> None:
+    def _warn_above(self) -> None:
         """Warn if the latest step took more than the budget, once that is known in bytes."""
-        limit, took, plan = self.budget_bytes, self._untold, self.plan
-        if limit is None or plan is None or took <= max(limit + budgets.slack_bytes(limit), self._told):
+        limit, took, plan = self.budget_bytes, self._took_bytes, self.plan
+        warned = self._warned_bytes
+        if limit is None or plan is None or took <= max(limit + budgets.slack_bytes(limit), warned):
             return
         why = _COMPILED if self._flow.codes > self._codes else _OTHER
-        text = self._overruns.text(
-            took, limit, plan.predicted_peak_bytes, why, not self._told, bool(self._told)
-        )
-        self._told = took
+        text = self._overruns.text(took, limit, plan.predicted_peak_bytes, why, not warned, bool(warned))
+        self._warned_bytes = took
         warn(text, each_time=True)
 
-    def _watched(self, args: Any, kwargs: Any) -> StepWatch | None:
+    def _watch_step(self, args: Any, kwargs: Any) -> StepWatch | None:
         """What measures the step that begins, or goes on with another forward."""
         if not torch.is_grad_enabled():
             return None
@@ -465,10 +464,10 @@ class CompiledHandle(LimitHandle):
                 handle = me()
                 if handle is not None and watch.peak_bytes is not None:
                     handle._measured = stood + watch.peak_bytes
-                    handle._untold = max(handle._untold, handle._measured)
-                    handle._tell_above()
+                    handle._took_bytes = max(handle._took_bytes, handle._measured)
+                    handle._warn_above()
 
-            self._tell_above()
-            self._told, self._untold, self._codes = 0, 0, self._flow.codes
+            self._warn_above()
+            self._warned_bytes, self._took_bytes, self._codes = 0, 0, self._flow.codes
             self._watch = StepWatch(ended, self._device)
         return self._watch

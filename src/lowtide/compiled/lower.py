@@ -176,7 +176,7 @@ class Scratch:
         return ask
 
 
-class _Kernel:
+class _KernelStub:
     """Stands in for a kernel: takes no memory, and counts the tensors that it is given."""
 
     def __init__(self, ledger: _Ledger) -> None:
@@ -187,7 +187,7 @@ class _Kernel:
             if isinstance(one, torch.Tensor):
                 self._ledger.pass_to_kernel(one)
 
-    def __getattr__(self, name: str) -> _Kernel:
+    def __getattr__(self, name: str) -> _KernelStub:
         return self
 
 
@@ -394,7 +394,7 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
     _refuse_unknown_memory(source, names.keys() | {one.name for one in functions})  # type: ignore[attr-defined]
     for node in ast.walk(source):
         if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):
-            names[node.id] = _Kernel(ledger)
+            names[node.id] = _KernelStub(ledger)
     exec(compile(ast.fix_missing_locations(source), "<generated>", "exec"), names)
     runner = names.get("Runner")
     if isinstance(runner, type):

@@ -82,6 +82,11 @@ def resident_tensors(
     return found + slabs + [grad for t in found if (grad := gradient_of(t)) is not None]
 
 
+def model_device(model: torch.nn.Module) -> torch.device:
+    """The device of a model's first parameter, whose memory a budget counts; the CPU where it has none."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A parameter's gradient. A computed tensor in a parameter's place (``functional_call``, MAML) has none,
     and PyTorch warns of asking for one.

@@ -10,8 +10,8 @@ from lowtide.errors import PlanError, expect
 from lowtide.plan.data import Plan
 from lowtide.run.messages import warn
 from lowtide.run.move import TransferEngine
+from lowtide.run.record.cpp_recorder import cpp_program
 from lowtide.run.record.directors import PlanDirector
-from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
@@ -66,7 +66,7 @@ class apply:
         self.verify: Verify = verify
         self.findings: dict[str, str] = {}
         self.departed = 0
-        self._verified = self._told = False
+        self._verified = self._warned = False
         self._stack: ExitStack | None = None
         self._director: PlanDirector | None = None
 
@@ -80,7 +80,7 @@ class apply:
             verify=verify,
             check=self.verify == "always",
             mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
-            program=compiled_program(self.plan.program),
+            program=cpp_program(self.plan.program),
         )
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())
@@ -95,8 +95,8 @@ class apply:
         stack, self._stack, self._director = self._stack, None, None
         stack.__exit__(kind, error, trace)
         self._verified = self._verified or kind is None
-        if kind is None and self.departed and not self._told:
-            self._told = True
+        if kind is None and self.departed and not self._warned:
+            self._warned = True
             warn(
                 f"the step and the plan that is applied differ by "
                 f"{count_text(self.departed, 'operation')}: its gradients are right, its peak is not "

@@ -17,7 +17,7 @@ from lowtide.ops import covers_storage
 
 _FEW_WORDS = 256
 _SMALL_BYTES = 1 << 20
-"""Of main memory, up to here the compiled half is faster on one thread than PyTorch on many."""
+"""Of main memory, up to here `digest.cpp` is faster on one thread than PyTorch on many."""
 _STRIDE, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
@@ -150,7 +150,7 @@ def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:
 
 
 def _native(tensor: torch.Tensor) -> Any:
-    """The compiled half, where the tensor lies in main memory and there is one."""
+    """What `digest.cpp` compiles to, where the tensor lies in main memory and there is one."""
     return _library() if tensor.is_cpu else None
 
 

@@ -75,11 +75,11 @@ class Once:
     """Warns of each thing once: in a text, by itself or with a name where its words vary."""
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
+        self._said: set[str] = set()
 
     def __call__(self, what: str, text: str = "") -> None:
-        if what not in self._told:
-            self._told.add(what)
+        if what not in self._said:
+            self._said.add(what)
             warn(text or what)
 
 

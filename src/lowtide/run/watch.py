@@ -49,7 +49,7 @@ class StepWatch:
         makes_graph: whether one of these backwards was run with ``create_graph=True``.
         recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
             ahead.
-        replays: the compiled recorder's counts, with the time of its replays, or ``None``.
+        replays: the C++ recorder's counts, with the time of its replays, or ``None``.
     """
 
     _peak: Peak | None = None  # of a step whose making fails, too, which is closed when it goes
@@ -86,7 +86,7 @@ class StepWatch:
         return lambda: peak.live_bytes
 
     def live_source(self) -> LiveSource:
-        """Where the compiled recorder reads `live_bytes`."""
+        """Where the C++ recorder reads `live_bytes`."""
         assert self._peak is not None
         return self._peak.live_source()
 
@@ -116,10 +116,10 @@ class StepWatch:
         self.close()
 
     def follow(self, replays: Any, several: bool) -> None:
-        """Add the time of a compiled recorder's replays to `replay_seconds`.
+        """Add the time of a C++ recorder's replays to `replay_seconds`.
 
         Args:
-            replays: the compiled recorder's counts.
+            replays: the C++ recorder's counts.
             several: more than one backward is expected. Then the first replay begins a backward, too: the
                 backward of a gradient penalty does not pass by the outputs, where hooks wait for it.
         """

@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import nn
 
+from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from lowtide.run.record.directors import PlanDirector
-from lowtide.run.record.native import AnyProgram, native_recorder
 from lowtide.run.record.on_demand import OnDemand, seconds_to_replay
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue, Node
 
 RATES: dict[int | None, float] = {None: 1e-9}
-needs_compiler = pytest.mark.skipif(native_recorder() is None, reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(cpp_recorder() is None, reason="needs a C++ compiler")
 
 
 def on_demand_of(compiled: bool, live_bytes: int, program: AnyProgram) -> Any:
     """What evicts, in C++ or in Python."""
-    kind = native_recorder().OnDemand if compiled else OnDemand
+    kind = cpp_recorder().OnDemand if compiled else OnDemand
     return kind(lambda: live_bytes, 1 << 20, RATES, program.learn)
 
 

@@ -252,7 +252,7 @@ def test_what_is_freed_comes_back_the_same_or_the_step_fails(
 ) -> None:
     """Later steps are not verified: a weight that is filled with other values only in the fifth is found."""
     if not compiler:
-        monkeypatch.setattr("lowtide.run.limit.entry.compiled_program", lambda steps: None)
+        monkeypatch.setattr("lowtide.run.limit.entry.cpp_program", lambda steps: None)
     x = torch.rand(64, 2 * N, generator=torch.Generator().manual_seed(1))
     plain, limited = Sharded(), Sharded()
     lowtide.limit_memory(limited, policy=everything)

@@ -193,7 +193,7 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         "import sys; sys.path.insert(0, 'tests/run'); import conftest, torch, lowtide\n"
         "import test_overwritten as t\n"
         "from lowtide import interception\n"
-        "assert interception.compiled_recorder() is None\n"
+        "assert interception.cpp_module() is None\n"
         "t.test_gradients_are_the_plain_steps('buffer', t.through_data, True, conftest.evict_everything,"
         " conftest.same_bits)"
     )

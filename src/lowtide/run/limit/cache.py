@@ -146,7 +146,7 @@ class Cache:
         maker.version = max(versions)
         for found in findings:
             maker.findings.update(found)
-        machine.peers_told(entry, any(profile), any(old), max(margins))
+        machine.heard_peers(entry, any(profile), any(old), max(margins))
 
     def _take_better(
         self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int, int] | None

@@ -19,7 +19,7 @@ from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.varying import rates
-from lowtide.run.record.native import AnyProgram, compiled_program
+from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
 from lowtide.run.watch import StepWatch
 
 _MOST_PROFILES = 4  # of one entry whose steps differ, before the budget of the longest stays
@@ -95,9 +95,9 @@ class Planned:
             self.search = None
 
     def program(self) -> tuple[Sequence[ProgramStep], Any]:
-        """The plan's program, and the same as the compiled recorder knows it."""
+        """The plan's program, and the same as the C++ recorder knows it."""
         if self._program is None:
-            self._program = self.plan.program, compiled_program(self.plan.program)
+            self._program = self.plan.program, cpp_program(self.plan.program)
         return self._program
 
     def programs(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Sequence[ProgramStep], Any]]:
@@ -110,12 +110,12 @@ class Planned:
             of = [op.index for op in self.graph.operations if op.phase == "forward"]
             places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in spans]
             parts = [self.plan.program[begin:end] for begin, end in places]
-            self._programs = [(part, compiled_program(part)) for part in parts]
+            self._programs = [(part, cpp_program(part)) for part in parts]
         return self._programs
 
     def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
         """What steps need that run other operations than the plan has: the rates of operations, and what the
-        compiled recorder knows of them.
+        C++ recorder knows of them.
         """
         if self._for_varying is None:
             self._for_varying = rates(self.graph), AnyProgram()

@@ -45,8 +45,8 @@ from lowtide.run.limit.unlimited import (
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.profile.step import profile_aside
+from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.handles import unseen_by_checkpoint
-from lowtide.run.record.native import native_recorder
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import open_peak, weakly
 from lowtide.store.stores import Stores
@@ -350,7 +350,7 @@ class Limiter:
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
-        native_recorder()  # takes half a minute once; better now than after backward
+        cpp_recorder()  # takes half a minute once; better now than after backward
         self.maker.replicas = self._replicas()
         verify, ended = self.cache.is_to_verify(entry), weakly(self._profile_ended)
         return ProfiledStep(entry, inputs, verify, ended, self.forwards)

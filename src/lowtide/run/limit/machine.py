@@ -231,7 +231,7 @@ def is_outdated(entry: Entry, version: int) -> bool:
     return entry.planned is not None and entry.planned_for != (version, margin)
 
 
-def peers_told(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
+def heard_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
     """The ranks that share the plan have told whether any of them profiles its next step or has an outdated
     plan, and the largest margin.
     """

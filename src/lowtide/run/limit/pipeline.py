@@ -127,10 +127,10 @@ class PipelineStep(PlannedStep):
         @contextmanager
         def recorded() -> Iterator[None]:
             begin = time.perf_counter()
-            program, compiled_program = next(programs, ((), None))
+            program, cpp_program = next(programs, ((), None))
             director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
             directors.followed.append(director)
-            made = recorder(director, compiled_program)
+            made = recorder(director, cpp_program)
             with made.recording(), left_alone(inputs.members.compiled):
                 inside = time.perf_counter()
                 yield

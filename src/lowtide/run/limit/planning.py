@@ -20,7 +20,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph, no_collection
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import gradient_of
+from lowtide.meter.resident import gradient_of, model_device
 from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan import make, resolve
 from lowtide.plan.background import BackgroundSearch
@@ -132,7 +132,7 @@ class PlanMaker:
         past = "planned again" if entry.planned is not None else "planned"
         if not entry.seen.profiles:  # the step graph is a sibling's
             past = "planned for steps that add to gradients"
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        device = model_device(self.model)
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
             work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
             try:
@@ -426,7 +426,7 @@ class PlanMaker:
             budgets.PARAMETERS: parameters,
             budgets.GRADIENTS: own - parameters,
             budgets.STATE: need.state_bytes,
-            budgets.WORKSPACES: workspace_bytes(next(self.model.parameters()).device),
+            budgets.WORKSPACES: workspace_bytes(model_device(self.model)),
             UPDATE: need.step_bytes,
             REDUCED: max(0, self.reduced_bytes - need.step_bytes),
         }

@@ -17,6 +17,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.cuda import caching_allocator
 from lowtide.meter.reserved import MIB
+from lowtide.meter.resident import model_device
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan
 from lowtide.plan.policies.build import Policy
@@ -43,7 +44,7 @@ def holds_reserved(asked: bool | None, model: torch.nn.Module, budget: str | int
     """
     if asked is False:
         return False
-    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    device = model_device(model)
     auto = asks_for(budget) == "auto"
     native = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
     if not asked:
@@ -112,7 +113,7 @@ def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: O
         model: its gradients go before the next step, unless the step was profiled with them.
         need: what the optimizer takes, or ``None``.
     """
-    allocator, standing = caching_allocator(next(model.parameters()).device)
+    allocator, standing = caching_allocator(model_device(model))
     allocator.empty_cache()
     # what is left of the profiled step: the optimizer's update, and then its gradients go
     sizes = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]

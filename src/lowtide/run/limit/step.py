@@ -31,9 +31,9 @@ from lowtide.run.limit.unlimited import governing
 from lowtide.run.messages import OF_GRAPH, Overruns, warn
 from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
+from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
-from lowtide.run.record.native import native_recorder
 from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
@@ -314,18 +314,18 @@ class PlannedStep(StepWatch):
         around = self.unpacks if timed or self._several else None
         gathered = {private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])}
 
-        def recorder(director: PlanDirector, compiled_program: Any) -> Recorder:
+        def recorder(director: PlanDirector, cpp_program: Any) -> Recorder:
             made = Recorder(
                 director,
                 check=self._verify == "always",
                 around_unpack=around,
                 mover=mover,
                 gathered=gathered,
-                program=compiled_program,
+                program=cpp_program,
                 on_demand=on_demand,
             )
-            if made.core is not None:
-                self.follow(made.core.replays, self._several)
+            if made.cpp is not None:
+                self.follow(made.cpp.replays, self._several)
             return made
 
         result, seconds = self._record(forward, inputs, recorder)
@@ -342,11 +342,11 @@ class PlannedStep(StepWatch):
     ) -> tuple[Any, float]:
         """Run the forward within a recorder: what it returns, and how long it took."""
         if self._on_demand:
-            self.director, compiled_program = PlanDirector(()), self.planned.for_varying()[1].compiled
+            self.director, cpp_program = PlanDirector(()), self.planned.for_varying()[1].compiled
         else:
-            program, compiled_program = self.planned.program()
+            program, cpp_program = self.planned.program()
             self.director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
-        made = recorder(self.director, compiled_program)
+        made = recorder(self.director, cpp_program)
         with made.recording(), left_alone(inputs.members.compiled):
             inside = time.perf_counter()
             result = forward(*inputs.args, **inputs.kwargs)
@@ -361,7 +361,7 @@ class PlannedStep(StepWatch):
         rates, program = planned.for_varying()
         spare = self.entry.room.rise_bytes + self.entry.room.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
-        if recorder := native_recorder():
+        if recorder := cpp_recorder():
             return recorder.OnDemand(self.live_source(), most - spare, rates, program.learn)
         return OnDemand(self.live_bytes(), most - spare, rates)
 

@@ -54,7 +54,7 @@ class PlanDirector:
         skipped: how many of the program's operations the step did not run, or ran on other tensors.
         moves: for each value of the latest operation, its place among the plan's moves, or -1.
 
-    The compiled recorder reads and writes the slots ``at`` and ``skipped``.
+    The C++ recorder reads and writes the slots ``at`` and ``skipped``.
     """
 
     __slots__ = ("_moves", "_program", "_smaller", "at", "extra", "moves", "skipped")

@@ -7,7 +7,7 @@ backward asks for a saved tensor, the recorder checks whether memory is short. I
 that are cheapest to bring back, for their bytes and for how long nobody will need them: backward asks for the
 oldest last. A value whose copy has gone is an evicted one, and is replayed.
 
-The compiled recorder, where there is one, does the same by itself (`cpp/on_demand.h`), and prices a value
+The C++ recorder, where there is one, does the same by itself (`cpp/on_demand.h`), and prices a value
 anew only where a bound on its price says that it may be the cheapest.
 """
 

@@ -21,9 +21,9 @@ from lowtide.ops import Call, OpInfo, covers_storage, enter, has_plain_storage, 
 from lowtide.run.digest import digest, on_a_copy, reach
 from lowtide.run.move import TransferEngine
 from lowtide.run.record import tape
+from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
-from lowtide.run.record.native import native_recorder
 from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Tables, Unrecordable, Writer
@@ -48,7 +48,7 @@ class Recorder(Interceptor):
         around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
         gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
-        program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
+        program: the plan's, as the C++ recorder knows it (`lowtide.run.record.cpp_recorder`), or ``None``.
             Verifying and checking are done in Python.
         on_demand: evicts values when memory is short, or ``None``: those go at once that do not stay.
 
@@ -87,7 +87,7 @@ class Recorder(Interceptor):
         self._ran = [0, 0]
         self._wanted = False  # whether the director wants the latest operation recorded
         if program is not None and not self.check:
-            self.core = native_recorder().Core(
+            self.cpp = cpp_recorder().Core(
                 tables=self.tables,
                 director=director,
                 pack=weakref.WeakMethod(self.pack),
@@ -106,15 +106,15 @@ class Recorder(Interceptor):
         with ExitStack() as stack:
             stack.callback(self.close)
             stack.callback(private.before_storage_resizes(self._storage_resizes))
-            core = self.core if self.mover is None else None
+            cpp = self.cpp if self.mover is None else None
             # hooks that come and go would show a checkpoint around them other tensors in its second forward
             stays = private.torch_checkpoint() is not None
-            pack = core.pack if core is not None else self.pack
-            back = native_recorder().unpack if self.core is not None else unpack
+            pack = cpp.pack if cpp is not None else self.pack
+            back = cpp_recorder().unpack if self.cpp is not None else unpack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
-            if core is not None and not stays:  # it takes them out while nothing is evicted
-                core.hooks_found()
-                stack.callback(core.hooks_end)
+            if cpp is not None and not stays:  # it takes them out while nothing is evicted
+                cpp.hooks_found()
+                stack.callback(cpp.hooks_end)
             stack.enter_context(self)
             yield
 
@@ -157,14 +157,14 @@ class Recorder(Interceptor):
         """Forget all values; those that saved tensors need are held by autograd's graph."""
         self.boundary()
         self.tables.blank.clear()
-        if self.core is not None:
-            self.core.replays.watch = self._starts
+        if self.cpp is not None:
+            self.cpp.replays.watch = self._starts
         del self._starts  # evicted tensors keep it
 
     @property
     def ran(self) -> tuple[int, int]:
         """How many operations have run: without gradients, and with them."""
-        others = self.core.ran if self.core is not None else (0, 0)
+        others = self.cpp.ran if self.cpp is not None else (0, 0)
         return self._ran[0] + others[0], self._ran[1] + others[1]
 
     # ---- operations ------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.interception import compiled_recorder, unseen
+from lowtide.interception import cpp_module, unseen
 from lowtide.ops import Call, op_info
 from lowtide.run.digest import words_of
 from lowtide.run.record.on_demand import OnDemand
@@ -112,7 +112,7 @@ class Replay:
         if node.call is not None:
             for place, _ in node.updated:
                 made[place] = self._own_copy(node, node.inputs[place])
-            flat = compiled_recorder().again(node.call, made)
+            flat = cpp_module().again(node.call, made)
         else:
             args = [self._argument(node, item, overwritten) for item in node.args]
             kwargs = {name: self._argument(node, item, overwritten) for name, item in node.kwargs.items()}

@@ -15,7 +15,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.interception import compiled_recorder, without_modes
+from lowtide.interception import cpp_module, without_modes
 from lowtide.ops import Call, is_sparse
 from lowtide.run.digest import Geometry, digest, fingerprint, on_a_copy, reach
 from lowtide.run.move import StoredTensor, TransferEngine
@@ -216,7 +216,7 @@ class LiveValue:
 class Tables:
     """What a recorder knows of one forward's storages, by their keys (`lowtide.private.storage_key`).
 
-    The compiled recorder and the one in Python work on the same dictionaries, which are never replaced.
+    The C++ recorder and the one in Python work on the same dictionaries, which are never replaced.
 
     Attributes:
         given: the value of a storage that can be replayed or fetched, and what removes the entry when the
@@ -299,11 +299,11 @@ class Node:
         device: where it ran.
         exact: whether its replay starts from the same bits as the forward.
         grad: whether gradients were enabled, which some kernels depend on.
-        call: the compiled recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
+        call: the C++ recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
         updated: what a ``call`` overwrites: for each value its place among ``inputs``, and a weak reference
             to the new value.
         waits: whether it counts among the readers of its inputs: until it has run again, or is deleted. The
-            compiled recorder's form of a call counts for itself.
+            C++ recorder's form of a call counts for itself.
     """
 
     __slots__ = (
@@ -341,7 +341,7 @@ class Node:
     def drop_inputs(self) -> None:
         """Count the node off its inputs: it has run again, or never will."""
         if self.call is not None:
-            compiled_recorder().drop_inputs(self.call)
+            cpp_module().drop_inputs(self.call)
         elif self.waits:
             self.waits = False
             for value in self.inputs:

@@ -1,4 +1,4 @@
-"""The compiled half of the recorder: little is asked of Python, the bits are the same, and a step that
+"""The C++ recorder: little is asked of Python, the bits are the same, and a step that
 departs from its plan is Python's.
 """
 
@@ -24,10 +24,10 @@ from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
 from lowtide.run.record import directors, tape
-from lowtide.run.record.native import native_recorder
+from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.recorder import Recorder
 
-pytestmark = pytest.mark.skipif(native_recorder() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(cpp_recorder() is None, reason="there is no C++ compiler")
 
 N = 16
 
@@ -135,7 +135,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
         return measure(lambda: pair.limited(batch()).backward()).peak_bytes
 
     compiled_peak = peak()
-    monkeypatch.setattr(entry, "compiled_program", lambda steps: None)
+    monkeypatch.setattr(entry, "cpp_program", lambda steps: None)
     pair.limited.__dict__["forward"].cache.latest._program = None
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
@@ -408,7 +408,7 @@ def test_a_recorder_may_end_within_an_operation(twins: Any) -> None:
     for seed in range(2):
         box[0].clear()
         pair.step(lambda m: m(batch()).sum(), seed)
-    assert any(isinstance(one, Recorder) and one.core is not None for one in box[0])
+    assert any(isinstance(one, Recorder) and one.cpp is not None for one in box[0])
     box[0].append(box[0])
     end = weakref.ref(box[0])
     gc.disable()
@@ -446,8 +446,8 @@ def test_cpp_reads_declared_slots_alone() -> None:
 
 def test_a_core_refuses_other_classes() -> None:
     recorder = Recorder(directors.PlanDirector(()))
-    program = native_recorder().Program()
+    program = cpp_recorder().Program()
     given = {"tables": recorder.tables, "director": recorder.director}
     for name in given:
         with pytest.raises(TypeError, match="not the classes"):
-            native_recorder().Core(**{**given, name: object()}, pack=lambda: None, program=program)
+            cpp_recorder().Core(**{**given, name: object()}, pack=lambda: None, program=program)

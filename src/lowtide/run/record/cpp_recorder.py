@@ -1,4 +1,4 @@
-"""The compiled half of the recorder (`cpp/`), and a plan's program in its form.
+"""The C++ recorder (`cpp/`), and a plan's program in its form.
 
 It handles the program's next operation if that is plain: one that is not recorded and overwrites nothing that
 the recorder knows, or one that is recorded, overwrites nothing and draws no random numbers. Everything else,
@@ -20,13 +20,13 @@ _PASS, _RECORD, _PYTHON = 0, 1, 2
 
 
 @cache
-def native_recorder() -> Any:
-    """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
+def cpp_recorder() -> Any:
+    """The C++ recorder, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
     from lowtide.run.record import directors, handles, replay, tape
 
-    module = interception.compiled_recorder()
+    module = interception.cpp_module()
     if module is not None:
         module.know(  # all that it reads of Python's objects are slots of these classes (`cpp/tape.h`)
             value=tape.LiveValue,
@@ -41,9 +41,9 @@ def native_recorder() -> Any:
     return module
 
 
-def compiled_program(steps: Sequence[ProgramStep]) -> Any:
-    """A plan's program for the compiled half, or ``None`` where there is none."""
-    module = native_recorder()
+def cpp_program(steps: Sequence[ProgramStep]) -> Any:
+    """A plan's program for the C++ recorder, or ``None`` where there is none."""
+    module = cpp_recorder()
     if module is None:
         return None
     made = module.Program()
@@ -57,20 +57,20 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
 
 
 class AnyProgram:
-    """What the compiled half knows of the operations of steps that no plan is for: it records each one that
+    """What the C++ recorder knows of the operations of steps that no plan is for: it records each one that
     is plain, from the second time on.
 
     Attributes:
-        compiled: as `compiled_program`.
+        compiled: as `cpp_program`.
     """
 
     def __init__(self) -> None:
-        module = native_recorder()
+        module = cpp_recorder()
         self.compiled: Any = None if module is None else module.Program(any=True)
         self._known = set[Any]()
 
     def learn(self, func: Any) -> None:
-        """An operation has come that the compiled half did not take."""
+        """An operation has come that the C++ recorder did not take."""
         if self.compiled is None or func in self._known or not isinstance(func, private.OpOverload):
             return
         self._known.add(func)
