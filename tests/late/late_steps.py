@@ -333,6 +333,28 @@ def second_device() -> Run:
 
 
 @scenario
+def on_both_devices() -> Run:
+    """A model that is on both is refused, by each way to limit or trace it."""
+    x, model = X[:64].to("cuda:0"), nn.Sequential(net(layers=1).to("cuda:0"), nn.Linear(8, 8).to("cuda:1"))
+    ways: dict[str, Any] = {
+        "limit": lambda: lowtide.limit_memory(model, "80%"),
+        "compile": lambda: lowtide.compile(model, "80%", backend="aot_eager"),
+        "trace": lambda: lowtide.trace(model, x),
+    }
+
+    def run(seed: int) -> None:
+        for name, way in ways.items():
+            try:
+                way()
+            except lowtide.LowtideError as error:
+                check("cuda:0" in str(error) and "cuda:1" in str(error), f"{name}: {error}")
+            else:
+                check(False, f"{name}: it is taken")
+
+    return run
+
+
+@scenario
 def beside_another_device() -> Run:
     """What a step computes on another device counts no bytes of the model's own."""
     x = X[:64].to("cuda:1")
