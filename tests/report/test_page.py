@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lowtide.remedies import Holder
 from lowtide.report import Measured, Report, save_report
 from lowtide.report.page import page_data
 
@@ -102,6 +103,16 @@ def test_no_table_is_wider_than_a_telephone(browser: Any, file: Path, deep_file:
         )
         assert boxes and all(inside <= seen for inside, seen in boxes), boxes
         page.close()
+
+
+def test_long_paths_of_files_fit_a_telephone(browser: Any, report: Report, tmp_path: Path) -> None:
+    source = "transformers/integrations/sdpa_attention_with_a_long_name.py:193"
+    long = Holder("activations", 33 << 20, "transformer.h.0-5.attn", source, "8x4x128x128 float32")
+    path = save_report(replace(report, holders=(long,)), tmp_path / "r.html")
+    page = opened(browser, path, width=390)
+    assert source in page.locator("#helps").inner_text()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    page.close()
 
 
 def test_what_was_not_measured_says_why(browser: Any, deep: Report, tmp_path: Path) -> None:
