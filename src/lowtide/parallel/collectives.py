@@ -41,8 +41,8 @@ class Pending:
         self._result = result
         self._finish = finish
         self._running = running
-        if running and accelerator.is_accelerator(result.device) and not torch.compiler.is_compiling():
-            _tell_of_queues()
+        if not torch.compiler.is_compiling() and running and accelerator.is_accelerator(result.device):
+            _tell_of_queues()  # Dynamo enters nothing behind the first condition
 
     def wait(self) -> Tensor:
         """The result, complete."""
