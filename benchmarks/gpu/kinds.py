@@ -199,6 +199,8 @@ def expandable_row(name: str, where: Where) -> Row:
     """
     if where.device == "cpu":
         raise Unmeasured("needs a CUDA device")
+    if not where.card:
+        raise Unmeasured("needs a card's driver, which maps the segments")
     if "expandable_segments:True" not in os.environ.get("PYTORCH_ALLOC_CONF", ""):
         raise RuntimeError("PYTORCH_ALLOC_CONF does not ask for expandable segments")
     model, batch = placed(case_of("gpt", where), where)

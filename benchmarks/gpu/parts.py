@@ -54,7 +54,7 @@ class Part:
         open: prepares, and returns what measures a row.
         limit_seconds: what preparing, and then each row, may take.
         environment: variables of the process, beside those that are there.
-        on_host: bytes go to main memory, so without a card models are tiny.
+        on_host: bytes go to main memory and come back, so without a card models are tiny, and compute.
     """
 
     name: str

@@ -154,6 +154,8 @@ def _measured(
     """
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, **part.environment, "PYTHONPATH": os.pathsep.join(paths)}
+    if NO_CARD and part.on_host:  # what is moved is compared, so it has to be there
+        environment["NO_CARD_LIBRARY"] = environment["NO_CARD_COMPUTES"]
     log = folder / "gpu.log"
     with log.open("ab") as errors:
         began = errors.tell()

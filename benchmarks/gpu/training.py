@@ -233,7 +233,7 @@ def allocator_peaks(step: Callable[[], None], handle: Any = None) -> Row:
     predicted: Row = {}
     if handle is not None:
         allocator, _ = caching_allocator(torch.device("cuda"))
-        reserved_after(handle.graph, handle.plan.stored, allocator, steps=3)
+        reserved_after(handle.graph, handle.plan.stored, allocator, steps=3, batch_stands=True)
         predicted = {"predicted_reserved_bytes": allocator.peak_reserved_bytes}
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()

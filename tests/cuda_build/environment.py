@@ -144,6 +144,7 @@ def environment(folder: Path, values: bool, devices: int = 1) -> Environment:
         "NO_CARD_BUILD": str(folder),
         "NO_CARD_VALUES": str(int(values)),
         "NO_CARD_LIBRARY": str(out / "values.so") if values else "",
+        "NO_CARD_COMPUTES": str(out / "values.so"),
         "NO_CARD_DEVICES": str(devices),
         "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1",
     }

@@ -110,7 +110,8 @@ def test_what_the_allocator_reserves_is_predicted(budget: str) -> None:
     allocator.resume(torch.cuda.memory_snapshot())
     assert allocator.reserved_bytes == torch.cuda.memory_reserved()
     assert handle.plan is not None and handle.graph is not None
-    predicted = reserved_after(handle.graph, handle.plan.stored, allocator, steps=4)[-1]
+    graph, stored = handle.graph, handle.plan.stored
+    predicted = reserved_after(graph, stored, allocator, steps=4, batch_stands=True)[-1]
     for _ in range(4):
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)

@@ -66,6 +66,17 @@ def test_the_blocks_of_an_operation_come_and_go_as_they_were_recorded() -> None:
         assert names[3] == names[0] and names[5:] == (names[1], names[4])
 
 
+def test_a_batch_that_stands_is_not_asked_for_again() -> None:
+    graph = transformer()
+    inputs = [(("storage", s.id), s.bytes) for s in graph.storages if s.kind == "input" and s.bytes]
+    stored = Simulator(graph).close(())
+    anew, standing = (list(block_changes(graph, stored, batch_stands=stands)) for stands in (False, True))
+    assert inputs and anew[: len(inputs)] == inputs
+    assert [change for change in anew if change[0] not in dict(inputs)] == standing
+    reserved = [reserved_after(graph, stored, CachingAllocator(), 1, (), stands) for stands in (False, True)]
+    assert reserved[0] >= reserved[1]
+
+
 def moments_of(graph: StepGraph, stored: frozenset[int]) -> list[Held]:
     seen: list[Held] = []
     Simulator(graph).simulate(stored, seen=seen)

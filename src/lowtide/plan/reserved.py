@@ -23,7 +23,9 @@ BlockName = tuple[str, int]
 """What the block is: a ``storage``, a replayed ``copy`` of a value, or ``scratch``; and its number."""
 
 
-def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[BlockName, int]]:
+def block_changes(
+    graph: StepGraph, stored: Collection[int], batch_stands: bool = False
+) -> Iterator[tuple[BlockName, int]]:
     """The blocks of one step in order: a name with the bytes that are asked for, or 0 as it is given back.
 
     What is not given back stands after the step: gradients, outputs, what the program keeps. The inputs are
@@ -32,6 +34,7 @@ def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[B
     Args:
         graph: of the step.
         stored: ids of the values that the plan stores (`Plan.stored`).
+        batch_stands: whether the inputs stood before and stand after the step, and are left out, too.
     """
     simulator, seen = Simulator(graph), list[Held]()
     simulation = simulator.simulate(stored, seen=seen)
@@ -41,6 +44,8 @@ def block_changes(graph: StepGraph, stored: Collection[int]) -> Iterator[tuple[B
     until = dict(enumerate(simulator.natural_end)) | simulation.held_until
     emptied = set(graph.begin_empty)
     for storage in graph.storages:
+        if batch_stands and storage.kind == "input":
+            continue
         if storage.producer is not None or storage.kind == "input":
             ends[until[storage.id]].append(storage.id)
         if storage.kind == "input" and storage.bytes:
@@ -123,6 +128,7 @@ def reserved_after(
     allocator: CachingAllocator,
     steps: int = 10,
     update_blocks: Collection[int] = (),
+    batch_stands: bool = False,
 ) -> list[int]:
     """The bytes that are reserved after each of some steps under a plan.
 
@@ -132,6 +138,8 @@ def reserved_after(
         allocator: as it stands before the steps; it goes through them.
         steps: how many.
         update_blocks: bytes of the blocks that the optimizer's update takes for itself after each step.
+        batch_stands: whether the allocator has the batch already, and each step is given that one. Else a
+            step asks for its own, as where a loader brings it.
 
     Raises:
         MemoryError: a step does not fit the allocator's capacity.
@@ -148,7 +156,7 @@ def reserved_after(
     reserved: list[int] = []
     for _ in range(steps):
         blocks: dict[BlockName, Block] = {}
-        for name, bytes in block_changes(graph, stored):
+        for name, bytes in block_changes(graph, stored, batch_stands):
             if bytes:
                 blocks[name] = allocator.allocate(bytes)
             elif name in blocks:
