@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from ranks import on_each_backend, on_ranks
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from lowtide import private
 
@@ -57,3 +62,48 @@ def test_methods_that_private_make_buffers_and_private_stages_of_use() -> None:
     assert callable(PipelineStage.forward_one_chunk)
     assert callable(Schedule1F1B._check_inputs) and callable(Schedule1F1B._initialize_stage)
     assert callable(ScheduleInterleaved1F1B._initialize_stages)
+
+
+def handed_over() -> list[Any]:
+    """Of a schedule with two neighbours on a rank: (how many tensors one handed to the other, how many are
+    left, the next step's gradients are the same, buffers that are received into stay).
+    """
+    rank = torch.distributed.get_rank()
+    stages = [
+        PipelineStage(torch.nn.Linear(4, 4), place, 4, torch.device("cpu")) for place in (rank, 3 - rank)
+    ]
+    schedule = ScheduleZBVZeroBubble(stages, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.ones(8, 4)
+    given, more = ((x,), {"target": x}) if rank == 0 else ((), {})
+
+    def gradients() -> list[torch.Tensor]:
+        schedule.step(*given, **more)
+        found = [p.grad for stage in stages for p in stage.submod.parameters()]
+        for stage in stages:
+            stage.submod.zero_grad()
+        return found
+
+    def infos(stage: PipelineStage) -> list[Any]:
+        return [
+            one
+            for name in ("args_recv_info", "grad_recv_info")
+            for of in vars(stage)[name].values()
+            for one in of
+        ]
+
+    first = gradients()
+    held = [
+        id(one.buffer) for stage in stages for one in infos(stage) if getattr(one, "buffer", None) is not None
+    ]
+    for stage in stages:
+        private.forget_last_step(stage)
+    left = [
+        id(one.buffer) for stage in stages for one in infos(stage) if getattr(one, "buffer", None) is not None
+    ]
+    return [len(held) - len(left), set(left) <= set(held), all(map(torch.equal, first, gradients()))]
+
+
+@on_each_backend
+def test_what_the_last_step_left_goes() -> None:
+    # on the rank of stages 1 and 2 four activations and four gradients; 0 and 3 are no neighbours
+    assert on_ranks(2, handed_over) == [[0, True, True], [8, True, True]]

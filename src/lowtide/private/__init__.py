@@ -118,7 +118,7 @@ from lowtide.private.measuring import (
     stop_cuda_history,
     take_blas_workspaces,
 )
-from lowtide.private.pipelining import is_schedule, make_buffers, stages_of
+from lowtide.private.pipelining import forget_last_step, is_schedule, make_buffers, stages_of
 from lowtide.private.storages import (
     base_of,
     before_storage_resizes,

@@ -24,6 +24,21 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
+def forget_last_step(stage: Any) -> None:
+    """Let go of what a stage holds of the step before: the results and gradients of its micro-batches, as a
+    schedule does when its next step begins, and what it was handed by a stage of the same rank, which the
+    next step replaces one by one.
+    """
+    stage.clear_runtime_states()
+    ranks, index = stage.stage_index_to_group_rank, stage.stage_index
+    handed = ((index - 1, stage.args_recv_info), (index + 1, stage.grad_recv_info))
+    for neighbour, received in handed:
+        if ranks.get(neighbour) == stage.group_rank:
+            for one in (one for of_batch in received.values() for one in of_batch):
+                if getattr(one, "buffer", None) is not None:
+                    one.buffer = None
+
+
 def make_buffers(schedule: Any, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
     """Make what the schedule makes at the beginning of its first step and holds from then on (it works out
     the shapes that travel, and makes buffers for them), and run nothing else. All ranks of the pipeline do so

@@ -138,7 +138,8 @@ def test_backwards_in_two_parts_keep_to_the_budget(schedule: str) -> None:
     for plain, _, rows in on_ranks(2, limited, schedule, ["80%"]):
         for row in rows:
             assert row["same"] and row["again"], row
-            assert row["measured"] == row["took"] <= row["predicted"] <= row["limit"], row
+            # a schedule holds gradients of the step before until the next one begins
+            assert row["took"] <= row["measured"] == row["predicted"] <= row["limit"], row
         assert rows[-1]["step"] < plain, rows
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.sharded_models import WIDTH, Mixture
 from benchmarks.varying import MOST_ABOVE, budgets_of, holds, row_of
 from benchmarks.varying_kinds import KINDS, batch_of, draws_of, run, same
 from small_model import needs_meter
@@ -154,3 +155,23 @@ def test_what_a_step_says_of_operations_and_memory() -> None:
     assert found[id(torch.ops.aten.sin.default)] == 3 / (2 + 4 + 4 + 8)
     assert found[id(torch.ops.aten.cos.default)] == 3 / 24 and found[None] == 6 / 42
     assert rise_bytes(graph) == 8 + 16, "nobody looks within backward"
+
+
+@needs_meter
+def test_routed_tokens_keep_the_budget_from_the_first_planned_step_on() -> None:
+    """Each step sends other numbers of tokens to the experts, by the same operations."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Mixture() for _ in range(3)])
+    handle = lowtide.limit_memory(model, "min", policy=QUICKLY, progress=False)
+    took = []
+    for seed in range(10):
+        x = torch.randn(1, 512, WIDTH, generator=torch.Generator().manual_seed(seed))
+        model(x).square().mean().backward()
+        model.zero_grad()
+        took.append(handle.measured_peak_bytes or 0)
+    assert len(set(took[1:])) > 1
+    assert handle.budget_bytes is not None and max(took[1:]) <= handle.budget_bytes, (
+        took,
+        handle.budget_bytes,
+    )
+    assert handle.plan is not None and handle.plan.predicted_peak_bytes >= 0.97 * handle.budget_bytes

@@ -9,6 +9,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
 from lowtide.meter.resident import bytes_under
 from lowtide.plan.simulate import plain
 from lowtide.trace.fake import Faker, FakeTracer
@@ -138,3 +139,15 @@ class _AnyNumber(private.TorchDispatchMode):
 
 def _bytes(items: Any) -> int:
     return bytes_under(item for item in items if isinstance(item, torch.Tensor))
+
+
+_SIZED_BY_VALUES = ("aten.nonzero.", "aten.masked_select.", "aten._unique", "aten.unique_")
+"""Operations whose results have as many elements as their inputs' values say."""
+
+_SPREAD = 0.01
+"""Share of a budget that a plan leaves where such sizes differ from step to step, as of routed tokens."""
+
+
+def spread(graph: StepGraph) -> float:
+    """Share of the budget that is left for sizes that the next steps' values say otherwise."""
+    return _SPREAD if any(op.name.startswith(_SIZED_BY_VALUES) for op in graph.operations) else 0.0

@@ -58,6 +58,8 @@ class PipelineLimiter(Limiter):
         if self._is_off():
             return self._schedule_step(*args, losses=losses, **kwargs)
         self._losses = losses
+        for stage in private.stages_of(self.schedule):
+            private.forget_last_step(stage)  # what is left of it counts in no step
         try:
             return self._call(args, kwargs)
         finally:

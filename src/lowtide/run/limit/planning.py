@@ -38,6 +38,7 @@ from lowtide.run.limit.need import (
     missing_gradient_bytes,
     optimizer_need,
     own_share,
+    spread,
 )
 from lowtide.run.limit.ranks import (
     Agreement,
@@ -268,7 +269,8 @@ class PlanMaker:
         if shortage is not None:
             raise shortage.error()
         if at_once:
-            limit = max(plan.predicted_peak_bytes + free, self._updating)
+            least = (plan.predicted_peak_bytes + free) / (1 - spread(graph))
+            limit = max(budgets.with_slack(least), self._updating)
         if plan.slab_bytes and limit is not None and self._shortage(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
@@ -332,7 +334,7 @@ class PlanMaker:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
-            return max(least + free, updating)
+            return max(math.ceil((least + free) / (1 - spread(graph))), updating)
 
         device, standing = torch.device(graph.device), graph.resident_bytes
         if self.optimizer is not None:
@@ -361,7 +363,8 @@ class PlanMaker:
             return make(graph, policy=self._policies(graph)[0])
         most = limit - free
         evicts = plain(graph).peak_bytes > most
-        target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
+        left = budgets.slack_bytes(limit) + int(limit * spread(graph))
+        target = max(1, most - left if evicts else most)
         return choose(graph, most, policy=self._policies(graph)[0], target=target)
 
     def _policies(self, graph: StepGraph) -> tuple[Policy, Callable[..., Plan] | None]:
