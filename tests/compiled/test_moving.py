@@ -22,7 +22,7 @@ from lowtide.compiled.alone import Partitioner, forecast
 from lowtide.compiled.cut import cut
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated
-from lowtide.compiled.moving import moved, stores
+from lowtide.compiled.moving import stores, with_moves
 from lowtide.compiled.price import ByCall, costs_of
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
@@ -93,7 +93,7 @@ class MoveAll(inductor.CustomPartitionerFn):
         self.largest = max(joint.bytes[key] for key in large)
         if self.tier is not None:
             names = dict.fromkeys(large, Offload(self.tier))
-            halves = moved(*halves, num_fwd_outputs, names, self.window)
+            halves = with_moves(*halves, num_fwd_outputs, names, self.window)
         costs = costs_of(joint)
         code = Generated(joint, self.options, {}, halves) if self.options else ByCall(joint, costs, halves)
         self.predicted = max(part.peak_bytes for part in code(joint.size))

@@ -99,7 +99,7 @@ def disagreements(choice: Choice) -> list[str]:
     for share in SHARES:
         stored = sim.close(value for value in sim.droppable if draw.random() < share)
         simulation = sim.simulate(stored)
-        chosen = [one.candidate(frozenset(step.stored(stored, n))) for n, one in enumerate(cuts)]
+        chosen = [one.candidate(frozenset(step.keys_of(stored, n))) for n, one in enumerate(cuts)]
         events = pairwise([0, *step.ends])
         told = [int(simulation.top_bytes[begin:end].max()) for begin, end in events]
         for moment, planned, takes in zip(moments, told, choice.peaks(chosen), strict=True):

@@ -125,7 +125,7 @@ def traced_bytes(module: nn.Module, x: Tensor) -> int:
     with tracer.recording():
         out = module(x)
         kept = tracer.kept_storages()
-        apart = {tracer.known(out), tracer.known(x)}
+        apart = {tracer.number_of(out), tracer.number_of(x)}
         tracer.closed = True
     assert out.requires_grad
     made = [tracer.storages[number] for number in kept - apart]

@@ -38,7 +38,7 @@ def agrees(graph: StepGraph, plan: Plan | None) -> Timeline:
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     sim = Simulator(graph)
-    return sim.planned(plan).beside(plan.slab_bytes)
+    return sim.simulate_plan(plan).beside(plan.slab_bytes)
 
 
 def by_kind(line: Timeline, tick: int) -> dict[str, int]:

@@ -80,7 +80,7 @@ def test_places_that_are_taken_at_once_do_not_overlap() -> None:
     for window in (1, 100_000, 1 << 30):
         plan = policy_of(FORMS["encoded on disk"], "full", window)(graph, None)
         sim = Simulator(graph)
-        spans = sim.planned(plan).spans
+        spans = sim.simulate_plan(plan).spans
         rows = {m.value: m for m in plan.moves}
         sizes = [rows[v].encoded_bytes if arriving else rows[v].place_bytes for v, arriving in spans]
         places = [rows[v].arrival if arriving else rows[v].place for v, arriving in spans]

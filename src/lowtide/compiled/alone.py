@@ -26,7 +26,15 @@ from torch import fx
 from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, compile_graph
-from lowtide.compiled.choose import Choice, Chosen, Cuts, Search, choice_alone, searched, share_of_largest
+from lowtide.compiled.choose import (
+    Choice,
+    Chosen,
+    Cuts,
+    Search,
+    choice_alone,
+    search_within,
+    share_of_largest,
+)
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
@@ -184,7 +192,7 @@ class Partitioner(Cutter):
         def plan_at(size_of: Size) -> Chosen:
             at = joint if size_of is joint.size else replace(joint, size=size_of)
             before = self._report.planned
-            return share_of_largest(lambda budget: choice(budget, at).chosen(), self.budget, before)
+            return share_of_largest(lambda budget: choice(budget, at).choose(), self.budget, before)
 
         chosen = plan_range(joint, self.budget, plan_at, standing_at, self._report.held)
         self._report.add(chosen)
@@ -248,7 +256,7 @@ class _Unseen:
         """
         if self._search is None:
             self._program = joint.program
-            self._search = searched(search, budget, before, self._found)
+            self._search = search_within(search, budget, before, self._found)
         if joint.program != self._program:
             raise PlanError(
                 "a graph was traced in two ways while it was compiled: something that it depends on changed "

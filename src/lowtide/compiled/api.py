@@ -224,7 +224,7 @@ def _blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
         PlanError: there are none.
     """
     compiled = [block for _, block in model.named_modules() if block is not model and is_compiled(block)]
-    found = compiled or _repeated(model)
+    found = compiled or _find_repeated(model)
     if not found:
         raise PlanError(
             f"{type(model).__name__} has no blocks that repeat: compile those that you mean "
@@ -233,7 +233,7 @@ def _blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     return found
 
 
-def _repeated(module: torch.nn.Module) -> list[torch.nn.Module]:
+def _find_repeated(module: torch.nn.Module) -> list[torch.nn.Module]:
     found: list[torch.nn.Module] = []
     for child in module.children():
         inner = (
@@ -243,5 +243,5 @@ def _repeated(module: torch.nn.Module) -> list[torch.nn.Module]:
         if len(parts) > 1 and len({type(one) for one in parts}) == 1 and next(parts[0].children(), None):
             found += parts
         else:
-            found += _repeated(child)
+            found += _find_repeated(child)
     return found

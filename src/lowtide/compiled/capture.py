@@ -246,7 +246,7 @@ class Graph:
             count = self.candidates.joint.forward_outputs
             outputs = self._by_key(returned[:count], found[:count])
             saved = self._by_key(returned[count:], found[count:])
-            recording.forward_ended(call, outputs, saved)
+            recording.end_forward(call, outputs, saved)
             return found
 
         def backward(args: list[Any]) -> Any:
@@ -254,7 +254,7 @@ class Graph:
             call = recording.backward(self, self._by_key(names, args)) if recording is not None else None
             found = run(args)
             if recording is not None and call is not None:
-                recording.backward_ended(call)
+                recording.end_backward(call)
             return found
 
         half = backward if is_backward else forward

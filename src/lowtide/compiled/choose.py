@@ -193,7 +193,7 @@ class Choice:
         """
         call = self.timeline.calls[number]
         if number != moment.call:
-            return moment.held(call, cut.kept) + cut.copied
+            return moment.held_bytes(call, cut.kept) + cut.copied_bytes
         if moment.kind == "forward":
             return cut.forward_bytes
         return cut.backward_bytes(lent)
@@ -208,7 +208,7 @@ class Choice:
 
     # ---- choosing --------------------------------------------------------------------------------
 
-    def chosen(self) -> Chosen:
+    def choose(self) -> Chosen:
         """The best cuts that are found, each priced.
 
         Raises:
@@ -229,12 +229,12 @@ class Choice:
         exact = not self.fused or self._share
         plain_peak = self.peak(self._plain) if exact else self._keeps_all.predicted_peak_bytes
         smallest = (yield from self._least()) if budgets.asks_for(self.budget) == "min" else None
-        limit = self._resolved(plain_peak, smallest)
+        limit = self._limit_bytes(plain_peak, smallest)
         if not exact and limit > (1 - DOUBT) * plain_peak:
             yield self._plain if limit >= plain_peak else None
             plain_peak = self.peak(self._plain)
         if plain_peak <= limit:
-            return self._chosen(self._plain, self._keeps_all, limit, plain_peak)
+            return self._result(self._plain, self._keeps_all, limit, plain_peak)
         room = limit - budgets.slack_bytes(limit)
         best = self._best(room) if self.tried else None
         if best is None or self.peak(best) < NEAR * limit:
@@ -243,14 +243,14 @@ class Choice:
             smallest = with_slack(self._smallest()) + 1
             best = self._best(room)
             if best is None:
-                raise self._refused(limit, smallest, plain_peak)
+                raise self._refusal(limit, smallest, plain_peak)
         plan = self.tried.get(best)
         if plan is None:
             asked = next(iter(self.tried.values()))
             bound = Bound(asked.bound_extra_seconds, asked.bound_peak_bytes)
             values = {value for (n, key), value in self.step.value_of.items() if key in best[n].kept}
             plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
-        return self._chosen(best, plan, limit, plain_peak)
+        return self._result(best, plan, limit, plain_peak)
 
     def _near(self, room: int, limit: int) -> Generator[Cuts | None, None, Cuts | None]:
         """The best cuts within ``room`` bytes that a few plans ask for; nothing where none of these fit."""
@@ -270,12 +270,12 @@ class Choice:
                 break
         return best
 
-    def _resolved(self, plain_peak: int, smallest: int | None) -> int:
+    def _limit_bytes(self, plain_peak: int, smallest: int | None) -> int:
         device, standing = self.timeline.device, self.timeline.standing_bytes
         least = self._smallest if smallest is None else lambda: smallest
         return budgets.resolve(self.budget, plain_peak, least, device, standing_bytes=standing)
 
-    def _refused(self, limit: int, smallest: int, plain_peak: int) -> Exception:
+    def _refusal(self, limit: int, smallest: int, plain_peak: int) -> Exception:
         standing, zeros = self.timeline.standing_bytes, 0
         if self.candidates[0].standing_bytes is not None:
             least = self._best(None)
@@ -283,7 +283,7 @@ class Choice:
             zeros = self.candidates[0].zeros_bytes(least[0])
         plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
         sim = Simulator(self.step.graph)
-        simulation = sim.planned(plan)
+        simulation = sim.simulate_plan(plan)
         found, shares = parts_of(sim, simulation), {STANDING: standing, OUTPUTS: zeros}
         for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
             shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))
@@ -324,7 +324,7 @@ class Choice:
         assert found is not None
         return self.peak(found)
 
-    def _chosen(self, cuts: Cuts, plan: Plan, limit: int, plain_peak: int) -> Chosen:
+    def _result(self, cuts: Cuts, plan: Plan, limit: int, plain_peak: int) -> Chosen:
         seconds = plain_seconds = sum(one.seconds for one in cuts)
         if all(one.code.priced for one in self._plain):
             plain_seconds = sum(one.seconds for one in self._plain)
@@ -412,7 +412,7 @@ def with_prices(
     )
 
 
-def searched(
+def search_within(
     search: Callable[[str | int], Search],
     budget: str | int,
     before: Sequence[Plan],

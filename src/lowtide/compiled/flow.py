@@ -264,16 +264,16 @@ class Flow:
         self.over()
         self._now, self._at = [], 0
         if self._wanted or self.graphs:
-            self._given = shapes, bytes_ = self._described(args)
+            self._given = shapes, bytes_ = self._describe(args)
             if self._wanted or shapes in self._missed or bytes_ > self._largest:
                 self._record(bytes_, args)
 
     def over(self) -> None:
         """No forward of the step that is recorded, if one is, comes any more."""
         if self._recording is not None:
-            self._recorded(complete=self._recording.backwards > 0)
+            self._end_recording(complete=self._recording.backwards > 0)
 
-    def _described(self, args: Any) -> tuple[Shapes, int]:
+    def _describe(self, args: Any) -> tuple[Shapes, int]:
         """What a forward is given: shapes, and bytes on the device."""
         given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
         here = (one.nbytes() for one in storages(given) if one.device.type == self.device.type)
@@ -338,7 +338,7 @@ class Flow:
         self._sizes = []
         gc.collect()  # garbage of before would be freed in between
         self._recording = Recording(
-            str(self.device), self._standing() + bytes_, self._gradients, self._recorded, args
+            str(self.device), self._standing() + bytes_, self._gradients, self._end_recording, args
         )
 
     def stop(self) -> Recording | None:
@@ -348,7 +348,7 @@ class Flow:
             recording.close()
         return recording
 
-    def _recorded(self, complete: bool = True) -> None:
+    def _end_recording(self, complete: bool = True) -> None:
         """A recorded step is over."""
         recording = self.stop()
         if recording is None:
@@ -381,7 +381,7 @@ class Flow:
         if found is None:
             with working("planning", "planned") as work:
                 try:
-                    found = share_of_largest(lambda budget: choice(budget).chosen(), self.budget, before)
+                    found = share_of_largest(lambda budget: choice(budget).choose(), self.budget, before)
                 except BudgetError as error:
                     raise self._in_words(error) from None
                 work.done(in_one_line(found.plan))

@@ -144,7 +144,7 @@ class Joint:
         written += partitioning.written_after_forward(self.module)
         return {self.key_of[node] for node in written if node in self.key_of}
 
-    def returned(self, forward: bool) -> dict[Key, None]:
+    def outputs_of(self, forward: bool) -> dict[Key, None]:
         """The storages that the forward or the backward returns."""
         nodes = self.outputs[0 if forward else 1]
         return dict.fromkeys(self.key_of[node] for node in nodes if node in self.key_of)
@@ -296,12 +296,12 @@ class Joint:
                 inlined[base] = None
                 stack += base.all_input_nodes[::-1]
         within = tuple(one for one in inlined if one in self.virtual)
-        reason = next((why for one in (node, *within) if (why := self._fixed(one))), "")
+        reason = next((why for one in (node, *within) if (why := self._why_fixed(one))), "")
         if not reason and not self.overwritten.isdisjoint(reads):
             reason = "it reads what the step overwrites"
         return JointCall(node, tuple(reads), writes, forward, within, reason)
 
-    def _fixed(self, node: fx.Node) -> str:
+    def _why_fixed(self, node: fx.Node) -> str:
         """Why a call may not run again, or nothing."""
         target = node.target
         if _writes_in_place(node):
@@ -376,6 +376,6 @@ def lazily(wanted: Iterable[T], needs: Callable[[T], Iterable[T]], place: Callab
     return list(order)
 
 
-def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+def describe(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     """A call's arguments with (fake) tensors and numbers in place of nodes."""
     return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))  # type: ignore

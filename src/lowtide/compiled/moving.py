@@ -213,7 +213,7 @@ def arriving_bytes(operation: Any, args: Sequence[Any]) -> int:
 # ---- where it stands in the graphs ---------------------------------------------------------------
 
 
-def moved(
+def with_moves(
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     forward_outputs: int,
@@ -240,7 +240,7 @@ def moved(
         return _sent(going, tiers, window_bytes, output, max(last, default=None))
 
     def receive(received: Parts) -> None:
-        _fetched(backward.graph, {value: ticket for value, (ticket,) in received.items()}, window_bytes)
+        _add_fetches(backward.graph, {value: ticket for value, (ticket,) in received.items()}, window_bytes)
 
     return hand_over(forward, backward, forward_outputs, fits, send, receive)
 
@@ -280,7 +280,7 @@ def _sent(
     return tickets
 
 
-def _fetched(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: int) -> None:
+def _add_fetches(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: int) -> None:
     """Fetch values before they are read, and when one has arrived the next, as far as the window allows."""
     first = {value: min(value.users) for value in tickets}
     order = sorted(tickets, key=first.__getitem__)

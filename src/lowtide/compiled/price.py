@@ -19,9 +19,9 @@ from torch import fx
 from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves, cut
-from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, described
+from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
 from lowtide.compiled.lower import Generated, Profile, Profiles, Size, Traffic
-from lowtide.compiled.moving import arriving_bytes, moved
+from lowtide.compiled.moving import arriving_bytes, with_moves
 from lowtide.compiled.profile import GraphCall, Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
 from lowtide.plan import make
@@ -114,7 +114,7 @@ def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
     """A call without its tensors; ``None`` for what is no operation (a size, a region of its own)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    args, kwargs = described(node)
+    args, kwargs = describe(node)
     value = node.meta.get("val")
     known = {address for address in map(partitioning.storage_of, _leaves((args, kwargs))) if address}
     fresh = {
@@ -320,7 +320,7 @@ class CandidateCut:
         return self.price(self.at(self.size))
 
     @property
-    def copied(self) -> int:
+    def copied_bytes(self) -> int:
         """Bytes of copies in another layout that are handed over in place of the graph's inputs."""
         return sum(self.at(self.size)[0].copied.values())
 
@@ -398,14 +398,14 @@ class CandidateCuts:
     @functools.cached_property
     def smallest(self) -> frozenset[Key]:
         """What is stored where the graph alone takes the least memory."""
-        return frozenset(self.step.stored(make(self.step.graph, None, progress=False).stored, 0))
+        return frozenset(self.step.keys_of(make(self.step.graph, None, progress=False).stored, 0))
 
     def look(self) -> None:
         """Price the cut of `torch.compile`, the smallest one, and that which stores all that backward
         reads.
         """
         everything = make(self.step.graph, policy="keep_all", progress=False)
-        for stored in (None, self.smallest, frozenset(self.step.stored(everything.stored, 0))):
+        for stored in (None, self.smallest, frozenset(self.step.keys_of(everything.stored, 0))):
             one = self.candidate(stored)
             one.at(one.size)
 
@@ -413,7 +413,7 @@ class CandidateCuts:
         """The cut that a plan of a step asks for in the call of this ``number``."""
         names = {value: key for (call, key), value in step.value_of.items() if call == number}
         moves = {names[move.value]: move.decision for move in plan.moves}
-        return self.candidate(frozenset(step.stored(plan.stored, number)).union(moves), moves, plan)
+        return self.candidate(frozenset(step.keys_of(plan.stored, number)).union(moves), moves, plan)
 
     def candidate(
         self,
@@ -440,7 +440,7 @@ class CandidateCuts:
             if same not in self._by_kept:
                 tiers = {key: how for key, how in moves.items() if isinstance(how, Offload)}
                 if tiers:
-                    halves = moved(*halves, joint.forward_outputs, tiers, way[1])
+                    halves = with_moves(*halves, joint.forward_outputs, tiers, way[1])
                 more = plan.transfer_seconds if plan and moves else 0.0
                 code, price = self._code(halves), functools.partial(self._seconds, halves, more)
                 at: Profiles = functools.cache(code)

@@ -79,7 +79,7 @@ class Moment:
         """The calls that take memory: those whose backward is to come, and the call that runs."""
         return self.waiting if self.call is None else (*self.waiting, self.call)
 
-    def held(self, call: GraphCall, kept: Mapping[Key, int]) -> int:
+    def held_bytes(self, call: GraphCall, kept: Mapping[Key, int]) -> int:
         """Bytes that a call whose backward is to come holds at this moment, and that nobody else holds."""
         standing = self.alive.difference(self.own.values())
         return sum(count for key, count in kept.items() if call.lies.get(key) not in standing)
@@ -209,7 +209,7 @@ class Recording:
         self.timeline.calls.append(call)
         return call
 
-    def forward_ended(
+    def end_forward(
         self, call: GraphCall, returned: Mapping[Key, torch.Tensor], saved: Mapping[Key, torch.Tensor]
     ) -> None:
         """A forward has ended, with these outputs and these tensors for its backward."""
@@ -228,7 +228,7 @@ class Recording:
             return None
         if not self._queued:
             self._queued = True
-            at_backward_end(self._backward_ended)
+            at_backward_end(self._end_of_backward)
         self._gap()
         tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
         self._watch(call, tangents)
@@ -236,12 +236,12 @@ class Recording:
         self._add("backward", call, self._live)
         return call
 
-    def _backward_ended(self) -> None:
+    def _end_of_backward(self) -> None:
         self._queued = False
         if not self._waiting:
             self._ended()
 
-    def backward_ended(self, call: GraphCall) -> None:
+    def end_backward(self, call: GraphCall) -> None:
         """A backward has ended."""
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
@@ -283,7 +283,7 @@ class Recording:
         waiting = tuple(number for number in self._waiting if call is None or number != call.number)
         number = None if call is None else call.number
         moment = Moment(kind, number, bytes_, waiting, alive, gradients=self._begun_with)
-        kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
+        kept = sum(moment.held_bytes(one, one.kept) for one in self._waiting.values())
         self.timeline.moments.append(replace(moment, bytes=bytes_ - kept))
 
     def _bytes(self, tensor: torch.Tensor) -> int:

@@ -42,7 +42,7 @@ class Step:
     value_of: dict[Place, int] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
 
-    def stored(self, values: frozenset[int], number: int) -> list[Key]:
+    def keys_of(self, values: frozenset[int], number: int) -> list[Key]:
         """The storages of one graph that a plan stores."""
         return [key for (k, key), value in self.value_of.items() if k == number and value in values]
 
@@ -120,7 +120,7 @@ class _Shared:
         number = self._timeline.calls[place[0]].lies.get(place[1])
         return number if number in self.sizes else None
 
-    def given(self, moment: Moment) -> list[Place]:
+    def inputs_of(self, moment: Moment) -> list[Place]:
         """The shared storages among the inputs of a moment's graph."""
         if moment.call is None:
             return []
@@ -185,7 +185,7 @@ class _Writer:
         index = len(self.operations)
         stands = self._new(level - self.least, phase, index)
         self._standing = self.values[stands].storage
-        writes = [stands, *(self._enter(place, phase, index) for place in self.shared.given(moment))]
+        writes = [stands, *(self._enter(place, phase, index) for place in self.shared.inputs_of(moment))]
         self._operation(OUTSIDE, (), tuple(writes), phase, reason=OUTSIDE)
         self._ending = {
             key: self._there.pop(number) for (_, key), number in own.items() if number in self._there
@@ -199,7 +199,7 @@ class _Writer:
             return set()
         joint, forward = self.joints[moment.call], moment.kind == "forward"
         return {key for call in joint.calls if call.forward == forward for key in call.reads} | set(
-            joint.returned(forward)
+            joint.outputs_of(forward)
         )
 
     def _end(self, numbers: Iterable[int]) -> None:
@@ -262,7 +262,7 @@ class _Writer:
         """A graph's forward or backward."""
         joint, forward = self.joints[number], phase == "forward"
         calls = [call for call in joint.calls if call.forward] if forward else ordered_backward(joint)
-        returned = joint.returned(forward)
+        returned = joint.outputs_of(forward)
         ends: dict[int, list[Key]] = {}
         for key, at in {
             key: at for at, call in enumerate(calls) for key in (*call.reads, *call.writes)

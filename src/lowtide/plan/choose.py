@@ -27,7 +27,7 @@ TRIES = 8
 """Plans that are tried for one budget."""
 
 
-def simulated(plan: Plan) -> int:
+def predicted_bytes(plan: Plan) -> int:
     """The price of an eager step's plan: its steps take what was predicted."""
     return plan.predicted_peak_bytes
 
@@ -35,7 +35,7 @@ def simulated(plan: Plan) -> int:
 def choose(
     graph: StepGraph,
     budget: int,
-    price: Price = simulated,
+    price: Price = predicted_bytes,
     *,
     policy: str | Policy = "optimal",
     target: int | None = None,
@@ -96,7 +96,7 @@ def attempts(
             plan = plan or make(graph, max(1, asked), policy, progress=False)
         except BudgetError as error:
             least = error.smallest_bytes
-            if least is None or (price is simulated and least > budget):
+            if least is None or (price is predicted_bytes and least > budget):
                 raise
             plan = make(graph, least, policy, progress=False)
         took = price(plan)

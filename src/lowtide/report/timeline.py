@@ -182,7 +182,7 @@ class _Walker:
         if plan is None:
             self.result = self.sim.simulate(self.sim.droppable, seen=self.seen)
         else:
-            self.result = self.sim.planned(plan, self.seen)
+            self.result = self.sim.simulate_plan(plan, self.seen)
         self.sources = self.result.sources
         self.slab_bytes = 0 if plan is None else plan.slab_bytes
         self.saved: dict[int, Saved] = {}

@@ -54,7 +54,7 @@ def trace_fake(
     faker = Faker()
     with ExitStack() as stack:
         stack.enter_context(same_random())
-        stack.enter_context(borrowed(modules, faker))
+        stack.enter_context(with_fakes(modules, faker))
         stack.enter_context(faker.mode)
         fake_args, fake_kwargs = faker.tree((args, kwargs))
         tracer = FakeTracer(modules[0] if modules else None, device)
@@ -77,7 +77,7 @@ def trace_fake(
         finally:
             tracer.closed = True
         del fake_args, fake_kwargs
-    graph = tracer.priced(costs(tracer.specs))
+    graph = tracer.graph_with(costs(tracer.specs))
     return replace(graph, resident_bytes=graph.resident_bytes + workspace_bytes(torch.device(device)))
 
 
@@ -121,7 +121,7 @@ class Faker:
 
 
 @contextmanager
-def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
+def with_fakes(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
     """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block."""
     with same_attributes(modules):
         for module in dict.fromkeys(module for root in modules for module in root.modules()):
@@ -131,7 +131,7 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
         yield
 
 
-def grouped(
+def grouped_product(
     first: torch.Tensor,
     second: torch.Tensor,
     offs: torch.Tensor | None = None,
@@ -224,7 +224,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
         outputs = list(filter(has_plain_storage, tensors_of(result)))
         fresh = [outputs[position] for position in call.fresh(outputs)]
         if fresh or call.written:
-            self.wrote(call, reads, fresh, signature, returned=bool(outputs), evicted=evicted)
+            self.add_writer(call, reads, fresh, signature, returned=bool(outputs), evicted=evicted)
             if signature not in self.specs:
                 sizes = [tensor.untyped_storage().nbytes() for tensor in fresh]
                 self.specs[signature] = replace(spec, output_bytes=sum(sizes))
@@ -249,10 +249,10 @@ class FakeTracer(Tracer, TorchDispatchMode):
                     "not know: pass the module that owns it as model=, or leave fake=True out"
                 )
         if call.info.name == "aten._grouped_mm.default":
-            return grouped(*call.args, **call.kwargs)
+            return grouped_product(*call.args, **call.kwargs)
         return private.call(call.func, call.args, call.kwargs)
 
-    def priced(self, costs: Costs) -> StepGraph:
+    def graph_with(self, costs: Costs) -> StepGraph:
         """The graph, with what calls of each signature cost; nothing where that is not known."""
         return self.graph(
             lambda key: (costs[key].seconds, costs[key].scratch_bytes, ()) if key in costs else (0.0, 0, ())
@@ -275,7 +275,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
         with self._pause():
             self.unpacks(handle.saved)
             if handle.kept is not None:
-                known = self.known(handle.kept) is not None  # the alias of a real constant is a fake
+                known = self.number_of(handle.kept) is not None  # the alias of a real constant is a fake
                 self.hands_out(handle.saved, None if known else handle.kept.untyped_storage())
                 return handle.kept
             tensor = handle.again()

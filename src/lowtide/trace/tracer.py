@@ -169,11 +169,11 @@ class Tracer:
         if not self.closed:
             self.events.append((kind, index))
 
-    def given(self, tensor: torch.Tensor) -> None:
-        """The caller gave the tensor to the step: its storage stands to the end, used or not, since the
+    def note_given(self, tensor: torch.Tensor) -> None:
+        """Note that the caller gave the tensor to the step: its storage stands to the end, since the
         caller of a later step may hold on to it.
         """
-        self._given.add(self.registered(tensor).number)
+        self._given.add(self.register(tensor).number)
 
     def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
         """The tensor's storage, if it has been seen."""
@@ -183,7 +183,7 @@ class Tracer:
         """The storages that have not ended."""
         return list(self._known.values())
 
-    def registered(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
+    def register(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
         """The tensor's storage; a new one is the operation ``producer``'s, or stood before the step."""
         key = private.storage_key(tensor)
         found = self._known.get(key)
@@ -210,7 +210,7 @@ class Tracer:
         if not (here := accelerator.is_on(tensor, self.device)):
             self._elsewhere.add(number)
         self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
-        found = self._known[key] = TracedStorage(storage, self._ended)
+        found = self._known[key] = TracedStorage(storage, self._end_storage)
         found.key, found.number, found.phase, found.resized = key, number, phase, False
         found.live, found.held, found.gathered = None, None, False
         found.value = len(self.values)
@@ -221,7 +221,7 @@ class Tracer:
             self.event("op", producer or 0)
         return found
 
-    def _ended(self, storage: TracedStorage) -> None:
+    def _end_storage(self, storage: TracedStorage) -> None:
         self._known.pop(storage.key, None)
         self._on_end(storage)
         storage.live = None
@@ -231,9 +231,9 @@ class Tracer:
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now."""
         found = self._handed_out.get(private.storage_key(tensor)) if self._handed_out else None
-        return self.registered(tensor).value if found is None else found[0]
+        return self.register(tensor).value if found is None else found[0]
 
-    def known(self, tensor: torch.Tensor) -> int | None:
+    def number_of(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage, if it has been seen."""
         return None if (found := self.storage_of(tensor)) is None else found.number
 
@@ -261,7 +261,7 @@ class Tracer:
         """A sharded weight is gathered into the tensor's storage, which is filled and emptied again; it
         counts as one that stood before the step.
         """
-        found = self.registered(tensor)
+        found = self.register(tensor)
         if not found.gathered:
             found.gathered, found.phase, number = True, "", found.number
             self._gathered.add(number)
@@ -297,7 +297,7 @@ class Tracer:
         """
         return self._scopes[-1].evicts(call.func, call.args, call.kwargs) if self._scopes else None
 
-    def wrote(
+    def add_writer(
         self,
         call: Call,
         reads: tuple[int, ...],
@@ -307,7 +307,7 @@ class Tracer:
         returned: bool = True,
         evicted: bool | None = None,
     ) -> int:
-        """An operation has run that wrote something: its index.
+        """Append an operation that has run and wrote something; returns its index.
 
         Args:
             call: the operation.
@@ -320,9 +320,9 @@ class Tracer:
         """
         index, info, backward = len(self.operations), call.info, private.in_backward()
         new = [tensor for tensor in fresh if self.storage_of(tensor) is None]
-        writes = [self.registered(tensor, index).value for tensor in new]
+        writes = [self.register(tensor, index).value for tensor in new]
         for tensor in call.written:
-            storage = self.registered(tensor)
+            storage = self.register(tensor)
             version = self.values[storage.value].version + 1
             storage.value = len(self.values)
             shape = tuple(tensor.shape)
@@ -389,19 +389,24 @@ class Tracer:
     def hands_out(
         self, number: int, storage: torch.UntypedStorage | None, on_end: Callable[[], None] = lambda: None
     ) -> None:
-        """Backward gets a saved tensor on ``storage``, which was made for it alone; ``on_end`` is called when
-        that storage ends. ``None``: the tensor is the one that was kept. Nobody can tell how long it is used,
-        and it stays anyway.
+        """Backward gets a saved tensor; the event "done" follows when backward no longer uses it.
+
+        Args:
+            number: of the saved tensor.
+            storage: the copy that backward gets, made for this call; "done" follows when that storage ends.
+                ``None`` where backward gets the tensor that was kept: its storage lives on, so its end shows
+                nothing, and "done" follows at once.
+            on_end: called after "done".
         """
 
-        def ended() -> None:
+        def end() -> None:
             self.event("done", number)
             on_end()
 
         if storage is None:
-            ended()
+            end()
         else:
-            enter(self._handed_out, storage, self.saved[number].value, ended)
+            enter(self._handed_out, storage, self.saved[number].value, end)
 
     def releases(self, number: int) -> None:
         """Autograd has let go of a saved tensor for good."""

@@ -99,7 +99,7 @@ def test_what_comes_back_is_a_holder_where_it_has_memory_of_its_own(slab: bool) 
     plan = policies.offload("disk", min_bytes=1, slab=slab)(graph)
     assert plan.moves and bool(plan.slab_bytes) == slab
     sim = Simulator(graph)
-    found = holders_at_peak(sim, sim.planned(plan))
+    found = holders_at_peak(sim, sim.simulate_plan(plan))
     assert not (slab and any(holder.name == FETCHED for holder in found))
     assert sum(holder.bytes for holder in found) <= plan.predicted_peak_bytes - plan.slab_bytes
     assert planned_holders(graph, plan)

@@ -31,7 +31,7 @@ class Effort:
 
     Example:
         >>> effort = Effort(limit=100)
-        >>> effort.simulated(60), effort.over, effort.simulated(60), effort.over
+        >>> effort.note_simulation(60), effort.over, effort.note_simulation(60), effort.over
         (None, False, None, True)
     """
 
@@ -51,11 +51,11 @@ class Effort:
         """Leave at least a share of the limit for what follows."""
         self.limit = max(self.limit, self.spent + share * self.limit)
 
-    def simulated(self, operations: float) -> None:
+    def note_simulation(self, operations: float) -> None:
         """Count operations that were simulated."""
         self.spent += operations
 
-    def solved(self, columns: int, whole: bool = False) -> None:
+    def note_solution(self, columns: int, whole: bool = False) -> None:
         """Count a linear program that was solved."""
         self.spent += columns * _A_COLUMN * (_WHOLE if whole else 1)
 

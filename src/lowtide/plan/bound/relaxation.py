@@ -141,9 +141,9 @@ class Relaxation:
         elsewhere.
         """
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
-        return [*entries, *self.replayed(value), *self.moves_of(value, replayed_from=True)]
+        return [*entries, *self.replays_of(value), *self.moves_of(value, replayed_from=True)]
 
-    def replayed(self, value: int) -> list[tuple[int, float]]:
+    def replays_of(self, value: int) -> list[tuple[int, float]]:
         """The entry that is -1 when ``value`` is replayed, if it may be."""
         column = self.replay_column(value)
         return [] if column is None else [(column, -1.0)]
@@ -163,7 +163,7 @@ class Relaxation:
         for m in self.moves:
             program.column(self.seconds_to_move(m))
         for v in self.demanded:
-            program.row([(self.column[v], -1.0), *self.replayed(v), *self.moves_of(v)], -1.0)
+            program.row([(self.column[v], -1.0), *self.replays_of(v), *self.moves_of(v)], -1.0)
         for i in self.operations:
             for u in self.sim.reads[i]:
                 program.row([(self.op_column[i], 1.0), *self._available(u)], 0.0)
@@ -258,7 +258,7 @@ class Relaxation:
                 handed.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
         changes: list[tuple[int, int]] = []
         for sid in handed:
-            handed[sid], size = _merged(handed[sid]), sim.graph.storages[sid].bytes
+            handed[sid], size = _merge(handed[sid]), sim.graph.storages[sid].bytes
             for start, stop in handed[sid]:
                 changes += ((start, size), (stop, -size))
         self.fixed: Bytes = sim.natural_live + bytes_over_time(changes, sim.end) + sim.scratch
@@ -321,26 +321,26 @@ class Relaxation:
         held = self.fixed if beside is None else self.fixed + beside
         for event, row in self._moments.items():
             self.program.right[row] = (budget - float(held[event])) / max(1, budget)
-        seconds = self._solved(budget, held)
+        seconds = self._add_rows_and_solve(budget, held)
         if beside is None:
             self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
             if not self.effort.over:  # else it may have ended early
                 self._answers[budget] = seconds, self._point
         return seconds, self._point
 
-    def _solved(self, budget: int, held: Bytes) -> float:
+    def _add_rows_and_solve(self, budget: int, held: Bytes) -> float:
         """Add the rows of moments at which more than ``budget`` would stand beside what is ``held``, and
         solve, until there are none."""
         best = 0.0
         for number in range(_ROUNDS):
             load = (held + self.occupancy(self._point)) / max(1, budget)
-            fresh = [event for event in self._violated(load) if event not in self._moments]
+            fresh = [event for event in self._worst_events(load) if event not in self._moments]
             for event in fresh:
                 self._add_moment(event, budget, float(held[event]))
             if number and not fresh:
                 break
             status, objective, answer = self.program.solve()
-            self.effort.solved(len(self.program.cost))
+            self.effort.note_solution(len(self.program.cost))
             if status == 2:
                 return float("inf")
             if status != 0 or answer is None:
@@ -358,7 +358,7 @@ class Relaxation:
             self._answers.pop(budget, None)
             self.solve(budget)
         _, bound, answer = self.program.solve(range(self.count), _NODES, gap)
-        self.effort.solved(len(self.program.cost), whole=True)
+        self.effort.note_solution(len(self.program.cost), whole=True)
         if bound < float("inf"):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer
@@ -370,7 +370,7 @@ class Relaxation:
         entries = list(zip(column[there].tolist(), (size[there] / scale).tolist(), strict=True))
         self._moments[event] = self.program.row(entries, (budget - held) / scale)
 
-    def _violated(self, load: Floats) -> list[int]:
+    def _worst_events(self, load: Floats) -> list[int]:
         """The worst events above the budget, at most one in each stretch of the step."""
         over = np.flatnonzero(load > 1 + 1e-7)
         worst = over[np.argsort(-load[over], kind="stable")]
@@ -379,7 +379,7 @@ class Relaxation:
         return worst[np.sort(first)][:_ROWS_PER_ROUND].tolist()
 
 
-def _merged(spans: Spans) -> Spans:
+def _merge(spans: Spans) -> Spans:
     """The union of spans."""
     merged: Spans = []
     for start, stop in sorted(spans):

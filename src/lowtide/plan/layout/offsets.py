@@ -144,7 +144,7 @@ def find(
     """
     current().say("placing")
     begin = time.monotonic()
-    low, high, sizes = _checked(lower, upper, size, align)
+    low, high, sizes = _check_sizes(lower, upper, size, align)
     units = -(-sizes // align)
     alive = np.flatnonzero((units > 0) & (high > low))
     offsets = np.zeros(len(sizes), np.int64)
@@ -190,7 +190,7 @@ def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLik
     Raises:
         PlanError: two buffers that live at once overlap.
     """
-    low, high, sizes = _checked(lower, upper, size, 1)
+    low, high, sizes = _check_sizes(lower, upper, size, 1)
     at = np.asarray(offsets, np.int64)
     tops = at + sizes
     real = np.flatnonzero((sizes > 0) & (high > low))
@@ -203,7 +203,7 @@ def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLik
     return int(tops.max(initial=0))
 
 
-def _checked(
+def _check_sizes(
     lower: ArrayLike, upper: ArrayLike, size: ArrayLike, align: int
 ) -> tuple[Numbers, Numbers, Numbers]:
     arrays = [np.asarray(a) for a in (lower, upper, size)]

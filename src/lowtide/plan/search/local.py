@@ -75,7 +75,7 @@ class LocalSearch:
         return self._simulated(self.sim.close(stored))
 
     def _simulated(self, closed: frozenset[int]) -> Candidate:
-        self.effort.simulated(len(self.sim.graph.operations))
+        self.effort.note_simulation(len(self.sim.graph.operations))
         return Candidate(closed, self.sim.simulate(closed))
 
     def faster(self, best: Candidate, budget: int) -> Candidate:
@@ -137,7 +137,7 @@ class LocalSearch:
                 if closed in tried:
                     continue
                 tried.add(closed)
-                self.effort.simulated(_BOUNDED * len(self.sim.graph.operations))
+                self.effort.note_simulation(_BOUNDED * len(self.sim.graph.operations))
                 if self.sim.least_at(closed, at) >= peak:
                     continue
                 turns -= 1

@@ -220,7 +220,7 @@ class MixedSearch:
                 share[m.value] = (float(point[k]), m)
         for v in relaxation.values:
             keep = float(point[relaxation.column[v]])
-            again = sum(float(point[column]) for column, _ in relaxation.replayed(v))
+            again = sum(float(point[column]) for column, _ in relaxation.replays_of(v))
             move, m = share.get(v, (0.0, None))
             if m is not None and move >= least and move > keep and move >= again:
                 moves.append(m)

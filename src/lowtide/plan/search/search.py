@@ -188,7 +188,7 @@ class Search:
         spent = sum(descent.spent for descent in self.descents)
         lows = (low for descent in self.descents if (low := descent.within(budget)))
         found = list(islice(lows, wanted()))
-        self.effort.simulated(sum(descent.spent for descent in self.descents) - spent)
+        self.effort.note_simulation(sum(descent.spent for descent in self.descents) - spent)
         self.effort.extend(_LAST)
         yield found
         yield from _corrected(self.relaxation, self.local, budget)

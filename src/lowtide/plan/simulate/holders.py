@@ -185,7 +185,7 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
         optimizer_bytes: what of the graph's resident bytes is the optimizer's state.
     """
     sim = Simulator(graph)
-    simulation = sim.planned(plan)
+    simulation = sim.simulate_plan(plan)
     parts = parts_of(sim, simulation)
     state = min(optimizer_bytes, parts.get(STANDING, 0))
     rest = parts.pop(STANDING, 0) - state  # never touched, or of a graph without parameters

@@ -93,7 +93,7 @@ class Sources:
     made: Sequence[int] = ()
     slab: bool = False
 
-    def ordered(self, operations: Iterable[int]) -> list[int]:
+    def in_order(self, operations: Iterable[int]) -> list[int]:
         """Operations in the order of the forward; what fetches a value stands right behind what made it."""
         if not self.moved:
             return sorted(operations)
@@ -359,7 +359,7 @@ class StepIndex:
             sizes, storable = self.value_bytes, self.storable
             # and what nobody asks for, but for what cannot be begun from
             asked = [
-                *self.asked(self.droppable),
+                *self.unpacks_of(self.droppable),
                 *((v, -1) for v in self.droppable if v not in self.last_unpack),
             ]
             crossing(asked, self.present, found, self.producer, self.reads, storable, sizes)
@@ -399,7 +399,7 @@ class StepIndex:
         place = bisect_right(resizes, event, key=itemgetter(0))
         return resizes[place - 1][1] if place else sid not in self.begin_empty
 
-    def asked(self, evicted: Iterable[int]) -> Iterator[tuple[int, int]]:
+    def unpacks_of(self, evicted: Iterable[int]) -> Iterator[tuple[int, int]]:
         """(value, event) for each time that a replay brings an evicted value back."""
         for v in evicted:
             unpacked = [at for at, what, _ in self.happenings[v] if what == "unpack"]

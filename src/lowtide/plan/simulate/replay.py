@@ -166,13 +166,13 @@ class Walk:
             if self.seen is not None:
                 self.seen.append(Held(event, -1, frozenset(cached), self.live, 0))
 
-    def _needed(self, value: int) -> list[int]:
+    def _operations_for(self, value: int) -> list[int]:
         """The operations that bring a value back: most often its producer alone."""
         sources, there = self.sources, self.there
         index = sources.producer[value]
         for u in sources.reads[index]:
             if not there[u]:
-                return sources.ordered(replay_set([value], sources.producer, sources.reads, there))
+                return sources.in_order(replay_set([value], sources.producer, sources.reads, there))
         return [index]
 
     def _early_bytes(self, value: int) -> int:
@@ -213,7 +213,7 @@ class Walk:
         sizes = sim.value_bytes if again else self.sizes
         slab = sources.slab and not again
         live, most, most_op = self.live, -1, -1
-        needed = self._needed(value)
+        needed = self._operations_for(value)
         there = bytearray(self.there) if again else self.there
         if sources.moved:
             self.work.append((event, needed, []))
@@ -284,7 +284,7 @@ class Walk:
             self.handed[value] += 1
             self.apart[value].append(0)
             return
-        before, needed = self.live, self._needed(value)
+        before, needed = self.live, self._operations_for(value)
         left = defaultdict[int, int](int, {value: 1})
         for index in needed:
             for u in self.sources.operations[index].reads:

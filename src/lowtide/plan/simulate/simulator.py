@@ -126,7 +126,7 @@ class Simulator(StepIndex):
         lost = not self.unreplayable.isdisjoint(needed)
         if lost or (2 in flags and any(flags[u] == 2 for index in needed for u in sources.reads[index])):
             _refuse(self, sources, evicted, flags)
-        return sources.ordered(needed)
+        return sources.in_order(needed)
 
     def _refuse_absent(self, evicted: list[int], flags: bytearray, sources: Sources) -> None:
         """Check that no replay reads a gathered storage where that is empty.
@@ -135,7 +135,7 @@ class Simulator(StepIndex):
             PlanError: one does.
         """
         together: dict[int, list[int]] = {}
-        for value, event in self.asked(evicted):
+        for value, event in self.unpacks_of(evicted):
             together.setdefault(self.windows[event], []).append(value)
         for window, values in together.items():
             for index in replay_set(values, sources.producer, sources.reads, flags):
@@ -216,7 +216,7 @@ class Simulator(StepIndex):
             spans=walk.places.spans(),
         )
 
-    def planned(self, plan: Plan, seen: list[Held] | None = None) -> Simulation:
+    def simulate_plan(self, plan: Plan, seen: list[Held] | None = None) -> Simulation:
         """The step under ``plan``; its slab, if it has one, is left aside."""
         sources = self.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
         return self.simulate(plan.stored, sources, seen=seen)

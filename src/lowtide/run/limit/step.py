@@ -297,12 +297,12 @@ class PlannedStep(StepWatch):
             with governing(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
-            result = self._recorded(forward, inputs)
+            result = self._run_recorded(forward, inputs)
         self.planned.steps += 1
         self.forward_ends(tensors_returned(result))
         return result
 
-    def _recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+    def _run_recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
         members = inputs.members
         planned, plan = self.planned, self.planned.plan
         first, timed = planned.steps == 0, planned.times_next()

@@ -148,7 +148,7 @@ class Profiler(Interceptor):
                 if private.may_shard():
                     self.given = tuple(map(_digest_of, given))
                 for tensor in given:
-                    tracer.given(tensor)
+                    tracer.note_given(tensor)
                 del given
                 if self._forwards is None:
                     stack.enter_context(self._forward())
@@ -256,7 +256,7 @@ class Profiler(Interceptor):
         ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
         if not ran.made and not call.written:
             return ran.result
-        index = tracer.wrote(call, reads, ran.made, cost, reason, ran.returned, evicted)
+        index = tracer.add_writer(call, reads, ran.made, cost, reason, ran.returned, evicted)
         if call.info.collective:
             self.under_way.begins(call, cost, ran.flat, may_run_again=records)
         tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
@@ -406,7 +406,7 @@ class Profiler(Interceptor):
         """An operation has written to what may have been saved; version counters have not moved yet."""
         self.settle()
         for tensor in written:
-            number = self.tracer.known(tensor)
+            number = self.tracer.number_of(tensor)
             if number in self._saved_in:
                 where = (weakref.ref(tensor.untyped_storage()), Geometry(tensor))
                 self._written += [(one, *where) for one in self._saved_in[number]]

@@ -158,7 +158,7 @@ class SegmentedTape:
 
     def _register(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
         value = LiveValue.written(node, tensor, extent, self.verify)
-        self._segment.add(self._tracer.registered(tensor), value)
+        self._segment.add(self._tracer.register(tensor), value)
         return value
 
     def stood_before(self, tensor: torch.Tensor) -> bool:
