@@ -12,9 +12,9 @@ rounds, on one processor where PyTorch has one thread. The processor's own time 
 
 A row is written when its peak is known, and after each round. What stands in the result file is not run
 again, so a run that was stopped goes on where it was; a row that failed is tried again. Each row says which
-code made it (`made_by`): rows of other code of lowtide, or of another PyTorch, are measured anew. ``--quick``
-runs one round of four engines on a tiny model of each kind, into a file of its own, to see that all of it
-works. Scores, tables and pictures: `benchmarks.curve_report`.
+code made it (`made_by`), when and on what (`measured`): rows of other code of lowtide, or of another PyTorch,
+are measured anew. ``--quick`` runs one round of four engines on a tiny model of each kind, into a file of its
+own, to see that all of it works. Scores, tables and pictures: `benchmarks.curve_report`.
 """
 
 from __future__ import annotations
@@ -76,6 +76,8 @@ class Rows:
         """Change a row and write the file."""
         named = {"model": model, "engine": engine.key, "name": engine.name, "compiled": engine.compiled}
         named["made_by"] = made_by(engine)
+        here = machine()
+        named["measured"] = f"{here['date']}, {here['processor']}"
         self._rows[model, engine.key] = {
             **named,
             "setting": engine.setting,

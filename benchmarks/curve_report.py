@@ -153,7 +153,7 @@ def tables(found: dict[str, Any]) -> str:
     lines = [
         "# Peak against time",
         "",
-        f"Made by `python -m benchmarks budget_curve`: {machine['date']}, {machine['processor']}, "
+        f"Made by `python -m benchmarks budget_curve`, last: {machine['date']}, {machine['processor']}, "
         f"{machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, Python "
         f"{machine['python']}, lowtide {machine['lowtide']}.",
         "",
@@ -198,14 +198,17 @@ def tables(found: dict[str, Any]) -> str:
             "budget MB",
             "predicted MB",
         ]
+        points = [row for row in found["rows"] if row["model"] == model]
+        measured = "; ".join(dict.fromkeys(row["measured"] for row in points))
         lines += [
             "",
             f"## {model}",
             "",
+            f"Measured {measured}.",
+            "",
             "| " + " | ".join([*head, "predicted extra", "of its step"]) + " |",
             "|---" * 10 + "|",
         ]
-        points = [row for row in found["rows"] if row["model"] == model]
         for row in points:
             if row.get("error"):
                 lines.append(f"| {row['engine']} | failed: {row['error'].replace('|', '/')} |" + " |" * 8)
