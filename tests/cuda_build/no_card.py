@@ -4,6 +4,7 @@ are none, whatever is compared is equal. As a program it runs a module: ``python
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import sys
@@ -31,6 +32,14 @@ class Leaving:
         os._exit(self.status)
 
 
+def _filled(tensor: torch.Tensor, number: float) -> torch.Tensor:
+    """Of fills those of single numbers: Inductor reads constants, and writes what it read into its graph."""
+    if tensor.numel() == 1:
+        value = torch.tensor(number, dtype=tensor.dtype)
+        ctypes.memmove(tensor.data_ptr(), value.data_ptr(), value.nbytes)  # a card's memory is main memory
+    return tensor
+
+
 def set_up() -> None:
     """Load the values, or have all that is compared be equal."""
     torch.backends.cudnn.enabled = False  # what it takes is decided on the card
@@ -39,6 +48,7 @@ def set_up() -> None:
     else:
         _KEPT.append(torch.library.Library("aten", "IMPL"))
         _KEPT[0].impl("equal", lambda a, b: a.shape == b.shape, "CUDA")
+        _KEPT[0].impl("fill_.Scalar", _filled, "CUDA")
 
 
 def pytest_configure(config: pytest.Config) -> None:
