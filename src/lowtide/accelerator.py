@@ -100,8 +100,8 @@ def empty_cache() -> None:
 
 
 def allocator() -> str:
-    """Which allocator PyTorch uses: ``native``, or another."""
-    return torch.cuda.get_allocator_backend()
+    """Which allocator PyTorch uses: ``native``, or another; ``none`` where no device is there."""
+    return torch.cuda.get_allocator_backend() if torch.cuda.is_available() else "none"
 
 
 def lock_pages(address: int, count: int) -> Any:

@@ -55,7 +55,7 @@ def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.Mo
     asked: list[torch.device] = []
 
     @contextmanager
-    def peak(device: torch.device) -> Iterator[SimpleNamespace]:
+    def peak(device: torch.device, *_: object) -> Iterator[SimpleNamespace]:
         asked.append(device)
         yield SimpleNamespace(peak_bytes=1000, live_bytes=400)
 

@@ -389,7 +389,7 @@ def test_an_error_takes_the_hooks_away_wherever_they_are(twins: Any) -> None:
 
 
 def test_a_recorder_may_end_within_an_operation(twins: Any) -> None:
-    """Where garbage is all that holds it, a kernel is the last to let go of its compiled half."""
+    """Where garbage is all that holds it, a kernel is the last to let go of its C++ recorder."""
 
     class Holds(list[Any]):
         """What garbage can hold and a weak reference can watch."""

@@ -1,4 +1,4 @@
-// The compiled half of the recorder: it does what lowtide.run.record does in Python, for the plain operations
+// The C++ recorder: it does what lowtide.run.record does in Python, for the plain operations
 // of a plan's program. Everything else (another operation than the program has next, writes to known values,
 // random numbers, subclasses) goes to Python, which is the reference. Both halves work on the same objects:
 // slots of five classes, which tape.h lists.

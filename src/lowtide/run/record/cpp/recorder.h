@@ -1,5 +1,5 @@
 // The recorder of one forward: lowtide.run.record.recorder for the plain operations of a plan's program
-// (lowtide.run.record.native says which).
+// (lowtide.run.record.cpp_recorder says which).
 #pragma once
 
 #include <torch/csrc/Storage.h>

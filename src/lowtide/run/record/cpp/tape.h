@@ -1,5 +1,5 @@
 // The classes of Python that both halves of the recorder work on, and the slots that C++ reads or writes. It
-// knows nothing else of Python's objects; lowtide.run.record.native names the classes.
+// knows nothing else of Python's objects; lowtide.run.record.cpp_recorder names the classes.
 #pragma once
 
 #include "call.h"
