@@ -414,14 +414,14 @@ def searched() -> None:
     """Others wait in the first step's backward: a search there does as much work as a step would take time
     for, whatever it searches for; the rest is left to a process beside the next steps.
     """
-    spent, own = list[float](), Effort.simulated
+    spent, own = list[float](), Effort.note_simulation
 
     def noted(effort: Effort, operations: float) -> None:
         spent.append(operations)
         own(effort, operations)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Effort, "simulated", noted)
+        patch.setattr(Effort, "note_simulation", noted)
         for budget, policy in product(("70%", "min"), (policies.optimal(), policies.mixed())):
             spent.clear()
             model = nn.parallel.DistributedDataParallel(Long())
