@@ -59,7 +59,7 @@ class ScopedTracer(FakeTracer):
 
     def will_evict(self, tensor: Tensor) -> bool:
         """Whether the recomputation of a layer brings the tensor back."""
-        number = self.known(tensor)
+        number = self.number_of(tensor)
         producer = None if number is None else self.storages[number].producer
         return producer is not None and bool(block_of(self.operations[producer].module))
 
