@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import private
+from lowtide import interception, private
 from lowtide.interception import (
     _KEY,
     _STATE,
     Interceptor,
     _included,
+    _Kernel,
     _RecordStream,
     _thread,
     alone,
@@ -107,6 +108,30 @@ def test_an_operation_of_a_library_that_comes_later_is_seen() -> None:
 
 
 # ---- what is seen --------------------------------------------------------------------------------
+
+
+def test_what_an_interruption_left_out_is_registered_by_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C while kernels are put at the key: every operation is seen afterwards."""
+    asked = ("first", "second", "third")
+    with torch.library._scoped_library("lowtide_interrupted", "DEF") as library:
+        for name in asked:
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x + 1, "CompositeExplicitAutograd")
+
+        def interrupt(name: str) -> interception._Kernel:
+            if name == "lowtide_interrupted::second":
+                raise KeyboardInterrupt
+            return _Kernel(name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(interception, "_Kernel", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                Names().start()
+        x = torch.ones(2)
+        names = names_of(lambda: [getattr(torch.ops.lowtide_interrupted, name)(x) for name in asked])
+        assert names == list(asked)
 
 
 def test_views_are_not_seen() -> None:

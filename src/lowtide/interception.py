@@ -359,13 +359,13 @@ class _Registered:
     """
 
     def __init__(self) -> None:
+        self.native: Any = extension(_RECORDER, "lowtide_recorder")  # first: whoever waits may interrupt it
         self.fallback = private.kernel_library("_")
         for key in (_KEY, writes.KEY):
             self.fallback.fallback(key, torch.library.fallthrough_kernel, False)
         self.libraries: dict[str, Any] = {}
         self.known: set[str] = set()
         self.definitions: tuple[Any, ...] = ()
-        self.native: Any = extension(_RECORDER, "lowtide_recorder")
         writes.serve(self.native)
 
 
@@ -395,19 +395,16 @@ def _definitions() -> tuple[Any, ...]:
 
 def _register() -> None:
     """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor
-    made of others.
+    made of others. What an interruption left out is done by the next call.
     """
     registered, definitions = _registration(), _definitions()
     if registered.definitions == definitions:
         return
-    registered.definitions, libraries = definitions, registered.libraries
+    libraries, has = registered.libraries, private.has_kernel_at
     for key in (_KEY, writes.KEY):
         private.let_higher_order_operators_pass(key)
     new = set(private.all_operation_names()) - registered.known
-    if not new:
-        return
-    registered.known |= new
-    views, mutable = _views(), _overloads_where(lambda schema: schema.is_mutable)
+    views, mutable = (_views(), _overloads_where(lambda schema: schema.is_mutable)) if new else (set(), set())
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
         if name in views or is_made_of_others(name):
@@ -416,15 +413,20 @@ def _register() -> None:
         if namespace not in libraries:
             libraries[namespace] = private.kernel_library(namespace)
         if name == "aten::record_stream":
-            libraries[namespace].impl(rest, _KEY, _RecordStream(name), True)
+            if not has(name, _KEY):
+                libraries[namespace].impl(rest, _KEY, _RecordStream(name), True)
             continue
-        ours.append((namespace, rest))
+        if registered.native is not None and not has(name, _KEY):
+            ours.append((namespace, rest))
         key = _KEY if registered.native is None else _PYTHON_KEY
-        libraries[namespace].impl(rest, key, _Kernel(name), True)
-        if registered.native is None and name in mutable:
+        if not has(name, key):
+            libraries[namespace].impl(rest, key, _Kernel(name), True)
+        if registered.native is None and name in mutable and not has(name, writes.KEY):
             libraries[namespace].impl(rest, writes.KEY, _Writes(name), False)
     if registered.native is not None:
         registered.native.let_in(ours)
+    registered.known |= new
+    registered.definitions = definitions
 
 
 def is_made_of_others(name: str) -> bool:
