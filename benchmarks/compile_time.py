@@ -7,8 +7,8 @@ Each figure of compiling is a process of its own with a cache folder of its own;
 folder is the warm one. The budget is a share, and the same in bytes, where the plain step need not be known.
 Planning is all that happens where a plan is made: ``lowering`` is the part in which Inductor says what it
 would allocate, ``reading`` the one in which what it generates is read, ``solving`` the search for the plan;
-timing operations, looking at the graph, and compiling what is compiled as soon as it is tried are the rest. A
-model of transformers with labels is two graphs, whose first step is recorded and planned for after it. A step
+timing operations, looking at the graph, and compiling what is compiled as soon as it is tried are the rest.
+GPT-2 of transformers with labels is two graphs: its first step is recorded, and planned for after it. A step
 at ``100%`` is compared with the plain compiled one in paired rounds. The models' steps are short on purpose:
 compiling does not depend on sizes.
 """
