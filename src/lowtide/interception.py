@@ -400,11 +400,18 @@ def _register() -> None:
     registered, definitions = _registration(), _definitions()
     if registered.definitions == definitions:
         return
-    libraries, has = registered.libraries, private.has_kernel_at
     for key in (_KEY, writes.KEY):
         private.let_higher_order_operators_pass(key)
-    new = set(private.all_operation_names()) - registered.known
-    views, mutable = (_views(), _overloads_where(lambda schema: schema.is_mutable)) if new else (set(), set())
+    if new := set(private.all_operation_names()) - registered.known:
+        _put_kernels(registered, new)
+        registered.known |= new
+    registered.definitions = definitions
+
+
+def _put_kernels(registered: _Registered, new: set[str]) -> None:
+    """Put kernels at the keys for these overloads, where none of ours is yet."""
+    libraries, has = registered.libraries, private.has_kernel_at
+    views, mutable = _views(), _overloads_where(lambda schema: schema.is_mutable)
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
         if name in views or is_made_of_others(name):
@@ -425,8 +432,6 @@ def _register() -> None:
             libraries[namespace].impl(rest, writes.KEY, _Writes(name), False)
     if registered.native is not None:
         registered.native.let_in(ours)
-    registered.known |= new
-    registered.definitions = definitions
 
 
 def is_made_of_others(name: str) -> bool:

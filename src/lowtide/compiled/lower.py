@@ -391,7 +391,8 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
         **{f"empty_strided_{kind}": _empty_on(kind) for kind in ("cpu", "cuda", "xpu", "mtia")},
     }
     source = ast.Module(functions, [])
-    _refuse_unknown_memory(source, names.keys() | {one.name for one in functions})  # type: ignore[attr-defined]
+    known = names.keys() | {one.name for one in functions}  # type: ignore[attr-defined]
+    _refuse_unknown_memory(source, known)
     for node in ast.walk(source):
         if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):
             names[node.id] = _KernelStub(ledger)

@@ -179,7 +179,8 @@ def resident_workspace_bytes(device: torch.device) -> int:
         if where not in _TAKEN.where:
             _TAKEN.where.add(where)
             with torch.enable_grad():
-                _Takes.apply(torch.ones(1, device=at, requires_grad=True)).backward()  # type: ignore[union-attr]
+                one = torch.ones(1, device=at, requires_grad=True)
+                _Takes.apply(one).backward()  # type: ignore[union-attr]
     return count
 
 

@@ -145,7 +145,8 @@ class LiveValue:
             if held is None:
                 storage = self.shown() if isinstance(self.shown, weakref.ref) else None
                 if storage is not None and how == "written":
-                    self.shown = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore
+                    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                    self.shown = empty.set_(storage)  # pyright: ignore
             elif self.unchanged and held.untyped_storage().nbytes() >= self.nbytes:
                 self.held = held.data if how == "swapped" else on_a_copy(held)
                 self.version = private.version(self.held)
