@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from lowtide.compiled import price
 from lowtide.compiled.alone import forecast
 from lowtide.compiled.choose import Choice, with_prices
 from lowtide.compiled.joint import Joint
+from lowtide.compiled.kernels import KernelCosts
 from lowtide.compiled.lower import Generated, Traffic
 from lowtide.compiled.price import CandidateCuts, costs_of, half_seconds, parts_of
 from lowtide.plan.choose import at_or_smallest
@@ -24,6 +26,12 @@ ROWS, WIDTH = 64, 48
 
 class Seen(Exception):
     """Ends a compilation."""
+
+
+def costs(mask_written: float, mask_read: float, **functions: float) -> AbstractContextManager[object]:
+    """A machine whose kernels take so many seconds an element."""
+    given = KernelCosts(mask_written, mask_read, functions)
+    return mock.patch.object(price, "kernel_costs", lambda: given)
 
 
 class Relu(nn.Module):
@@ -146,13 +154,13 @@ def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: 
 
 def test_masks_that_are_handed_over_are_likely_to_cost_what_kernels_take_for_them(look: Look) -> None:
     cuts = CandidateCuts(look.joint, {})
-    with mock.patch.object(price, "MASK_SECONDS", (0.0, 0.0)):
+    with costs(0.0, 0.0):
         without = cuts.likely_seconds(cuts.plain)
         assert without > 0
-    with mock.patch.object(price, "MASK_SECONDS", (2.0, 1.0)):
+    with costs(2.0, 1.0):
         assert cuts.likely_seconds(cuts.plain) - without == pytest.approx(3 * ROWS * WIDTH)
     unmasked = cuts.candidate(frozenset())  # computes the product again, and the mask within what reads it
-    with mock.patch.object(price, "MASK_SECONDS", (2.0, 1.0)):
+    with costs(2.0, 1.0):
         assert without < cuts.likely_seconds(unmasked) < 1.0
 
 
@@ -171,10 +179,32 @@ def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
 
 
 def test_masks_cost_what_they_take_on_a_cpu(look: Look) -> None:
-    count, (write, read) = 1 << 20, price.MASK_SECONDS
-    assert half_seconds(look.halves[0], Traffic(0, count, 0), {}, "cpu") == pytest.approx(count * write)
-    assert half_seconds(look.halves[0], Traffic(0, 0, count), {}, "cpu") == pytest.approx(count * read)
-    assert half_seconds(look.halves[0], Traffic(0, count, count), {}, "cuda") == 0
+    with costs(8.0, 3.0):
+        assert half_seconds(look.halves[0], Traffic(0, 64, 0), {}, "cpu") == 64 * 8
+        assert half_seconds(look.halves[0], Traffic(0, 0, 64), {}, "cpu") == 64 * 3
+        assert half_seconds(look.halves[0], Traffic(0, 64, 64), {}, "cuda") == 0
+
+
+class Curve(nn.Module):
+    """Functions of two kinds between products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, WIDTH, bias=False), nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.sin(self.first(x)) * 2 + 1).pow(2).sum()
+
+
+def test_a_function_costs_what_it_adds_to_a_kernel_and_arithmetic_nothing() -> None:
+    with costs(0.0, 0.0, sin=2.0, cos=1.0, pow=5.0, mul=0.0):
+        parts = parts_of(look_at(Curve(), torch.randn(ROWS, 16)).costs)
+    fused = {name: seconds for name, seconds in parts.items() if "mm" not in name}
+    assert {"sin", "cos", "pow_1"} <= fused.keys() and len(fused) > 5
+    assert {name: seconds for name, seconds in fused.items() if seconds} == {
+        "sin": 2.0 * ROWS * WIDTH,
+        "cos": 1.0 * ROWS * WIDTH,
+    }
 
 
 class Loss(nn.Module):
@@ -191,9 +221,9 @@ class Loss(nn.Module):
 
 def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
     x = torch.randn(2, 1024, 256)
-    with mock.patch.object(price, "MASK_SECONDS", (1e-6, 1e-6)):
+    with costs(1e-6, 1e-6):
         slow = forecast(Loss(), "90%", x)
-    with mock.patch.object(price, "MASK_SECONDS", (0.0, 0.0)):
+    with costs(0.0, 0.0):
         quick = forecast(Loss(), "90%", x)
     assert slow.predicted_extra_seconds < -1 < quick.predicted_extra_seconds
     assert slow.gap_seconds < 0.5 * slow.plain_seconds

@@ -90,3 +90,20 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
         assert AsyncCompile.use_process_pool()
         inductor.generated(forward, False, {})
     assert pools == [False]
+
+
+def test_a_kernel_is_compiled_as_generated_ones_are() -> None:
+    source = """
+#include <torch/csrc/inductor/cpp_prefix.h>
+extern "C" void kernel(const float* in, float* out, const int64_t count) {
+  using Vector = at::vec::Vectorized<float>;
+  for (int64_t at = 0; at < count; at += Vector::size()) {
+    (Vector::loadu(in + at) * Vector(2.0f)).store(out + at);
+  }
+}
+"""
+    given, taken = torch.rand(64), torch.zeros(64)
+    inductor.cpp_kernel(["const float*", "float*", "const int64_t"], source)(given, taken, 64)
+    assert torch.equal(taken, 2 * given)
+    with pytest.raises(inductor.NoCompiler):
+        inductor.cpp_kernel(["const float*"], "what no compiler knows")

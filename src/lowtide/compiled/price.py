@@ -1,12 +1,14 @@
 """What a candidate cut of a joint graph takes and costs, known before anything runs.
 
-Calls are timed by themselves, and count less where one kernel takes several; no kernel is compiled for that.
+Calls are timed by themselves; where one kernel takes several, it counts what each adds (`kernel_costs`). No
+kernel of a candidate is compiled for that.
 What the two halves of a cut allocate is read off what their backend runs (`lowtide.compiled.lower`).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
+from lowtide.compiled.kernels import kernel_costs
 from lowtide.compiled.lower import Generated, Profile, Profiles, Size, Traffic
 from lowtide.compiled.moving import arriving_bytes, with_moves
 from lowtide.compiled.profile import GraphCall, Moment, Timeline
@@ -30,11 +33,6 @@ from lowtide.private import OpOverload, partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
 from lowtide.trace.costs.specs import OpSpec, described_call
-
-_FUSED_SHARE = 0.1
-"""Of what an element-wise call takes by itself on a CPU, what its arithmetic adds to a kernel that has its
-inputs. Elsewhere it adds nothing: such calls take the time of their traffic, beside which a GPU computes.
-"""
 
 
 def room_for_timing(joint: Joint, budget: str | int | None = None, standing_bytes: int = 0) -> int:
@@ -57,45 +55,52 @@ def room_for_timing(joint: Joint, budget: str | int | None = None, standing_byte
 def costs_of(
     joint: Joint, time_budget: float = 0.7, memory_limit_bytes: int | None = None
 ) -> dict[str, CallCost]:
-    """A `CallCost` for every call of a graph, by the name of its node. Equal calls are timed once, on made-up
-    inputs.
+    """A `CallCost` for every call of a graph, by the name of its node. Equal calls that are no part of a
+    generated kernel are timed once, on made-up inputs.
 
     Args:
         joint: the graph.
         time_budget: seconds.
         memory_limit_bytes: the most that the timing may take, scratch of single calls aside.
     """
-    specs: dict[Any, OpSpec] = {}
-    keys: dict[fx.Node, Any] = {}
-    for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
-        spec = spec_of(node, joint.size)
-        if spec is not None:
-            keys[node] = repr(spec)
-            specs.setdefault(keys[node], spec)
-    measured = measure_costs(specs, time_budget=time_budget, memory_limit_bytes=memory_limit_bytes)
     found: dict[str, CallCost] = {}
+    specs: dict[str, OpSpec] = {}
+    keys: dict[str, str] = {}  # of calls that no generated kernel takes
+    inlined: dict[str, dict[str, float]] = {}
     for call in joint.calls:
-        own = measured.get(keys.get(call.node))
-        fused = joint.fusible is not None and joint.fusible(call.node)
-        parts = {one.name: _within(one, measured[keys[one]].seconds) for one in call.inlined if one in keys}
-        if own is None:
-            cost = CallCost(0.0, 0, parts=parts)
-        elif fused:
-            parts[call.node.name] = _within(call.node, own.seconds)
-            cost = CallCost(
-                _moving_seconds(joint, call, memory_limit_bytes) + sum(parts.values()), 0, parts=parts
-            )
+        name, spec = call.node.name, spec_of(call.node, joint.size)
+        inlined[name] = {one.name: _within(one, joint.size) for one in call.inlined}
+        if spec is None:
+            found[name] = CallCost(0.0, 0, parts=inlined[name])
+        elif joint.fusible is not None and joint.fusible(call.node):
+            parts = inlined[name] | {name: _within(call.node, joint.size)}
+            moving = _moving_seconds(joint, call, memory_limit_bytes)
+            found[name] = CallCost(moving + sum(parts.values()), 0, parts=parts)
         else:
-            parts[call.node.name] = own.seconds
+            keys[name] = repr(spec)
+            specs.setdefault(keys[name], spec)
+    measured = measure_costs(specs, time_budget=time_budget, memory_limit_bytes=memory_limit_bytes)
+    for call in joint.calls:
+        if call.node.name in keys:
+            own = measured[keys[call.node.name]]
             surplus = own.surplus_bytes if len(call.writes) == 1 else 0
-            cost = CallCost(own.seconds, own.scratch_bytes, surplus, parts)
-        found[call.node.name] = cost
+            parts = inlined[call.node.name] | {call.node.name: own.seconds}
+            found[call.node.name] = CallCost(own.seconds, own.scratch_bytes, surplus, parts)
     return found
 
 
-def _within(node: fx.Node, seconds: float) -> float:
-    """What an element-wise call adds to a kernel that has its inputs, of what it takes by itself."""
-    return seconds * _FUSED_SHARE if _device_of(node) == "cpu" else 0.0
+def _within(node: fx.Node, size_of: Size) -> float:
+    """What an element-wise call adds to a kernel that has its inputs: what a CPU computes for it. Elsewhere
+    it adds nothing: such calls take the time of their traffic, beside which a GPU computes.
+    """
+    value, packet = node.meta.get("val"), getattr(node.target, "overloadpacket", None)
+    if not isinstance(value, torch.Tensor) or value.device.type != "cpu" or packet is None:
+        return 0.0
+    name = packet.__name__
+    power = node.args[1] if name == "pow" else None
+    if not value.is_floating_point() or (isinstance(power, int | float) and float(power).is_integer()):
+        return 0.0  # whole powers are products
+    return math.prod(map(size_of, value.shape)) * kernel_costs().functions.get(name, 0.0)
 
 
 def _device_of(node: fx.Node) -> str:
@@ -131,11 +136,6 @@ def _leaves(tree: Any) -> list[torch.Tensor]:
 
 # ---- of a half ------------------------------------------------------------------------------------
 
-MASK_SECONDS = 8e-9, 3e-9
-"""To write a boolean, and to read one: Inductor's C++ kernels convert masks between vectors' lanes and bytes
-one by one, and take so long for it on an AMD EPYC with AVX-512, where a float takes 0.1 to 0.3 ns.
-"""
-
 
 def half_seconds(
     half: fx.GraphModule,
@@ -158,9 +158,9 @@ def half_seconds(
     if traffic.bytes:
         machine = calibrate(device, memory_limit_bytes=memory_limit_bytes)
         seconds += traffic.bytes / machine.bytes_per_second
-    if torch.device(device).type == "cpu":
-        write, read = MASK_SECONDS
-        seconds += traffic.masks_written * write + traffic.masks_read * read
+    if (traffic.masks_written or traffic.masks_read) and torch.device(device).type == "cpu":
+        costs = kernel_costs()
+        seconds += traffic.masks_written * costs.mask_written + traffic.masks_read * costs.mask_read
     return seconds
 
 

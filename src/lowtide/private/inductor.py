@@ -28,9 +28,11 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.debug import DebugContext
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -60,6 +62,21 @@ def compile_with(
         return _compile_fx.compile_fx(
             module, inputs, inner_compile=inner or compile_half, config_patches=options or None
         )
+
+
+NoCompiler = (CppCompileError, InvalidCxxCompiler)
+"""What `cpp_kernel` raises where there is no C++ compiler, or it fails."""
+
+
+def cpp_kernel(types: Sequence[str], source: str) -> Callable[..., None]:
+    """A C++ function ``kernel``, compiled as Inductor compiles those that it generates, and kept where it
+    keeps them.
+
+    Args:
+        types: of its arguments: ``const float*`` of a tensor, ``const int64_t`` of a number.
+        source: its text, which may use all that generated kernels may.
+    """
+    return CppPythonBindingsCodeCache.load_pybinding(types, source)
 
 
 UNCACHED = {"fx_graph_cache": False}
