@@ -16,6 +16,7 @@ import lowtide
 from lowtide import meter
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import Tape
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
@@ -98,10 +99,10 @@ def test_everything_evicted(family: Any, verify: bool) -> None:
     plain = step(nullcontext())
     asked = itertools.count()
     around = lambda back: (next(asked), back())[1]  # noqa: E731
-    recorder = Recorder(RegionDirector(), verify=verify, around_unpack=around)
+    recorder = Recorder(RegionDirector(), tape=Tape(verify), around_unpack=around)
     evicted = step(recorder.recording())
     assert same(plain, evicted)
-    assert not recorder.findings
+    assert not recorder.tape.findings
     assert next(asked)
 
 

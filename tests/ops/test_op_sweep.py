@@ -15,6 +15,7 @@ import torch
 from benchmarks import op_check, op_sweep
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import Tape
 
 pytest.importorskip("expecttest")  # PyTorch's operator database imports it
 
@@ -153,10 +154,10 @@ def assert_bitwise(step: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Ten
     plain = gradients(step, leaf, None)
     for verify in (True, False):
         asked: list[bool] = []
-        recorder = Recorder(RegionDirector(), verify=verify, around_unpack=noting(asked))
+        recorder = Recorder(RegionDirector(), tape=Tape(verify), around_unpack=noting(asked))
         found = gradients(step, leaf, recorder)
         assert all(map(torch.equal, plain, found))
-        assert not recorder.findings
+        assert not recorder.tape.findings
         assert asked
 
 

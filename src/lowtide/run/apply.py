@@ -13,6 +13,7 @@ from lowtide.run.move import TransferEngine
 from lowtide.run.record.cpp_recorder import cpp_program
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import Tape
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 from lowtide.words import count_text
@@ -77,14 +78,14 @@ class apply:
         self._director = PlanDirector(self.plan.program, self.plan.moves)
         recorder = Recorder(
             self._director,
-            verify=verify,
+            tape=Tape(verify),
             check=self.verify == "always",
             mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
             program=cpp_program(self.plan.program),
         )
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())
-        self.findings = recorder.findings
+        self.findings = recorder.tape.findings
         return self
 
     def __exit__(

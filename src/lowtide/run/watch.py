@@ -79,14 +79,8 @@ class StepWatch:
         """
         return self._peak.peak_bytes if self._peak is not None else None
 
-    def live_bytes(self) -> Callable[[], int]:
-        """Says how many bytes are live, above those at the step's start; it does not hold the watch."""
-        peak = self._peak
-        assert peak is not None
-        return lambda: peak.live_bytes
-
     def live_source(self) -> LiveSource:
-        """Where the C++ recorder reads `live_bytes`."""
+        """Where the C++ recorder reads how many bytes are live, above those at the step's start."""
         assert self._peak is not None
         return self._peak.live_source()
 

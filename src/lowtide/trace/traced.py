@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -22,19 +22,15 @@ class TracedStorage(weakref.ref[torch.UntypedStorage]):
         phase: in which phase an operation of the step made it, or empty: it stood before.
         resized: the program resizes it.
         gathered: sharded weights are gathered into it.
-        live: its value on the profiler's tape, as long as that can be recomputed.
-        held: the value that the profiler holds in its place.
     """
 
-    __slots__ = ("gathered", "held", "key", "live", "number", "phase", "resized", "value")
+    __slots__ = ("gathered", "key", "number", "phase", "resized", "value")
     gathered: bool
     key: int
     number: int
     value: int
     phase: str
     resized: bool
-    live: Any
-    held: weakref.ref[Any] | None
 
 
 @dataclass(slots=True)

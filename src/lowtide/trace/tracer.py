@@ -44,9 +44,9 @@ class Tracer:
     Args:
         model: names parameters, buffers and modules.
         device: whose memory the graph is about: storages elsewhere count no bytes.
-        on_end: called with each storage that has ended.
 
     Attributes:
+        on_end: called with each storage that has ended.
         in_forward: whether what runs is the model's forward, which can be planned.
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
@@ -64,7 +64,6 @@ class Tracer:
         self,
         model: torch.nn.Module | None,
         device: torch.device,
-        on_end: Callable[[TracedStorage], object] = lambda storage: None,
     ) -> None:
         private.keep_dynamo_out()
         # autograd's graph holds the tracer, and the model may hold that
@@ -85,7 +84,7 @@ class Tracer:
         self.meetings: set[int] = set()
         self.left_bytes = 0
         self._gathered: set[int] = set()
-        self._on_end = on_end
+        self.on_end: Callable[[TracedStorage], object] = lambda storage: None
         self._resized: set[int] = set()
         self._modules: list[str] = []
         self._backward_module = ""
@@ -179,10 +178,6 @@ class Tracer:
         """The tensor's storage, if it has been seen."""
         return self._known.get(private.storage_key(tensor))
 
-    def living(self) -> list[TracedStorage]:
-        """The storages that have not ended."""
-        return list(self._known.values())
-
     def register(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
         """The tensor's storage; a new one is the operation ``producer``'s, or stood before the step."""
         key = private.storage_key(tensor)
@@ -212,7 +207,7 @@ class Tracer:
         self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
         found = self._known[key] = TracedStorage(storage, self._end_storage)
         found.key, found.number, found.phase, found.resized = key, number, phase, False
-        found.live, found.held, found.gathered = None, None, False
+        found.gathered = False
         found.value = len(self.values)
         self.values.append(TracedValue(number, 0, producer, tuple(tensor.shape), tensor.dtype))
         if opaque:
@@ -223,8 +218,7 @@ class Tracer:
 
     def _end_storage(self, storage: TracedStorage) -> None:
         self._known.pop(storage.key, None)
-        self._on_end(storage)
-        storage.live = None
+        self.on_end(storage)
         if storage.number not in self._given:
             self.event("free", storage.number)
 

@@ -23,7 +23,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
-from lowtide.run.record import directors, tape
+from lowtide.run.record import directors, tape, values
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.recorder import Recorder
 
@@ -431,9 +431,9 @@ def test_cpp_reads_declared_slots_alone() -> None:
     assert re.findall(r"\.attr\(\"\w+\"\)", text.replace('m.attr("unpack") =', "")) == []
     structs = dict(re.findall(r"struct Of(\w+) \{(.*?)\n  \}", text, re.DOTALL))
     classes = {
-        "Value": tape.LiveValue,
-        "Node": tape.Node,
-        "Tables": tape.Tables,
+        "Value": values.LiveValue,
+        "Node": values.Node,
+        "Tape": tape.Tape,
         "Director": directors.PlanDirector,
     }
     assert structs.keys() == classes.keys()
@@ -444,10 +444,10 @@ def test_cpp_reads_declared_slots_alone() -> None:
             assert re.search(rf"\b{slot}\b", kind.__doc__ or ""), (kind, slot)
 
 
-def test_a_core_refuses_other_classes() -> None:
+def test_the_cpp_recorder_refuses_other_classes() -> None:
     recorder = Recorder(directors.PlanDirector(()))
     program = cpp_recorder().Program()
-    given = {"tables": recorder.tables, "director": recorder.director}
+    given = {"tape": recorder.tape, "director": recorder.director}
     for name in given:
         with pytest.raises(TypeError, match="not the classes"):
-            cpp_recorder().Core(**{**given, name: object()}, pack=lambda: None, program=program)
+            cpp_recorder().Recorder(**{**given, name: object()}, pack=lambda: None, program=program)

@@ -12,18 +12,16 @@ from torch import nn
 
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from lowtide.run.record.directors import PlanDirector
-from lowtide.run.record.on_demand import OnDemand, seconds_to_replay
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.tape import LiveValue, Node
+from lowtide.run.record.values import LiveValue, Node
 
 RATES: dict[int | None, float] = {None: 1e-9}
-needs_compiler = pytest.mark.skipif(cpp_recorder() is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.skipif(cpp_recorder() is None, reason="needs a C++ compiler")
 
 
-def on_demand_of(compiled: bool, live_bytes: int, program: AnyProgram) -> Any:
-    """What evicts, in C++ or in Python."""
-    kind = cpp_recorder().OnDemand if compiled else OnDemand
-    return kind(lambda: live_bytes, 1 << 20, RATES, program.learn)
+def on_demand_of(live_bytes: int, program: AnyProgram) -> Any:
+    """What evicts where so many bytes are live, of a MiB that may be."""
+    return cpp_recorder().OnDemand(lambda: live_bytes, 1 << 20, RATES, program.learn)
 
 
 class Net(nn.Module):
@@ -45,8 +43,8 @@ class Net(nn.Module):
         return (out + self.second(h.sin())).square().mean()
 
 
-def gradients(live_bytes: int | None, compiled: bool = False, **more: Any) -> list[torch.Tensor]:
-    """Of the net on demand; everything is evicted where so many bytes are live, or nothing."""
+def gradients(live_bytes: int | None, in_cpp: bool = True, **more: Any) -> list[torch.Tensor]:
+    """Of the net on demand, where so many bytes are live; ``in_cpp`` says whether C++ records what it can."""
     net, x = Net(), torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
     torch.manual_seed(2)
     if live_bytes is None:
@@ -57,8 +55,8 @@ def gradients(live_bytes: int | None, compiled: bool = False, **more: Any) -> li
         torch.manual_seed(2)
         net.zero_grad()
         net.norm.reset_running_stats()
-        on_demand = on_demand_of(compiled, live_bytes, program)
-        known = program.compiled if compiled else None
+        on_demand = on_demand_of(live_bytes, program)
+        known = program.compiled if in_cpp else None
         with Recorder(PlanDirector(()), on_demand=on_demand, program=known, **more).recording():
             loss = net(x)
         loss.backward()
@@ -66,9 +64,9 @@ def gradients(live_bytes: int | None, compiled: bool = False, **more: Any) -> li
 
 
 @pytest.mark.parametrize("live_bytes", [0, 1 << 20, 1 << 40])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
-def test_gradients_are_those_of_the_plain_step(live_bytes: int, compiled: bool) -> None:
-    found, expected = gradients(live_bytes, compiled), gradients(None)
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_gradients_are_those_of_the_plain_step(live_bytes: int, in_cpp: bool) -> None:
+    found, expected = gradients(live_bytes, in_cpp), gradients(None)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -77,16 +75,16 @@ def test_what_is_verified_is_right_as_well() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)])
-def test_a_copy_is_let_go_before_others_write_to_its_bytes(compiled: bool) -> None:
+@pytest.mark.parametrize("in_cpp", [False, True])
+def test_a_copy_is_let_go_before_others_write_to_its_bytes(in_cpp: bool) -> None:
     """Between forward and backward: a plain step's saved tensor shows what was written, a replay does not."""
 
     def step(limited: bool) -> list[torch.Tensor]:
         w = torch.arange(1.0, 9.0, requires_grad=True)
-        on_demand = on_demand_of(compiled, 0, program := AnyProgram())
+        on_demand = on_demand_of(0, program := AnyProgram())
         for _ in range(2):
             w.grad = None
-            known = program.compiled if compiled else None
+            known = program.compiled if in_cpp else None
             recorder = Recorder(PlanDirector(()), on_demand=on_demand, program=known)
             with recorder.recording() if limited else torch.enable_grad():
                 a = w * 2
@@ -115,31 +113,56 @@ def chain(sizes: list[int]) -> list[LiveValue]:
     return values
 
 
-def test_what_lacks_its_inputs_takes_longer_to_bring_back() -> None:
-    values = chain([4, 8, 16])
-    assert seconds_to_replay(values[2], {None: 1.0}) == 16 + 8
-    values[1].cached = None
-    assert seconds_to_replay(values[2], {None: 1.0}) == 16 + 8 + 8 + 4
-    assert seconds_to_replay(values[2], {None: 1.0, id(torch.ops.aten.sin.default): 0.5}) == 18
+def seconds_of(value: LiveValue) -> int:
+    """Nanoseconds to bring a value of a chain back without its copy: each operation takes one for a byte."""
+    source = value.node.inputs[0] if value.node is not None and value.node.inputs else None
+    if source is None:
+        return value.nbytes
+    return value.nbytes + source.nbytes + (seconds_of(source) if source.cached is None else 0)
 
 
 @pytest.mark.parametrize("nbytes", [1, 100, 400, 1000, 10_000])
-@needs_compiler
-def test_both_halves_evict_the_same(nbytes: int) -> None:
-    left = []
-    for compiled in (False, True):
+def test_the_cheapest_for_their_bytes_and_age_are_dropped_first(nbytes: int) -> None:
+    dropped = []
+    for compute in (True, False):
         values = chain([64, 256, 16, 64, 512, 128, 32, 64])
         program = values[3].cached  # others hold it
-        on_demand = on_demand_of(compiled, 0, AnyProgram())
+        on_demand = on_demand_of(0, AnyProgram())
         for value in (*values, *values, LiveValue(None, 8)):
-            on_demand.note_kept(value)
+            on_demand.note_cached(value)
         for part in (nbytes // 2, nbytes - nbytes // 2):
-            on_demand.evict(part)
-        left.append([value.cached is None for value in values])
-        freed = sum(value.nbytes for value in values if value.cached is None)
+            if compute:
+                on_demand.evict(part)
+                continue
+            left = part
+            newest = max((v.node.order for v in values if v.node and v.cached is not None), default=0)
+            while left > 0 and (free := [v for v in values if v.cached is not None and v is not values[3]]):
+                price = {
+                    id(v): seconds_of(v) / v.nbytes / (newest - v.node.order + 1) for v in free if v.node
+                }
+                cheapest = min(free, key=lambda v: price[id(v)])
+                cheapest.cached = None
+                left -= cheapest.nbytes
+        dropped.append([value.cached is None for value in values])
         assert program is not None and values[3].cached is program
-        assert freed >= min(nbytes, sum(value.nbytes for value in values) - 64)
-    assert left[0] == left[1]
+    assert dropped[0] == dropped[1]
+
+
+def test_rates_go_by_the_operation() -> None:
+    """An operation that is slow for its bytes is brought back last."""
+    left = []
+    for rate in (1e-12, 1.0):
+        values = chain([8])
+        other = Node(torch.ops.aten.cos.default, 1, torch.device("cpu"))
+        values.append(LiveValue(other, 8))
+        values[1].cached = torch.empty(8, dtype=torch.uint8)
+        rates = {None: 1e-9, id(torch.ops.aten.cos.default): rate}
+        on_demand = cpp_recorder().OnDemand(lambda: 0, 1 << 20, rates)
+        for value in values:
+            on_demand.note_cached(value)
+        on_demand.evict(8)
+        left.append([value.cached is not None for value in values])
+    assert left == [[True, False], [False, True]]
 
 
 def values() -> set[int]:
@@ -149,7 +172,7 @@ def values() -> set[int]:
 
 def test_nothing_is_left_when_a_step_has_gone() -> None:
     net, x = Net(), torch.randn(16, 8)
-    on_demand = OnDemand(lambda: 0, 1 << 20, RATES)
+    on_demand = on_demand_of(0, AnyProgram())
     with Recorder(PlanDirector(()), on_demand=on_demand).recording():
         loss = net(x)
     before = values()

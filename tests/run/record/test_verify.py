@@ -18,6 +18,7 @@ from lowtide import LowtideWarning, ReplayError
 from lowtide.ops import Call, op_info
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import Tape
 
 N = 16
 
@@ -175,12 +176,12 @@ def test_an_operation_that_goes_by_the_layout_is_compared_in_the_same() -> None:
 
     asked = itertools.count()
     around = lambda back: (next(asked), back())[1]  # noqa: E731
-    recorder = Recorder(RegionDirector(), verify=True, around_unpack=around)
+    recorder = Recorder(RegionDirector(), tape=Tape(verify=True), around_unpack=around)
     with recorder.recording():
         loss = Behind(function)(batch())
     loss.backward()
     assert next(asked)
-    assert not recorder.findings
+    assert not recorder.tape.findings
 
 
 def test_nondeterministic_operation_is_kept_and_named_once(same: Any, everything: Any) -> None:

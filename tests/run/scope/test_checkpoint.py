@@ -117,12 +117,12 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], says: str) -> N
 
 
 def test_without_a_determinism_check_nothing_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.run.record import recorder as record
+    from lowtide.run.record import tape
 
     def verified(*args: Any) -> str:
         raise ReplayError("verified")
 
-    monkeypatch.setattr(record, "why_not_reproduced", verified)
+    monkeypatch.setattr(tape, "why_not_reproduced", verified)
     function, x = nn.Linear(N, N), batch()
     lowtide.checkpoint(function, x, determinism_check="none").sum().backward()
     with pytest.raises(ReplayError, match="verified"):

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide import PlanError
-from lowtide.run.record import handles, tape
+from lowtide.run.record import handles, tape, values
 from lowtide.run.record import recorder as record
 
 
@@ -20,8 +20,8 @@ class Digests:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.digests = self.second_runs = 0
-        digests = ((module, "digest") for module in (record, handles, tape))
-        for module, name in (*digests, (record, "why_not_reproduced")):
+        digests = ((module, "digest") for module in (record, handles, tape, values))
+        for module, name in (*digests, (tape, "why_not_reproduced")):
             monkeypatch.setattr(module, name, self.counted(name, getattr(module, name)))
 
     def counted(self, name: str, function: Any) -> Any:

@@ -34,8 +34,8 @@ from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
-from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import Tape
 from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
@@ -217,7 +217,8 @@ class PlannedStep(StepWatch):
             ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
-        can_evict: whether it can evict on demand: its peak is measured and its own, and nothing moves.
+        can_evict: whether it can evict on demand: its peak is measured and its own, nothing moves, and there
+            is a C++ recorder.
         tried: whether it evicts on demand to find out whether steps differ, though it has a plan.
         ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
             recorded.
@@ -248,7 +249,8 @@ class PlannedStep(StepWatch):
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
         plan = entry.planned.plan
-        self.can_evict = can_evict and not shared and not plan.moves and self.peak_bytes is not None
+        own = not shared and not plan.moves and self.peak_bytes is not None
+        self.can_evict = can_evict and own and cpp_recorder() is not None
         varying = entry.state is State.VARYING
         tries = entry.untried and (entry.seen.may_differ or inputs.more_than_key)
         self._on_demand = self.can_evict and (tries or varying) and plan.budget_bytes is not None
@@ -317,10 +319,10 @@ class PlannedStep(StepWatch):
         def recorder(director: PlanDirector, cpp_program: Any) -> Recorder:
             made = Recorder(
                 director,
+                tape=Tape(gathered=gathered),
                 check=self._verify == "always",
                 around_unpack=around,
                 mover=mover,
-                gathered=gathered,
                 program=cpp_program,
                 on_demand=on_demand,
             )
@@ -354,16 +356,15 @@ class PlannedStep(StepWatch):
         self.ran = made.ran
         return result, seconds
 
-    def _eviction_on_demand(self) -> OnDemand:
+    def _eviction_on_demand(self) -> Any:
+        """The C++ recorder's ``OnDemand`` for this step."""
         planned = self.planned
         limit = planned.plan.budget_bytes
         assert limit is not None
         rates, program = planned.for_varying()
         spare = self.entry.room.rise_bytes + self.entry.room.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
-        if recorder := cpp_recorder():
-            return recorder.OnDemand(self.live_source(), most - spare, rates, program.learn)
-        return OnDemand(self.live_bytes(), most - spare, rates)
+        return cpp_recorder().OnDemand(self.live_source(), most - spare, rates, program.learn)
 
     def overrun_text(self, overruns: Overruns, ending: Ending) -> str:
         """The warning after a backward of the step, with why; empty where the step kept its budget,

@@ -30,11 +30,11 @@ from lowtide.run.digest import Geometry, digest, reach
 from lowtide.run.forwards import Forwards
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
 from lowtide.run.profile.saved import SavedTensor
-from lowtide.run.profile.segments import Segment, SegmentedTape, blocks_in
+from lowtide.run.profile.segments import SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
-from lowtide.run.record.tape import Node
+from lowtide.run.record.values import Node
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
 from lowtide.trace.traced import OpCosts
@@ -112,9 +112,8 @@ class Profiler(Interceptor):
         if private.is_capturing():
             raise PlanError(CAPTURED)
         self._workspace_bytes = resident_workspace_bytes(device)
-        self._segment = Segment()
-        self.tracer = Tracer(model, device, self._segment.forget)
-        self.tape = SegmentedTape(self.tracer, self._segment, verify)
+        self.tracer = Tracer(model, device)
+        self.tape = SegmentedTape(self.tracer, verify)
         self.costs = Costs(device)
         self.verified = verify
         self.began = time.perf_counter()
@@ -203,11 +202,8 @@ class Profiler(Interceptor):
 
     @contextmanager
     def _one_of_several(self) -> Iterator[None]:
-        """One forward of a step that has several: it has a tape of its own."""
+        """One forward of a step that has several."""
         tracer, begin = self.tracer, len(self.tracer.operations)
-        if self.forward_spans:
-            findings, self.tape = self.tape.findings, SegmentedTape(tracer, self._segment, self.verified)
-            self.tape.findings = findings
         tracer.in_forward = True
         try:
             with self._forward():
@@ -249,7 +245,7 @@ class Profiler(Interceptor):
             self.asks |= not _ASKS.isdisjoint(func.tags)
             self._note_checkpoint()
         reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
-        reason = "" if not call.others or all(map(self.tape.stood_before, call.others)) else _ELSEWHERE
+        reason = "" if not call.others or all(map(self.tape.is_constant, call.others)) else _ELSEWHERE
         records = in_forward and not call.info.is_view
         if records:
             self._count()
@@ -278,9 +274,9 @@ class Profiler(Interceptor):
         it twice. One that does not reproduce gets no node.
         """
         node = self.tape.node_of(call)
-        before = self.tape.copies_of(call) if node is not None else []
-        if call.overwritten:
-            self.tape.before_overwriting(call)
+        overwritten = self.tape.overwritten_by(call)
+        before = self.tape.copies_of(overwritten) if node is not None else []
+        self.tape.before_overwriting(overwritten)
         result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm=False), call)
         flat = flat_results(result)
         if call.info.collective and node is not None:
@@ -288,7 +284,7 @@ class Profiler(Interceptor):
         ran = self._ran(call, result, flat, node)
         if not ran.made and not call.written:
             return ran
-        self.tape.forget_overwritten(call)
+        self.tape.forget(overwritten, call.info)
         if call.info.uninitialized:
             for tensor in ran.made:
                 self.tape.note_uninitialized(tensor)

@@ -2,8 +2,9 @@
 
 It handles the program's next operation if that is plain: one that is not recorded and overwrites nothing that
 the recorder knows, or one that is recorded, overwrites nothing and draws no random numbers. Everything else,
-and a step that departs from its plan, goes to the recorder in Python, operation by operation. Both work on
-the same tables and the same tape. Without a compiler Python does it all.
+and a step that departs from its plan, goes to the recorder in Python, operation by operation. Both write on
+the same tape. Without a compiler Python does it all, but for steps whose operations vary: C++ alone evicts on
+demand (`cpp/on_demand.h`), and without it such steps run under the longest one's plan.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ def cpp_recorder() -> Any:
     """The C++ recorder, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
     each version of PyTorch and Python.
     """
-    from lowtide.run.record import directors, handles, replay, tape
+    from lowtide.run.record import directors, handles, replay, tape, values
 
     module = interception.cpp_module()
     if module is not None:
         module.know(  # all that it reads of Python's objects are slots of these classes (`cpp/tape.h`)
-            value=tape.LiveValue,
-            node=tape.Node,
-            tables=tape.Tables,
+            value=values.LiveValue,
+            node=values.Node,
+            tape=tape.Tape,
             director=directors.PlanDirector,
-            here=tape.LiveValue.here,
+            here=values.LiveValue.here,
             unpack=handles.unpack,
             bring_back=replay.bring_back,
             overwritten=handles.raise_overwritten,

@@ -14,9 +14,8 @@ from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.digest import digest
 from lowtide.run.move import TransferEngine
-from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.replay import bring_back
-from lowtide.run.record.tape import Ref
+from lowtide.run.record.values import Ref
 from lowtide.writes import Watch
 
 AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
@@ -51,7 +50,7 @@ class Kept:
 class Evicted:
     """A saved tensor that is evicted, and brought back when autograd unpacks it."""
 
-    __slots__ = ("around", "asked", "digest", "mover", "on_demand", "ref", "starts", "version", "witness")
+    __slots__ = ("around", "asked", "digest", "mover", "on_demand", "ref", "version", "watch", "witness")
 
     def __init__(
         self,
@@ -60,12 +59,12 @@ class Evicted:
         checked: int | None,
         around: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
-        starts: Watch | None = None,
-        on_demand: OnDemand | None = None,
+        watch: Watch | None = None,
+        on_demand: Any = None,
     ) -> None:
         self.mover = mover
         self.on_demand = on_demand
-        self.starts = starts  # it watches what replays start from while any tensor is evicted
+        self.watch = watch  # it warns what replays start from while any tensor is evicted
         self.ref = ref
         self.asked = True  # no reader before the constructor has succeeded
         self.witness = private.version_witness(tensor)

@@ -8,26 +8,24 @@ a scope's rule.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
-from lowtide import private, writes
+from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import Interceptor, proceed, unseen
-from lowtide.ops import Call, OpInfo, covers_storage, enter, has_plain_storage, is_sparse, is_wrapper, op_info
-from lowtide.run.digest import digest, on_a_copy, reach
+from lowtide.ops import Call, has_plain_storage, is_wrapper, op_info
+from lowtide.run.digest import digest, reach
 from lowtide.run.move import TransferEngine
-from lowtide.run.record import tape
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
-from lowtide.run.record.on_demand import OnDemand
 from lowtide.run.record.replay import flat_results, run_first
-from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Tables, Unrecordable, Writer
-from lowtide.run.record.verify import copy_of, why_not_reproduced
+from lowtide.run.record.tape import Tape
+from lowtide.run.record.values import Fetch, LiveValue, Ref
 
 CAPTURED = (
     "a limited step (or a recomputing scope) runs while a CUDA graph is captured: the graph would keep this "
@@ -42,18 +40,16 @@ class Recorder(Interceptor):
 
     Args:
         director: decides what is recorded and what stays.
-        verify: run every recorded operation twice and compare, and check evicted values for writes that the
-            dispatcher did not see.
-        check: compare every replayed tensor with the digest of the original, as ``verify`` does, too.
+        tape: what it records on; a new `Tape` by default. One that verifies has every recorded operation run
+            twice and compared, evicted values checked for writes that the dispatcher did not see, and every
+            replayed tensor compared with the digest of the original.
+        check: compare every replayed tensor with the digest of the original.
         around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
-        gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
         program: the plan's, as the C++ recorder knows it (`lowtide.run.record.cpp_recorder`), or ``None``.
             Verifying and checking are done in Python.
-        on_demand: evicts values when memory is short, or ``None``: those go at once that do not stay.
-
-    Attributes:
-        findings: names of the operations that did not reproduce, with the reason. What they wrote is kept.
+        on_demand: the C++ recorder's ``OnDemand``, which evicts values when memory is short; or ``None``:
+            values that do not stay are evicted at once.
 
     Raises:
         PlanError: a CUDA graph is being captured.
@@ -63,32 +59,26 @@ class Recorder(Interceptor):
         self,
         director: Director,
         *,
-        verify: bool = False,
+        tape: Tape | None = None,
         check: bool = False,
         around_unpack: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
-        gathered: Collection[int] = (),
         program: Any = None,
-        on_demand: OnDemand | None = None,
+        on_demand: Any = None,
     ) -> None:
         private.keep_dynamo_out()
         if private.is_capturing():
             raise PlanError(CAPTURED)
         self.director = director
-        self.verify = verify
-        self.check = check or verify
+        self.tape = Tape() if tape is None else tape
+        self.check = check or self.tape.verify
         self.around_unpack = around_unpack
         self.mover = mover
         self.on_demand = on_demand
-        self.gathered = gathered
-        self.findings: dict[str, str] = {}
-        self.tables = Tables()
-        self._starts = writes.Watch()
         self._ran = [0, 0]
-        self._wanted = False  # whether the director wants the latest operation recorded
         if program is not None and not self.check:
-            self.cpp = cpp_recorder().Core(
-                tables=self.tables,
+            self.cpp = cpp_recorder().Recorder(
+                tape=self.tape,
                 director=director,
                 pack=weakref.WeakMethod(self.pack),
                 program=program,
@@ -105,7 +95,7 @@ class Recorder(Interceptor):
         """Intercept operations and saved tensors; afterwards only autograd's graph holds the tape."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            stack.callback(private.before_storage_resizes(self._storage_resizes))
+            stack.callback(private.before_storage_resizes(self.tape.before_resize))
             cpp = self.cpp if self.mover is None else None
             # hooks that come and go would show a checkpoint around them other tensors in its second forward
             stays = private.torch_checkpoint() is not None
@@ -118,26 +108,6 @@ class Recorder(Interceptor):
             stack.enter_context(self)
             yield
 
-    def boundary(self) -> None:
-        """Begin a segment: earlier values are its inputs, and are kept where replays need them."""
-        self._watch()
-        self.tables.given.clear()
-        self.tables.held.clear()
-
-    def _watch(self) -> None:
-        """Have `lowtide.writes` watch what the segment that ends knows, since its tables are cleared now.
-
-        A held value that replays start from is copied before its storage is overwritten. An evicted value
-        whose storage lives on is read from that storage once that was overwritten.
-        """
-        held = self.tables.held
-        self._starts.add({k: v for k, v in held.items() if k not in self.gathered} if self.gathered else held)
-        alive: dict[int, weakref.ref[LiveValue]] = {}
-        for key, (value, storage) in self.tables.given.items():
-            if value.evicted and value.readers:
-                value.shown, alive[key] = storage, weakref.ref(value)
-        self._starts.add(alive)
-
     @contextmanager
     def region(self, director: RegionDirector) -> Iterator[None]:
         """A scope inside this recorder's forward: a segment with a director of its own.
@@ -146,7 +116,7 @@ class Recorder(Interceptor):
         """
         before = self.director
         if not isinstance(before, PlanDirector):
-            self.boundary()
+            self.tape.boundary()
             self.director = director
         try:
             yield
@@ -155,11 +125,9 @@ class Recorder(Interceptor):
 
     def close(self) -> None:
         """Forget all values; those that saved tensors need are held by autograd's graph."""
-        self.boundary()
-        self.tables.blank.clear()
+        watch = self.tape.close()
         if self.cpp is not None:
-            self.cpp.replays.watch = self._starts
-        del self._starts  # evicted tensors keep it
+            self.cpp.replays.watch = watch
 
     @property
     def ran(self) -> tuple[int, int]:
@@ -175,83 +143,39 @@ class Recorder(Interceptor):
         """
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
-            return self._call(func, args, kwargs)
+            return proceed(func, args, kwargs)
         self._ran[torch.is_grad_enabled()] += 1
-        self._wanted = self.director.evicts(func, args, kwargs)
-        call = self._call_of(func, args, kwargs)
-        node = self._prepare(call)
-        overwritten = [tensor for tensor in call.overwritten if not self.refills(tensor)]
-        before = [(t, copy_of(t)) for t in overwritten] if self.verify and node is not None else []
-        self._copy_on_write(overwritten)
+        wanted = self.director.evicts(func, args, kwargs)
+        call, tape = Call(func, args, kwargs), self.tape
+        node = tape.node_of(call, reads_blank=self._follows_plan()) if wanted else None
+        overwritten = tape.overwritten_by(call)
+        before = tape.copies_of(overwritten) if node is not None else []
+        tape.before_overwriting(overwritten)
         if self.on_demand is not None:
-            self.on_demand.begins(func)
-        result = run_first(node, self._call, call)
+            self.on_demand.operation_begins(func)
+        result = run_first(node, proceed, call)
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
-        fresh = call.fresh(flat)
+        fresh = [(position, flat[position]) for position in call.fresh(flat)]
         if not fresh and not call.written:
             return result
         stays = self.director.stays(info, len(fresh) + len(call.written))
         if self.on_demand is not None:
-            self.on_demand.wrote(sum(flat[at].untyped_storage().nbytes() for at in fresh))
+            self.on_demand.note_allocated(sum(tensor.untyped_storage().nbytes() for _, tensor in fresh))
         if info.uninitialized:
-            for position in fresh:
-                enter(self.tables.blank, flat[position].untyped_storage(), None)
-        self._forget(overwritten, info)
+            for _, tensor in fresh:
+                tape.note_uninitialized(tensor)
+        tape.forget(overwritten, info)
         if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
-                self._move(self.mover, self.director, call, fresh, flat)
+                self._move(self.mover, self.director, call, fresh)
         if node is None:
             return result
-        if self.verify and not info.collective:
-            reason = why_not_reproduced(node, call, flat, before, self._second_run)
-            if reason:
-                self._note_not_reproduced(info.name, reason)
-                return result
-        self._link(node, call, fresh, flat, stays)
+        if tape.verify and not info.collective and not tape.reproduces(node, call, flat, before):
+            return result
+        tape.link(node, call, fresh, stays)
         return result
-
-    def refills(self, tensor: torch.Tensor) -> bool:
-        """Whether a write to the tensor gathers a sharded weight: it writes the bytes of before."""
-        return bool(self.gathered) and private.storage_key(tensor) in self.gathered
-
-    def _call_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """What the call does to its tensors."""
-        return Call(func, args, kwargs)
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return proceed(func, args, kwargs)
-
-    def _second_run(self, call: Callable[[], Any]) -> Any:
-        """Make the call of a second run."""
-        return call()
-
-    def _forget(self, overwritten: list[torch.Tensor], info: OpInfo) -> None:
-        """Forget the values of tensors that were overwritten."""
-        for tensor in overwritten:
-            key = private.storage_key(tensor)
-            if not info.fills or covers_storage(tensor):
-                self.tables.blank.pop(key, None)
-            self._drop_cached(key)
-            self.tables.given.pop(key, None)
-            self.tables.held.pop(key, None)
-
-    def _drop_cached(self, key: int) -> None:
-        """A storage changes: the value in it is no longer there, and is replayed."""
-        if self.on_demand is not None and (entry := self.tables.given.get(key)) is not None:
-            entry[0].cached = None
-
-    def _prepare(self, call: Call) -> Node | None:
-        """The node of a call about to be made, or ``None`` where it cannot be replayed."""
-        if not self._wanted or any(map(self.refills, call.written)):
-            return None
-        if not all(map(self.may_keep, call.others)):
-            return None
-        blank = () if self._follows_plan() else self.tables.blank
-        node = tape.node_of(call, self.tables.order, blank, self._value_of)
-        self.tables.order += node is not None
-        return node
 
     def _follows_plan(self) -> bool:
         """Whether a plan asks for the operation's replay, which knows that nothing overwrites later what it
@@ -259,94 +183,23 @@ class Recorder(Interceptor):
         """
         return isinstance(self.director, PlanDirector) and not self.director.departed
 
-    def may_keep(self, tensor: torch.Tensor) -> bool:
-        """Whether a replay may keep a tensor that is not strided: a sparse input or buffer."""
-        return is_sparse(tensor)
-
-    def _link(
-        self, node: Node, call: Call, fresh: list[int], flat: list[Any], stays: tuple[bool, ...]
-    ) -> None:
-        """Register what the call wrote and does not stay as recomputable by its node."""
-        tape.link(node, call, [(position, flat[position]) for position in fresh], self._register, stays)
-
     def _move(
-        self, mover: TransferEngine, director: PlanDirector, call: Call, fresh: list[int], flat: list[Any]
+        self, mover: TransferEngine, director: PlanDirector, call: Call, fresh: list[tuple[int, torch.Tensor]]
     ) -> None:
         """Store the values just written that the plan moves, and register their `Fetch`."""
-        wrote = [flat[position] for position in fresh] + call.written
+        wrote = [tensor for _, tensor in fresh] + call.written
         moves = director.moves_of(wrote)
         if call.info.collective and any(number >= 0 for number in moves):  # its results are copied below
             wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         for place, (number, tensor) in enumerate(zip(moves, wrote, strict=True)):
             if number < 0:
                 continue
-            fetch = Fetch(mover.out(number, tensor), mover, self.tables.order - 0.5)
-            is_loose = place < len(fresh) and fresh[place] in call.loose
-            value = self._register(fetch, tensor, 0 if is_loose else reach(tensor))
+            fetch = Fetch(mover.out(number, tensor), mover, self.tape.order - 0.5)
+            is_loose = place < len(fresh) and fresh[place][0] in call.loose
+            value = self.tape.register(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
                 value.digest = None
             fetch.output = weakref.ref(value)
-
-    def _register(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
-        """Register the value of ``tensor`` as recomputable by ``node``; its first ``extent`` bytes were
-        written.
-        """
-        value = LiveValue.written(node, tensor, extent, self.verify)
-        enter(self.tables.given, tensor.untyped_storage(), value)
-        return value
-
-    def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """The present value of a tensor; one that is not recomputable is held from here on."""
-        key = private.storage_key(tensor)
-        entry = self.tables.given.get(key)
-        if entry is not None:
-            value = entry[0]
-            if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
-                value = self._written_behind(value, tensor)
-            if isinstance(value.node, Fetch) and not value.node.stored.replayable_from:
-                raise Unrecordable  # its codec loses too much to replay from
-            return value
-        value = self._held_value(key)
-        if value is None:
-            value = LiveValue.hold(tensor)
-            self.tables.held[key] = weakref.ref(value)
-        return value
-
-    def _held_value(self, key: int) -> LiveValue | None:
-        """The value that is held of a storage, if it was neither written nor emptied since."""
-        reference = self.tables.held.get(key)
-        value = reference() if reference is not None else None
-        return value if value is not None and value.unchanged and value.emptied is None else None
-
-    def _storage_resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """A storage is about to be resized within the forward."""
-        if private.storage_address(storage) in self.gathered:
-            return
-        self._drop_cached(private.storage_address(storage))
-        reference = self.tables.held.get(private.storage_address(storage))
-        value = reference() if reference is not None else None
-        if value is not None and nbytes < storage.nbytes():
-            value.before_emptying()
-
-    def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """Code that the dispatcher does not see has overwritten ``tensor``: hold its present value."""
-        replayable = [known for known, _ in self.tables.given.values()]
-        new = tape.written_unseen(value, tensor, replayable, self._note_not_reproduced)
-        key = private.storage_key(tensor)
-        self.tables.given.pop(key, None)
-        self.tables.held[key] = weakref.ref(new)
-        return new
-
-    def _copy_on_write(self, written: list[torch.Tensor]) -> None:
-        """Give recorded readers of a held tensor a copy before it is overwritten."""
-        for tensor in written:
-            value = self._held_value(private.storage_key(tensor))
-            if value is not None and value.held is not None and value.readers > 0:
-                value.held = on_a_copy(value.held)
-                value.version = private.version(value.held)
-
-    def _note_not_reproduced(self, name: str, reason: str) -> None:
-        self.findings.setdefault(name, reason)
 
     # ---- saved tensors ---------------------------------------------------------------------------
 
@@ -363,9 +216,8 @@ class Recorder(Interceptor):
 
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         # parameters are the commonest, and no plan evicts them
-        known = (
-            None if type(tensor) is torch.nn.Parameter else self.tables.given.get(private.storage_key(tensor))
-        )
+        is_parameter = type(tensor) is torch.nn.Parameter
+        known = None if is_parameter else self.tape.replayable.get(private.storage_key(tensor))
         if known is None:
             return Kept(tensor, self.mover)
         if not self.check:
@@ -374,19 +226,18 @@ class Recorder(Interceptor):
             return self._evict(known[0], tensor)
 
     def _evict(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
-        if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
-            self._written_behind(value, tensor)
+        tape = self.tape
+        if not tape.is_as_written(value, tensor):
+            tape.written_unseen(value, tensor)
             return Kept(tensor)
-        checked = value.digest
-        exact = value.node is None or value.node.exact
-        if not exact:
-            checked = None
-        elif self.check and checked is None:
-            checked = value.digest = digest(tensor, value.extent)
+        checked = None
+        if self.check and (value.node is None or value.node.exact):
+            if value.digest is None:
+                value.digest = digest(tensor, value.extent)
+            checked = value.digest
         value.evicted = True
-        checked = checked if self.check else None
         if self.on_demand is not None:
             self.on_demand.save(value, tensor)
         return Evicted(
-            Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, self._starts, self.on_demand
+            Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, tape.watch, self.on_demand
         )

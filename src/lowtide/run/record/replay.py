@@ -27,8 +27,7 @@ from lowtide.errors import ReplayError
 from lowtide.interception import cpp_module, unseen
 from lowtide.ops import Call, op_info
 from lowtide.run.digest import words_of
-from lowtide.run.record.on_demand import OnDemand
-from lowtide.run.record.tape import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
+from lowtide.run.record.values import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
 from lowtide.trace.untouched import generator_state, set_generator_state
 
 
@@ -39,7 +38,7 @@ def flat_results(result: Any) -> list[Any]:
     return [result]
 
 
-def bring_back(value: LiveValue, on_demand: OnDemand | None = None) -> torch.Tensor:
+def bring_back(value: LiveValue, on_demand: Any = None) -> torch.Tensor:
     """A tensor on the bytes of ``value``, after the replays that it takes.
 
     Operations run in forward order, each once. An output with readers left is cached with its value, and
@@ -67,7 +66,7 @@ class Replay:
         uses: how often each value is still to be used; then it is no longer in ``made``.
     """
 
-    def __init__(self, value: LiveValue, on_demand: OnDemand | None = None) -> None:
+    def __init__(self, value: LiveValue, on_demand: Any = None) -> None:
         self.value, self.on_demand = value, on_demand
         self.order: list[Writer] = []
         self.made: dict[int, torch.Tensor] = {}
@@ -176,7 +175,7 @@ class Replay:
         if value.readers > 0 and value.cached is None:
             value.keep_cached(tensor)
             if self.on_demand is not None:
-                self.on_demand.note_kept(value)
+                self.on_demand.note_cached(value)
         if self.uses[id(value)] > 0:
             self.made[id(value)] = tensor
 

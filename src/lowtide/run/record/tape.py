@@ -1,500 +1,316 @@
-"""The tape: recorded operations, and the values that they wrote.
+"""The tape of one forward: records its operations, and finds the values of its storages.
 
-It is held by references alone: autograd's graph holds handles, a handle holds a value, a value holds the node
-that wrote it, a node holds the values that it read. When autograd releases its graph, all of it is freed.
-During the forward the recorder has tables to find values by their storages.
+A storage shows one value at a time. It is replayable (a recorded operation wrote it, or it was moved), or a
+source (a replay reads it, and it is held until then), or the tape has not met it. The tape's dictionaries end
+with the forward; what was recorded is held by autograd's graph alone (`values.py`).
+
+`Recorder` and the C++ recorder write on one `Tape`; a profiled step on a `SegmentedTape`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from lowtide import private
-from lowtide.errors import ReplayError
-from lowtide.interception import cpp_module, without_modes
-from lowtide.ops import Call, is_sparse
-from lowtide.run.digest import Geometry, digest, fingerprint, on_a_copy, reach
-from lowtide.run.move import StoredTensor, TransferEngine
-from lowtide.store.slab import is_leased
-
-FILLED_OTHERWISE = (
-    "a tensor of {nbytes} bytes that a recomputation starts from was freed after its forward "
-    "(storage.resize_) and filled again with other bytes, so this step's gradients would be wrong: fill it "
-    "with what it held, or keep that region with lowtide.policies.keep_all"
+from lowtide import private, writes
+from lowtide.ops import Call, OpInfo, covers_storage, enter, is_sparse
+from lowtide.run.digest import digest, reach
+from lowtide.run.record.values import (
+    Fetch,
+    LiveValue,
+    Node,
+    Overwrite,
+    PythonNode,
+    Ref,
+    SparseInput,
+    Unrecordable,
+    Writer,
 )
+from lowtide.run.record.verify import copy_of, why_not_reproduced
 
 
-def current_stream(device: torch.device) -> Any:
-    """The stream on which this thread computes on an accelerator; ``None`` where there are none."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+class Tape:
+    """Records the operations of one forward.
 
-
-class LiveValue:
-    """One version of one storage in a running step.
-
-    Attributes:
-        node: the operation that writes it again, or ``None`` when the value is held instead.
-        held: a tensor on the stored storage; later in-place writes show in its version counter.
-        version: that counter when the value was recorded.
-        cached: a replayed copy, while it has readers left.
-        readers: how many nodes and saved tensors have yet to read it.
-        nbytes: size of its storage.
-        digest: of its bytes, where verification asks for it.
-        evicted: whether a saved tensor of it was evicted.
-        extent: how many of its storage's bytes were written.
-        emptied: of a held one whose storage was emptied (`storage.resize_`, as FSDP does) what its bytes were
-            then (`lowtide.run.digest.fingerprint`): they have to come back the same before it is read.
-        stream: of an accelerator's cached copy the stream that made it or read it last, else ``None``.
-        shown: of an evicted one, a weak reference to the storage that it was evicted from, where that
-            outlives the forward. Once code has written to that storage, a tensor over it instead: in a plain
-            step autograd's saved tensors would read what was written, so they are unpacked from there.
-    """
-
-    __slots__ = (
-        "__weakref__", "cached", "digest", "emptied", "evicted", "extent", "held", "nbytes", "node",
-        "readers", "shown", "stream", "version",
-    )  # fmt: skip
-
-    def __init__(self, node: Writer | None, nbytes: int) -> None:
-        self.node = node
-        self.nbytes = nbytes
-        self.extent = nbytes
-        self.held: torch.Tensor | None = None
-        self.version = 0
-        self.cached: torch.Tensor | None = None
-        self.readers = 0
-        self.evicted = False
-        self.digest: int | None = None
-        self.emptied: torch.Tensor | None = None
-        self.stream: Any = None
-        self.shown: weakref.ref[torch.UntypedStorage] | torch.Tensor | None = None
-
-    @classmethod
-    def hold(cls, tensor: torch.Tensor) -> LiveValue:
-        """A value that stays, held by reference."""
-        value = cls(None, tensor.untyped_storage().nbytes())
-        value.held = private.versioned_alias(tensor)
-        value.version = private.version(value.held)
-        return value
-
-    @classmethod
-    def written(cls, node: Writer, tensor: torch.Tensor, extent: int, verify: bool) -> LiveValue:
-        """The value that ``node`` has written to the first ``extent`` bytes of a tensor's storage."""
-        value = cls(node, tensor.untyped_storage().nbytes())
-        value.extent = extent
-        if verify:
-            value.digest = digest(tensor, extent)
-        return value
-
-    def count_off(self) -> None:
-        """Count off one reader; drop the cached copy after the last."""
-        if self.readers > 0:
-            self.readers -= 1
-            if self.readers == 0:
-                self.cached = None
-
-    @property
-    def unchanged(self) -> bool:
-        """Whether it is held, and was not written since."""
-        return self.held is not None and private.version(self.held) == self.version
-
-    def keep_cached(self, copy: torch.Tensor) -> None:
-        """Cache a copy that has just been made, on the current stream."""
-        self.cached, self.stream = copy, current_stream(copy.device)
-
-    def _follow(self, copy: torch.Tensor) -> None:
-        """Let the current stream read the cached copy: after the stream that had it last, and before its
-        memory is used again.
-        """
-        now, before = current_stream(copy.device), self.stream
-        if now == before:
-            return
-        now.wait_stream(before)
-        if is_leased(copy):  # the allocator does not know a place in a slab
-            self.cached = on_a_copy(copy)
-            before.wait_stream(now)
-        else:
-            copy.record_stream(now)
-        self.stream = now
-
-    def reads(self, key: int) -> bool:
-        """Whether replays or saved tensors have yet to read this value from the storage with that key."""
-        if self.held is None:
-            return self.readers > 0 and self.shown is not None
-        return self.readers > 0 and private.storage_key(self.held) == key
-
-    def before_change(self, key: int, how: str) -> bool:
-        """Its storage is about to change (`lowtide.writes`): the value keeps its bytes while it has readers.
-        Returns whether further changes matter, too. An emptied storage is no change of bytes: it has the
-        same ones again before it is read (sharded weights), or `here` raises.
-        """
-        if self.cached is not None and private.storage_key(self.cached) == key:
-            self.cached = None  # it was no copy, but the very storage that autograd had saved
-        if how == "emptied":
-            self.before_emptying()
-        if self.emptied is not None:
-            return True  # it is filled again by writes
-        if not self.reads(key):
-            return False
-        with without_modes(), private.replaying():
-            held = self.held
-            if held is None:
-                storage = self.shown() if isinstance(self.shown, weakref.ref) else None
-                if storage is not None and how == "written":
-                    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                    self.shown = empty.set_(storage)  # pyright: ignore
-            elif self.unchanged and held.untyped_storage().nbytes() >= self.nbytes:
-                self.held = held.data if how == "swapped" else on_a_copy(held)
-                self.version = private.version(self.held)
-        return False
-
-    def before_emptying(self) -> None:
-        """Its storage is about to be emptied: note what its bytes are, if the value has readers."""
-        held = self.held
-        if held is None or self.readers <= 0 or self.emptied is not None or not self.unchanged:
-            return
-        if held.untyped_storage().nbytes() >= self.nbytes:
-            with without_modes(), private.replaying():
-                self.emptied = fingerprint(held, self.nbytes)
-
-    def _is_filled_again(self) -> bool:
-        """Whether a held value has the bytes that it had when it was emptied, if it was. The program does not
-        wait for a GPU: other bytes fail there, as an assertion of the device.
-        """
-        assert self.held is not None
-        if self.emptied is None:
-            return True
-        with without_modes(), private.replaying():
-            same = (fingerprint(self.held, self.nbytes) == self.emptied).all()
-            if same.is_cpu:
-                if not bool(same):
-                    return False
-            else:
-                private.assert_on_device(same, FILLED_OTHERWISE.format(nbytes=self.nbytes))
-        self.emptied = None
-        return True
-
-    def here(self) -> torch.Tensor | None:
-        """A tensor on the value's bytes if they are in memory.
-
-        Raises:
-            ReplayError: they have been overwritten or freed since.
-        """
-        if self.held is None:
-            if self.cached is not None and self.stream is not None:
-                self._follow(self.cached)
-            return self.cached
-        if not self.unchanged:
-            raise ReplayError(
-                "a tensor that a recomputation starts from was modified by an in-place operation after the "
-                f"forward pass (version {private.version(self.held)}, expected {self.version}, shape "
-                f"{tuple(self.held.shape)}): write to a copy, or keep that region with "
-                "lowtide.policies.keep_all"
-            )
-        if self.held.untyped_storage().nbytes() < self.nbytes:
-            if weight := private.weight_in(self.held.untyped_storage()):
-                raise ReplayError(
-                    f"a recomputation reads the sharded weight {weight!r}, which is not gathered now: FSDP "
-                    "had it whole here in the step that was profiled. Do not reshard its unit, or change "
-                    "what FSDP gathers ahead, within a step; or keep that region with "
-                    "lowtide.policies.keep_all"
-                )
-            raise ReplayError(
-                f"a tensor of {self.nbytes} bytes that a recomputation starts from was resized to "
-                f"{self.held.untyped_storage().nbytes()} bytes after the forward pass, and backward needs it "
-                "before it is filled again: fill it earlier, or keep that region with "
-                "lowtide.policies.keep_all"
-            )
-        if not self._is_filled_again():
-            raise ReplayError(FILLED_OTHERWISE.format(nbytes=self.nbytes))
-        return self.held
-
-
-class Tables:
-    """What a recorder knows of one forward's storages, by their keys (`lowtide.private.storage_key`).
-
-    The C++ recorder and the one in Python work on the same dictionaries, which are never replaced.
+    Args:
+        verify: whether what an operation reads is compared with what was written, by digests.
+        gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
 
     Attributes:
-        given: the value of a storage that can be replayed or fetched, and what removes the entry when the
-            storage ends.
-        held: a weak reference to the value of a storage that a replay reads and that is held until then.
-        blank: storages that nothing has written yet.
+        replayable: the replayable value that a storage shows, and a weak reference to that storage; by its
+            key (`lowtide.private.storage_key`).
+        sources: a weak reference to the held value that a storage shows, by its key.
+        blank: storages that nothing has written yet, by their keys.
         order: how many nodes were recorded: the next one's place in the forward.
+        findings: names of the operations that did not reproduce, with the reason. What they wrote is held.
+        watch: warns the values of this forward before their storages change; evicted tensors keep it.
+
+    The C++ recorder reads and writes the first four, which are never replaced by others.
     """
 
-    __slots__ = ("blank", "given", "held", "order")
+    __slots__ = ("blank", "findings", "gathered", "order", "replayable", "sources", "verify", "watch")
 
-    def __init__(self) -> None:
-        self.given: dict[int, tuple[LiveValue, Any]] = {}
-        self.held: dict[int, weakref.ref[LiveValue]] = {}
+    def __init__(self, verify: bool = False, gathered: Iterable[int] = ()) -> None:
+        self.verify = verify
+        self.gathered = set(gathered)
+        self.replayable: dict[int, tuple[LiveValue, Any]] = {}
+        self.sources: dict[int, weakref.ref[LiveValue]] = {}
         self.blank: dict[int, object] = {}
         self.order = 0
+        self.findings: dict[str, str] = {}
+        self.watch = writes.Watch()
 
+    # ---- operations ------------------------------------------------------------------------------
 
-class Ref(Geometry):
-    """A tensor argument: a value and a geometry over it."""
+    def refills(self, tensor: torch.Tensor) -> bool:
+        """Whether a write to the tensor gathers a sharded weight: it writes the bytes of before."""
+        return bool(self.gathered) and private.storage_key(tensor) in self.gathered
 
-    __slots__ = ("value",)
+    def overwritten_by(self, call: Call) -> list[torch.Tensor]:
+        """The tensors that a call overwrites with other bytes."""
+        return [tensor for tensor in call.overwritten if not self.refills(tensor)]
 
-    def __init__(self, value: LiveValue, tensor: torch.Tensor) -> None:
-        super().__init__(tensor)
-        self.value = value
+    def is_constant(self, sparse: torch.Tensor) -> bool:
+        """Whether a replay may read a tensor that is not strided by reference: a sparse input or buffer."""
+        return is_sparse(sparse)
 
+    def node_of(self, call: Call, reads_blank: bool = False) -> Node | None:
+        """The node of a call about to be made, or ``None`` where it cannot be replayed.
 
-class SparseInput:
-    """A sparse argument, kept by reference."""
+        Args:
+            call: the call.
+            reads_blank: whether the call may read memory that nothing has written yet: a plan asks for its
+                replay, which knows that nothing overwrites later what it reads.
+        """
+        info = call.info
+        if (call.reason and not info.collective) or info.uninitialized or call.writes_others:
+            return None
+        if any(map(self.refills, call.written)) or not all(map(self.is_constant, call.others)):
+            return None
+        read = (tensor for tensor in call.inputs if id(tensor) not in call.unread)
+        if self.blank and not reads_blank and any(private.storage_key(t) in self.blank for t in read):
+            return None
+        device = next((t.device for t in (*call.inputs, *call.others)), None)
+        node = PythonNode(call.func, self.order, device or torch.device(call.kwargs.get("device") or "cpu"))
+        node.statistics = tuple(call.statistics)
+        try:
+            node.args = [self._argument(item, call, node) for item in call.args]
+            node.kwargs = {name: self._argument(item, call, node) for name, item in call.kwargs.items()}
+        except Unrecordable:
+            return None
+        self.order += 1
+        return node
 
-    __slots__ = ("tensor", "version")
+    def _argument(self, item: Any, call: Call, node: Node) -> Any:
+        """An argument of a call with `Ref` in place of tensors. Adds to the node what the call reads and
+        overwrites.
+        """
+        if isinstance(item, (tuple, list)):
+            return [self._argument(part, call, node) for part in item]
+        if not isinstance(item, torch.Tensor):
+            return item
+        if call.others and is_sparse(item):
+            return SparseInput(item)
+        overwrites = id(item) in call.redone
+        if overwrites and id(item) in call.unread:
+            value = LiveValue(None, item.untyped_storage().nbytes())
+        else:
+            value = self.value_of(item)
+            node.inputs.append(value)
+            if overwrites and value.held is not None:
+                raise Unrecordable
+        ref = Ref(value, item)
+        if overwrites:
+            node.written.append(Overwrite(ref, id(item) not in call.unread))
+        return ref
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, private.version(tensor)
+    def copies_of(self, overwritten: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each tensor that a call is about to overwrite, with a copy: a second run starts from it. None where
+        nothing is verified.
+        """
+        return [(tensor, copy_of(tensor)) for tensor in overwritten] if self.verify else []
 
-    def here(self) -> torch.Tensor:
-        """The tensor.
+    def before_overwriting(self, overwritten: Sequence[torch.Tensor]) -> None:
+        """A call is about to overwrite tensors: give recorded readers of a held one a copy."""
+        for tensor in overwritten:
+            key = private.storage_key(tensor)
+            value = self.source_of(key)
+            if value is not None and value.reads(key):  # else it holds a copy already
+                value.copy_held()
+
+    def forget(self, overwritten: Sequence[torch.Tensor], info: OpInfo) -> None:
+        """A call has overwritten tensors: their storages show other values now."""
+        for tensor in overwritten:
+            key = private.storage_key(tensor)
+            if not info.fills or covers_storage(tensor):
+                self.blank.pop(key, None)
+            if (entry := self.replayable.pop(key, None)) is not None:
+                entry[0].drop_shared(key)
+            self.sources.pop(key, None)
+
+    def note_uninitialized(self, tensor: torch.Tensor) -> None:
+        """Nothing has written the tensor's memory yet."""
+        enter(self.blank, tensor.untyped_storage(), None)
+
+    def reproduces(
+        self,
+        node: Node,
+        call: Call,
+        flat: list[Any],
+        before: list[tuple[torch.Tensor, torch.Tensor]],
+        around: Callable[[Callable[[], Any]], Any] = lambda run: run(),
+    ) -> bool:
+        """Whether a second run of an operation gives the bytes of the first.
+
+        Args:
+            node, call, flat, before, around: as of `lowtide.run.record.verify.why_not_reproduced`.
+        """
+        reason = why_not_reproduced(node, call, flat, before, around)
+        if reason:
+            self.note_finding(call.info.name, reason)
+        return not reason
+
+    def note_finding(self, name: str, reason: str) -> None:
+        """The operation with that name does not reproduce."""
+        self.findings.setdefault(name, reason)
+
+    def link(
+        self,
+        node: Node,
+        call: Call,
+        fresh: Sequence[tuple[int, torch.Tensor]],
+        stays: Sequence[bool] = (),
+    ) -> None:
+        """Note what a call that has run wrote as replayable by its node, which is complete then.
+
+        Args:
+            node, call: the recorded call.
+            fresh: tensors on storages that it made, one for each, with their positions among the results.
+            stays: whether each fresh tensor stays, then each overwritten one; by default none does.
+        """
+        stays, loose = stays or (False,) * (len(fresh) + len(node.written)), call.loose
+        for (position, tensor), stay in zip(fresh, stays, strict=False):
+            if not stay:
+                value = self.register(node, tensor, 0 if position in loose else reach(tensor))
+                node.outputs.append((position, weakref.ref(value)))
+        for old, tensor, stay in zip(node.written, call.written, stays[len(fresh) :], strict=False):
+            if not stay:
+                value = self.register(node, tensor, max(old.ref.value.extent, reach(tensor)))
+                old.new = weakref.ref(value)
+        node.complete()
+
+    # ---- values ----------------------------------------------------------------------------------
+
+    def register(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
+        """The value of ``tensor``, replayable by ``node`` as long as its storage lives; its first ``extent``
+        bytes were written.
+        """
+        value = LiveValue.written(node, tensor, extent, self.verify)
+        enter(self.replayable, tensor.untyped_storage(), value)
+        return value
+
+    def value_of(self, tensor: torch.Tensor) -> LiveValue:
+        """The value that a tensor shows. One that is not replayable is held from now on.
 
         Raises:
-            ReplayError: it was overwritten since.
+            Unrecordable: it was moved by a codec that loses too much to replay from.
         """
-        if private.version(self.tensor) != self.version:
-            raise ReplayError(
-                "a sparse tensor that a recomputation reads was modified by an in-place operation after the "
-                "forward pass: write to a copy, or keep that region with lowtide.policies.keep_all"
-            )
-        return self.tensor
+        key = private.storage_key(tensor)
+        if (entry := self.replayable.get(key)) is not None:
+            value = entry[0]
+            if not self.is_as_written(value, tensor):
+                return self.written_unseen(value, tensor)
+            if isinstance(value.node, Fetch) and not value.node.stored.replayable_from:
+                raise Unrecordable
+            return value
+        value = self.source_of(key)
+        if value is None:
+            value = self.hold(tensor)
+            self.sources[key] = weakref.ref(value)
+        return value
 
+    def hold(self, tensor: torch.Tensor) -> LiveValue:
+        """A value that the tensor shows, held."""
+        return LiveValue.hold(tensor)
 
-class Overwrite:
-    """A tensor argument that an operation overwrites.
+    def source_of(self, key: int) -> LiveValue | None:
+        """The held value of a storage, if that was neither written nor emptied since."""
+        reference = self.sources.get(key)
+        value = reference() if reference is not None else None
+        return value if value is not None and value.unchanged and value.emptied is None else None
 
-    Attributes:
-        ref: the old value.
-        reads: whether that is read.
-        new: a weak reference to the new value, if that can be recomputed.
-    """
+    def is_as_written(self, value: LiveValue, tensor: torch.Tensor) -> bool:
+        """Whether a tensor shows the bytes of its replayable value. It is not looked into where nothing is
+        verified.
+        """
+        return not self.verify or value.digest is None or digest(tensor, value.extent) == value.digest
 
-    __slots__ = ("new", "reads", "ref")
+    def written_unseen(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
+        """The value of a tensor that code which the dispatcher does not see has overwritten: it is held.
+        Operations that read the old value cannot be replayed, since no copy of it exists.
 
-    def __init__(self, ref: Ref, reads: bool) -> None:
-        self.ref, self.reads = ref, reads
-        self.new: weakref.ref[LiveValue] | None = None
+        Args:
+            value: the old value; ``tensor`` shows the new one.
+        """
+        name = str(value.node.func) if value.node is not None else "an operation"
+        self.note_finding(name, "its result was written by code that the dispatcher does not see")
+        for other, _ in self.replayable.values():
+            if isinstance(other.node, Node) and any(read is value for read in other.node.inputs):
+                self.note_finding(
+                    str(other.node.func),
+                    "what it had read was overwritten by code that the dispatcher does not see",
+                )
+        new = LiveValue.hold(tensor)
+        value.node, value.digest = None, None
+        value.held, value.version = new.held, (-1 if value.readers else new.version)
+        key = private.storage_key(tensor)
+        self.replayable.pop(key, None)
+        self.sources[key] = weakref.ref(new)
+        return new
 
+    def before_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """A storage is about to be resized within the forward."""
+        key = private.storage_address(storage)
+        if key in self.gathered:
+            return
+        if (entry := self.replayable.get(key)) is not None:
+            entry[0].drop_shared(key)
+        reference = self.sources.get(key)
+        value = reference() if reference is not None else None
+        if value is not None and nbytes < storage.nbytes():
+            value.before_emptying()
 
-class Node:
-    """One recorded operation.
+    # ---- segments --------------------------------------------------------------------------------
 
-    Attributes:
-        func, args, kwargs: the call, with `Ref` in place of tensors.
-        order: position in the forward.
-        inputs: the values that it reads, each once when the node is complete.
-        written: the arguments that it overwrites.
-        outputs: for each new storage: position in the flat list of result tensors, and a weak reference to
-            its value.
-        statistics: positions of running statistics; a replay gets clones of them.
-        noted: what forward noted for the replay: of a random operation, the generator's state before it.
-        generator: the generator argument, if one was given.
-        device: where it ran.
-        exact: whether its replay starts from the same bits as the forward.
-        grad: whether gradients were enabled, which some kernels depend on.
-        call: the C++ recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
-        updated: what a ``call`` overwrites: for each value its place among ``inputs``, and a weak reference
-            to the new value.
-        waits: whether it counts among the readers of its inputs: until it has run again, or is deleted. The
-            C++ recorder's form of a call counts for itself.
-    """
+    def boundary(self) -> None:
+        """Begin a segment: values of earlier ones are sources, and are held where replays read them."""
+        self._watch()
+        self.replayable.clear()
+        self.sources.clear()
 
-    __slots__ = (
-        "__weakref__", "args", "call", "device", "exact", "func", "generator", "grad", "inputs",
-        "kwargs", "noted", "order", "outputs", "statistics", "updated", "waits", "written",
-    )  # fmt: skip
+    def _watch(self) -> None:
+        """Have `lowtide.writes` watch the storages of values that are about to be forgotten.
 
-    def __init__(self, func: Any, order: float, device: torch.device) -> None:
-        self.func = func
-        self.order = order
-        self.device = device
-        self.exact = True
-        self.args: list[Any] = []
-        self.call: Any = None
-        self.kwargs: dict[str, Any] = {}
-        self.inputs: list[LiveValue] = []
-        self.written: list[Overwrite] = []
-        self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
-        self.statistics: tuple[int, ...] = ()
-        self.noted: Any = None
-        self.generator: torch.Generator | None = None
-        self.grad = torch.is_grad_enabled()
-        self.updated: tuple[tuple[int, weakref.ref[LiveValue]], ...] = ()
-        self.waits = False
+        A held value that replays start from is copied before its storage is overwritten. An evicted value
+        whose storage lives on is read from that storage once that was overwritten.
+        """
+        self.watch.add({key: one for key, one in self.sources.items() if key not in self.gathered})
+        alive: dict[int, weakref.ref[LiveValue]] = {}
+        for key, (value, storage) in self.replayable.items():
+            if value.evicted and value.readers:
+                value.shown, alive[key] = storage, weakref.ref(value)
+        self.watch.add(alive)
 
-    def complete(self) -> None:
-        """All inputs are noted: count the node among their readers."""
-        self.inputs = list(dict.fromkeys(self.inputs))
-        self.waits = True
-        for value in self.inputs:
-            value.readers += 1
-            if value.node is not None and not value.node.exact:
-                self.exact = False
+    def close(self) -> writes.Watch:
+        """The forward is over: forget all values; autograd's graph holds those that saved tensors need.
 
-    def drop_inputs(self) -> None:
-        """Count the node off its inputs: it has run again, or never will."""
-        if self.call is not None:
-            cpp_module().drop_inputs(self.call)
-        elif self.waits:
-            self.waits = False
-            for value in self.inputs:
-                value.count_off()
-
-
-class PythonNode(Node):
-    """One that Python recorded, and has to count off when it is deleted."""
-
-    __slots__ = ()
-
-    def __del__(self) -> None:
-        self.drop_inputs()
-
-
-class Unrecordable(Exception):
-    """An argument cannot be described by value and geometry."""
-
-
-def node_of(
-    call: Call, order: int, blank: Container[int], value_of: Callable[[torch.Tensor], LiveValue]
-) -> Node | None:
-    """The node of a call about to be made, or ``None`` where it cannot be replayed.
-
-    Args:
-        call: the call.
-        order: the node's position in the forward.
-        blank: keys of the storages that nothing has written yet.
-        value_of: the present value of a tensor that the call reads. It may raise `Unrecordable`.
-    """
-    info = call.info
-    if (call.reason and not info.collective) or info.uninitialized or call.writes_others:
-        return None
-    if blank and any(private.storage_key(t) in blank for t in call.inputs if id(t) not in call.unread):
-        return None
-    device = next((t.device for t in (*call.inputs, *call.others)), None)
-    node = PythonNode(call.func, order, device or torch.device(call.kwargs.get("device") or "cpu"))
-    node.statistics = tuple(call.statistics)
-    try:
-        node.args = [_argument(item, call, node, value_of) for item in call.args]
-        node.kwargs = {name: _argument(item, call, node, value_of) for name, item in call.kwargs.items()}
-    except Unrecordable:
-        return None
-    return node
-
-
-def _argument(item: Any, call: Call, node: Node, value_of: Callable[[torch.Tensor], LiveValue]) -> Any:
-    """An argument of a call with `Ref` in place of tensors. Adds to the node what the call reads and
-    overwrites.
-    """
-    if isinstance(item, (tuple, list)):
-        return [_argument(part, call, node, value_of) for part in item]
-    if not isinstance(item, torch.Tensor):
-        return item
-    if call.others and is_sparse(item):
-        return SparseInput(item)
-    overwrites = id(item) in call.redone
-    if overwrites and id(item) in call.unread:
-        value = LiveValue(None, item.untyped_storage().nbytes())
-    else:
-        value = value_of(item)
-        node.inputs.append(value)
-        if overwrites and value.held is not None:
-            raise Unrecordable
-    ref = Ref(value, item)
-    if overwrites:
-        node.written.append(Overwrite(ref, id(item) not in call.unread))
-    return ref
-
-
-def link(
-    node: Node,
-    call: Call,
-    fresh: Sequence[tuple[int, torch.Tensor]],
-    register: Callable[[Node, torch.Tensor, int], LiveValue],
-    stays: Sequence[bool] = (),
-) -> None:
-    """Note what a call that has run wrote as recomputable by its node, which is complete then.
-
-    Args:
-        node, call: the recorded call.
-        fresh: tensors on storages that it made, one for each, with their positions among the results.
-        register: makes the value of a tensor of whose storage so many bytes were written, and keeps it.
-        stays: whether each fresh tensor stays, then each overwritten one; by default none does.
-    """
-    stays, loose = stays or (False,) * (len(fresh) + len(node.written)), call.loose
-    for (position, tensor), stay in zip(fresh, stays, strict=False):
-        if not stay:
-            value = register(node, tensor, 0 if position in loose else reach(tensor))
-            node.outputs.append((position, weakref.ref(value)))
-    for old, tensor, stay in zip(node.written, call.written, stays[len(fresh) :], strict=False):
-        if not stay:
-            value = register(node, tensor, max(old.ref.value.extent, reach(tensor)))
-            old.new = weakref.ref(value)
-    node.complete()
-
-
-def written_unseen(
-    value: LiveValue,
-    tensor: torch.Tensor,
-    others: Iterable[LiveValue],
-    note: Callable[[str, str], object],
-) -> LiveValue:
-    """The value of a tensor that code which the dispatcher does not see has overwritten: it is held.
-    Operations that read the old value cannot be replayed, since no copy of it exists.
-
-    Args:
-        value: the old value; ``tensor`` shows the new one.
-        others: all values that can be replayed.
-        note: called with the name of each operation that cannot be replayed, and the reason.
-    """
-    name = str(value.node.func) if value.node is not None else "an operation"
-    note(name, "its result was written by code that the dispatcher does not see")
-    for other in others:
-        if isinstance(other.node, Node) and any(read is value for read in other.node.inputs):
-            note(
-                str(other.node.func),
-                "what it had read was overwritten by code that the dispatcher does not see",
-            )
-    new = LiveValue.hold(tensor)
-    value.node, value.digest = None, None
-    value.held, value.version = new.held, (-1 if value.readers else new.version)
-    return new
-
-
-class Fetch:
-    """The node that writes a moved value: an operation without inputs.
-
-    Attributes:
-        func: for messages.
-        order: position in the forward.
-        exact: whether every bit comes back.
-        output: the value.
-    """
-
-    __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
-    inputs: Sequence[LiveValue] = ()
-
-    def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
-        self.func = "a moved value"
-        self.stored = stored
-        self.engine = engine
-        self.order = order
-        self.exact = stored.exact
-        self.grad = False
-        self.output: weakref.ref[LiveValue] | None = None
-
-    def fetch(self) -> torch.Tensor:
-        """The bytes, now."""
-        self.engine.note_use(self.stored)
-        return self.stored.fetch()
-
-
-Writer = Node | Fetch
-"""What writes a value again."""
+        Returns:
+            The watch, which evicted tensors keep.
+        """
+        Tape.boundary(self)
+        self.blank.clear()
+        watch, self.watch = self.watch, writes.Watch()
+        return watch

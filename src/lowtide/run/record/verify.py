@@ -12,7 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.ops import Call, has_plain_storage
 from lowtide.run.digest import same_bytes
 from lowtide.run.record.replay import flat_results, run_again
-from lowtide.run.record.tape import Node
+from lowtide.run.record.values import Node
 
 Verify = Literal["first", "always", "never"]
 

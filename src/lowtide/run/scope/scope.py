@@ -26,7 +26,8 @@ from lowtide.ops import Call, op_info
 from lowtide.run.messages import warn
 from lowtide.run.record.directors import Director, RegionDirector
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.tape import LiveValue, Node
+from lowtide.run.record.tape import Tape
+from lowtide.run.record.values import LiveValue, Node
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 
@@ -41,6 +42,52 @@ def _fingerprints() -> dict[int, bool]:
     return {}
 
 
+class ScopeTape(Tape):
+    """The tape of one scope: it remembers which operations reproduced, by fingerprint.
+
+    Attributes:
+        fingerprint: of the operation that runs.
+        reproduces_by: whether an operation reproduced, by its fingerprint, as found in this scope.
+        news: findings that no warning has told of yet.
+        wanted: whether the operation that runs was to be recorded.
+        withdrawn: code wrote to what the scope had recorded, unseen; the next run is verified, too.
+    """
+
+    def __init__(self, verify: bool, place: int) -> None:
+        super().__init__(verify)
+        self.fingerprint = place
+        self.reproduces_by: dict[int, bool] = {}
+        self.news: dict[str, str] = {}
+        self.wanted = self.withdrawn = False
+
+    def node_of(self, call: Call, reads_blank: bool = False) -> Node | None:
+        """The node of a call about to be made, but none of one that did not reproduce before."""
+        self.wanted = True
+        return None if _fingerprints().get(self.fingerprint) is False else super().node_of(call, reads_blank)
+
+    def link(self, *recorded: Any) -> None:
+        """Note what a call wrote as replayable; see `Tape.link`. The call has been verified by now."""
+        if self.verify:
+            self.reproduces_by[self.fingerprint] = True
+        super().link(*recorded)
+
+    def note_finding(self, name: str, reason: str) -> None:
+        """The operation with that name does not reproduce; it is told once for each fingerprint."""
+        super().note_finding(name, reason)
+        self.reproduces_by[self.fingerprint] = False
+        warning = hash((self.fingerprint, name))
+        if warning not in _fingerprints():
+            _fingerprints()[warning] = False
+            self.news[name] = reason
+
+    def written_unseen(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
+        """Hold a value that code has overwritten unseen; see `Tape.written_unseen`. Only a verified run finds
+        such writes.
+        """
+        self.withdrawn = True
+        return super().written_unseen(value, tensor)
+
+
 class ScopeRecorder(Recorder):
     """Records one scope.
 
@@ -50,72 +97,46 @@ class ScopeRecorder(Recorder):
         place: a number for the scope's place in the program.
     """
 
+    tape: ScopeTape
+
     def __init__(self, director: Director, verify: Verify, place: int) -> None:
-        super().__init__(director, verify=verify != "never")
+        super().__init__(director, tape=ScopeTape(verify != "never", place))
         self._verify: Verify = verify
-        self._fingerprint = place
-        self._new: dict[int, bool] = {}
-        self._reproduces: bool | None = None
-        self._news: dict[str, str] = {}
-        self._withdrawn = False
         if verify == "first":
             self.around_unpack = self._unpacks
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """As the recorder's. At the end it remembers what reproduced, unless the scope failed, and warns of
-        what did not.
+        """Record what runs in the block; see `Recorder.recording`. At the end it remembers what reproduced,
+        unless the scope failed, and warns of what did not.
         """
         with super().recording():
             yield
-        for name, reason in self._news.items():
+        for name, reason in self.tape.news.items():
             warn(f"lowtide keeps the results of {name} in a checkpointing scope: {reason}")
-        if self._withdrawn:
+        if self.tape.withdrawn:
             return
         if len(_fingerprints()) > MOST_FINGERPRINTS:
             _fingerprints().clear()
-        _fingerprints().update(self._new)
+        _fingerprints().update(self.tape.reproduces_by)
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` comes back for whoever saves it, as all that the scope wrote does."""
-        return private.storage_key(tensor) in self.tables.given
+        return private.storage_key(tensor) in self.tape.replayable
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Verify the operation or trust it, by its fingerprint, and go on as the recorder does."""
+        """Verify the operation or trust it, by its fingerprint, and run it; see `Recorder.operation`."""
         if self._verify == "never" or op_info(func).is_view or private.in_backward():
             return super().operation(func, args, kwargs)
-        self._fingerprint = hash((self._fingerprint, id(func), *_form_of(args)))
-        self._reproduces = _fingerprints().get(self._fingerprint)
+        tape = self.tape
+        tape.fingerprint, tape.wanted = hash((tape.fingerprint, id(func), *_form_of(args))), False
         if self._verify == "first":
-            self.verify = self.check = self._reproduces is None
+            tape.verify = self.check = tape.fingerprint not in _fingerprints()
         result = super().operation(func, args, kwargs)
-        if not self._wanted:
+        if not tape.wanted:
             # operations that read a kept value are verified apart from those that read a recorded one
-            self._fingerprint = ~self._fingerprint
+            tape.fingerprint = ~tape.fingerprint
         return result
-
-    def _prepare(self, call: Call) -> Node | None:
-        """As the recorder's, but an operation that did not reproduce before is not recorded."""
-        return None if self._reproduces is False else super()._prepare(call)
-
-    def _link(self, *node: Any) -> None:
-        """As the recorder's; the operation has been verified by now."""
-        if self.verify:
-            self._new[self._fingerprint] = True
-        super()._link(*node)
-
-    def _note_not_reproduced(self, name: str, reason: str) -> None:
-        super()._note_not_reproduced(name, reason)
-        self._new[self._fingerprint] = False
-        warning = hash((self._fingerprint, name))  # each is given once
-        if warning not in _fingerprints():
-            _fingerprints()[warning] = False
-            self._news[name] = reason
-
-    def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's. Only a verified run finds such writes, so the next run is verified, too."""
-        self._withdrawn = True
-        return super()._written_behind(value, tensor)
 
     def _unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Bring a saved tensor back; if its replay differs from the forward, trust nothing of this run any
@@ -124,7 +145,7 @@ class ScopeRecorder(Recorder):
         try:
             return unpack()
         except ReplayError:
-            for fingerprint in self._new:
+            for fingerprint in self.tape.reproduces_by:
                 _fingerprints().pop(fingerprint, None)
             raise
 

@@ -1,4 +1,12 @@
-// Copies of saved values go when memory is short: lowtide.run.record.on_demand, which is the reference.
+// Evicts only when memory is short: for a model whose steps run other operations each time, where no plan
+// knows what comes.
+//
+// Each operation is recorded. A value that autograd saves stays cached, as a replayed one does
+// (LiveValue.cached). Before an operation of the forward, and where backward asks for a saved tensor, the
+// recorder checks whether memory is short. If it is, the cached copies are dropped that are cheapest to bring
+// back, for their bytes and for how long nobody will need them: backward asks for the oldest last. A value
+// without its copy is an evicted one, and is replayed. A value is priced anew only where a bound on its price
+// says that it may be the cheapest.
 #pragma once
 
 #include <c10/core/CachingDeviceAllocator.h>
@@ -42,9 +50,13 @@ class Live {
   py::object asks_;
 };
 
-// lowtide.run.record.on_demand.OnDemand. All of it runs under the interpreter's lock.
+// Decides which cached copies are dropped when memory is short; one serves one step. All of it runs under the
+// interpreter's lock.
 class OnDemand {
  public:
+  // live: how many bytes are live, above those at the step's start. room_bytes: how many may be when an
+  // operation begins. rates: seconds of an operation for each byte that it reads or writes, by the `id` of the
+  // operation; of those not in it, under None. learn: called with each operation that begins in Python.
   OnDemand(py::object live, int64_t room_bytes, const py::dict& rates, py::object learn)
       : live_(std::move(live)), room_(room_bytes), learn_(std::move(learn)) {
     for (auto [func, rate] : rates) {
@@ -53,43 +65,43 @@ class OnDemand {
     }
   }
 
-  void save(py::handle value, const Tensor& tensor) {
+  void save(py::handle value, const Tensor& tensor) {  // autograd saves a tensor of the value
     if (classes->value.cached(value) != Py_None) return;
     keep_cached(value, alias_of(tensor));
-    fell_ |= readers_of(value) > 0;
-    kept_.push_back({weak(value)});
+    cheaper_ |= readers_of(value) > 0;
+    copies_.push_back({weak(value)});
   }
 
-  void note_kept(py::handle value) {
-    fell_ = true;
-    kept_.push_back({weak(value)});
+  void note_cached(py::handle value) {  // the value has a cached copy now
+    cheaper_ = true;
+    copies_.push_back({weak(value)});
   }
 
-  void begins(py::handle func) {
+  void operation_begins(py::handle func) {
     if (!learn_.is_none()) learn_(func);
     relieve_if_short();
   }
 
-  void wrote(int64_t bytes) { left_ -= bytes; }
+  void note_allocated(int64_t bytes) { left_ -= bytes; }
 
   void relieve_if_short() {
     if (left_ < 0) relieve();
   }
 
-  void relieve() {
+  void relieve() {  // counts the live bytes, and drops copies if they are too many
     left_ = room_ - live_();
     if (left_ >= 0) return;
     evict((room_ >> MORE) - left_);
     left_ = room_ - live_();
   }
 
-  void evict(int64_t bytes) {
-    std::vector<py::object> values = known();
+  void evict(int64_t bytes) {  // drops the cheapest copies until so many bytes are free
+    std::vector<py::object> values = living();
     long newest = 0;
-    for (auto& one : kept_) newest = std::max(newest, one.order);
-    auto price = [&](const Kept& one) { return one.seconds / (one.bytes * (newest - one.order + 1)); };
+    for (auto& one : copies_) newest = std::max(newest, one.order);
+    auto price = [&](const Copy& one) { return one.seconds / (one.bytes * (newest - one.order + 1)); };
     heap_.clear();
-    for (size_t at = 0; at < kept_.size(); ++at) heap_.push_back({price(kept_[at]), at, 0});
+    for (size_t at = 0; at < copies_.size(); ++at) heap_.push_back({price(copies_[at]), at, 0});
     std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
     size_t gone = 1;
     while (!heap_.empty() && bytes > 0) {
@@ -99,50 +111,50 @@ class OnDemand {
       py::handle value = values[at];
       if (classes->value.cached(value) == Py_None || (asked == 0 && in_use(value))) continue;
       if (asked != gone) {  // less is known than what it takes now
-        kept_[at].seconds = seconds(value);
-        if (double now = price(kept_[at]); now > known) {
+        copies_[at].seconds = seconds(value);
+        if (double now = price(copies_[at]); now > known) {
           heap_.push_back({now, at, gone});
           std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
           continue;
         }
       }
       classes->value.cached.set(value, py::none());
-      bytes -= static_cast<int64_t>(kept_[at].bytes);
+      bytes -= static_cast<int64_t>(copies_[at].bytes);
       ++gone;
     }
   }
 
  private:
-  struct Kept {
+  struct Copy {
     py::object reference;  // weak, to the value
     double bytes = 0, least = 0;
     double seconds = 0;  // to bring it back, at least
     long order = 0;
   };
-  using Entry = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
+  using Priced = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
   static constexpr int MORE = 7;
 
   // The values that have a copy; the others are taken out.
-  std::vector<py::object> known() {
+  std::vector<py::object> living() {
     auto& v = classes->value;
     std::vector<py::object> values;
     size_t left = 0;
-    for (auto& one : kept_) {
+    for (auto& one : copies_) {
       py::object value = behind(one.reference);
       if (value.is_none() || v.cached(value) == Py_None || !is_node(v.node(value))) continue;
       if (one.bytes == 0) {
         one.bytes = std::max(1.0, PyLong_AsDouble(v.nbytes(value)));
         one.order = PyLong_AsLong(classes->node.order(v.node(value)));
         one.seconds = one.least = own_seconds(value, v.node(value));
-      } else if (fell_) {
+      } else if (cheaper_) {
         one.seconds = one.least;
       }
-      if (&kept_[left] != &one) kept_[left] = std::move(one);
+      if (&copies_[left] != &one) copies_[left] = std::move(one);
       ++left;
       values.push_back(std::move(value));
     }
-    kept_.resize(left);
-    fell_ = false;
+    copies_.resize(left);
+    cheaper_ = false;
     return values;
   }
 
@@ -209,9 +221,9 @@ class OnDemand {
   py::object learn_;
   ska::flat_hash_map<uintptr_t, double> rates_;
   double other_ = 0;
-  std::vector<Kept> kept_;
-  bool fell_ = false;  // what some values take may have become less
-  std::vector<Entry> heap_;
+  std::vector<Copy> copies_;
+  bool cheaper_ = false;  // what some values take may have become less
+  std::vector<Priced> heap_;
   std::vector<PyObject*> wanted_;
   ska::flat_hash_set<PyObject*> seen_;
 };

@@ -22,18 +22,18 @@
 namespace lowtide {
 namespace {
 
-using Packer = Boxed<std::shared_ptr<Core>>;
+using Packer = Boxed<std::shared_ptr<Recorder>>;
 
 constexpr auto PYTHON = DispatchKey::TESTING_ONLY_GenericWrapper;  // the key of Python's kernels
 
-thread_local std::weak_ptr<Core> current;
+thread_local std::weak_ptr<Recorder> current;
 
 void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  std::shared_ptr<Core> core = current.lock();
-  if (core && core->on && torch::autograd::get_current_graph_task_id() == -1) {
-    if (core->takes(op, keys, stack)) return;
+  std::shared_ptr<Recorder> recorder = current.lock();
+  if (recorder && recorder->on && torch::autograd::get_current_graph_task_id() == -1) {
+    if (recorder->takes(op, keys, stack)) return;
     py::gil_scoped_acquire gil;
-    core->to_python();
+    recorder->to_python();
   }
   op.callBoxedForDispatchKey(PYTHON, *stack);
 }
@@ -98,29 +98,29 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def(py::init<py::object, int64_t, py::dict, py::object>(), "live"_a, "room_bytes"_a, "rates"_a,
            "learn"_a = py::none())
       .def("save", &OnDemand::save)
-      .def("note_kept", &OnDemand::note_kept)
-      .def("begins", &OnDemand::begins)
-      .def("wrote", &OnDemand::wrote)
+      .def("note_cached", &OnDemand::note_cached)
+      .def("operation_begins", &OnDemand::operation_begins)
+      .def("note_allocated", &OnDemand::note_allocated)
       .def("relieve", &OnDemand::relieve)
       .def("relieve_if_short", &OnDemand::relieve_if_short)
       .def("evict", &OnDemand::evict);
-  py::class_<Core, std::shared_ptr<Core>>(m, "Core")
+  py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
       .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>,
                     std::shared_ptr<OnDemand>>(),
-           py::kw_only(), "tables"_a, "director"_a, "pack"_a, "program"_a, "on_demand"_a = nullptr)
-      .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
-      .def_property_readonly("ran", &Core::ran)
-      .def_property_readonly("replays", &Core::replays)
-      .def("hooks_found", &Core::hooks_found)
-      .def("hooks_end", &Core::hooks_end)
-      .def_property_readonly("pack", [](std::shared_ptr<Core> core) {
-        return function_of<&packed>("pack", Packer::of(std::move(core)));
+           py::kw_only(), "tape"_a, "director"_a, "pack"_a, "program"_a, "on_demand"_a = nullptr)
+      .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
+      .def_property_readonly("ran", &Recorder::ran)
+      .def_property_readonly("replays", &Recorder::replays)
+      .def("hooks_found", &Recorder::hooks_found)
+      .def("hooks_end", &Recorder::hooks_end)
+      .def_property_readonly("pack", [](std::shared_ptr<Recorder> recorder) {
+        return function_of<&packed>("pack", Packer::of(std::move(recorder)));
       });
-  m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
-  m.def("know", [](py::object value, py::object node, py::object tables, py::object director,
+  m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });
+  m.def("know", [](py::object value, py::object node, py::object tape, py::object director,
                    py::object here, py::object unpack, py::object bring_back, py::object overwritten) {
-    classes = new Classes{{value}, {node}, {tables}, {director}, here, unpack, bring_back, overwritten};
-  }, py::kw_only(), "value"_a, "node"_a, "tables"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
+    classes = new Classes{{value}, {node}, {tape}, {director}, here, unpack, bring_back, overwritten};
+  }, py::kw_only(), "value"_a, "node"_a, "tape"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
      "overwritten"_a);
   m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
   m.def("before_write", [](py::object function) { watched.before_write = function; });

@@ -14,11 +14,11 @@
 
 namespace lowtide {
 
-enum class Does { Pass, Record, Python };  // who handles an operation, and how
+enum class Handler { Pass, Record, Python };  // who handles an operation, and how
 
 struct Operation {
   std::optional<OperatorHandle> op;
-  Does does;
+  Handler handler;
   size_t arguments;                // how many it takes
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
@@ -41,16 +41,16 @@ struct Program {
     }
     if (at >= operations.size()) return nullptr;
     const Operation& known = operations[at];
-    return known.does != Does::Python && *known.op == op ? &known : nullptr;
+    return known.handler != Handler::Python && *known.op == op ? &known : nullptr;
   }
 
-  void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
+  void add(const std::string& name, const std::string& overload, int handler, std::vector<size_t> writes,
            std::vector<size_t> statistics, long training, std::vector<bool> stored,
            py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
-    if (any && op && Does(does) != Does::Python) places.emplace(*op, operations.size());
-    operations.push_back({op, op ? Does(does) : Does::Python, arguments, std::move(writes),
+    if (any && op && Handler(handler) != Handler::Python) places.emplace(*op, operations.size());
+    operations.push_back({op, op ? Handler(handler) : Handler::Python, arguments, std::move(writes),
                           std::move(statistics), training, std::move(stored), std::move(func)});
   }
 
@@ -58,34 +58,35 @@ struct Program {
   std::unordered_map<OperatorHandle, size_t> places;
 };
 
-class Core {
+class Recorder {
  public:
   std::atomic<bool> on{false};
 
-  // Of a recorder: its tables and director, a weak reference to its method `pack`, and what evicts on demand.
-  Core(py::object tables, py::object director, py::object pack, std::shared_ptr<Program> program,
+  // Of a recorder in Python: its tape and director, a weak reference to its method `pack`, and what evicts
+  // on demand.
+  Recorder(py::object tape, py::object director, py::object pack, std::shared_ptr<Program> program,
        std::shared_ptr<OnDemand> on_demand)
       : program_(std::move(program)),
-        tables_(std::move(tables)),
+        tape_(std::move(tape)),
         director_(std::move(director)),
         pack_(std::move(pack)) {
-    if (!is_a(tables_, classes->tables.type) || !is_a(director_, classes->director.type))
-      throw py::type_error("Core(tables=, director=): these are not the classes of `know`");
+    if (!is_a(tape_, classes->tape.type) || !is_a(director_, classes->director.type))
+      throw py::type_error("Recorder(tape=, director=): these are not the classes of `know`");
     replays_->on_demand = std::move(on_demand);
-    given_ = py::reinterpret_borrow<py::dict>(classes->tables.given(tables_));
-    held_ = py::reinterpret_borrow<py::dict>(classes->tables.held(tables_));
-    blank_ = py::reinterpret_borrow<py::dict>(classes->tables.blank(tables_));
+    replayable_ = py::reinterpret_borrow<py::dict>(classes->tape.replayable(tape_));
+    sources_ = py::reinterpret_borrow<py::dict>(classes->tape.sources(tape_));
+    blank_ = py::reinterpret_borrow<py::dict>(classes->tape.blank(tape_));
   }
 
   std::shared_ptr<Replays> replays() const { return replays_; }
 
-  Core(const Core&) = delete;
-  ~Core() {  // the last owner may be a kernel, which does not hold the interpreter's lock
+  Recorder(const Recorder&) = delete;
+  ~Recorder() {  // the last owner may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
     replays_.reset();
-    for (py::object* object : {&tables_, &director_, &pack_, static_cast<py::object*>(&given_),
-                               static_cast<py::object*>(&held_), static_cast<py::object*>(&blank_)})
+    for (py::object* object : {&tape_, &director_, &pack_, static_cast<py::object*>(&replayable_),
+                               static_cast<py::object*>(&sources_), static_cast<py::object*>(&blank_)})
       object->release().dec_ref();
   }
 
@@ -96,19 +97,19 @@ class Core {
     if (next == nullptr) return false;
     const Operation& known = *next;
     first_ = stack->size() - known.arguments;
-    shown_.clear();
+    tensors_.clear();
     for (size_t at = first_; at < stack->size(); ++at) {
       const IValue& argument = (*stack)[at];
-      if (argument.isGenerator() && known.does == Does::Record) return false;
+      if (argument.isGenerator() && known.handler == Handler::Record) return false;
       bool fits = each_tensor(argument, [&](const Tensor& tensor, size_t item) {
         if (!plain(tensor)) return false;
-        shown_.push_back({at - first_, item, &tensor, storage_key(tensor)});
+        tensors_.push_back({at - first_, item, &tensor, storage_key(tensor)});
         return true;
       });
       if (!fits) return false;
     }
     bool grad = c10::GradMode::is_enabled();
-    bool took = known.does == Does::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
+    bool took = known.handler == Handler::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
     if (took) ++ran_[grad];
     return took;
   }
@@ -118,7 +119,7 @@ class Core {
   void to_python() {  // it runs the next operation, and may evict values
     if (!python_ran_) {
       classes->director.at.set(director_, py::int_(at_));
-      classes->tables.order.set(tables_, py::int_(order_));
+      classes->tape.order.set(tape_, py::int_(order_));
     }
     hooks_.put_in();
     python_ran_ = true;
@@ -141,7 +142,7 @@ class Core {
       return pack_()(py::handle(object));
     }
     if (type == THPVariableClass) {
-      if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
+      if (PyObject* entry = entry_of(replayable_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
         if (on_demand()) on_demand()->save(value, tensor);
         return Boxed<Evicted>::of(tensor, std::move(value), replays_);
@@ -151,7 +152,7 @@ class Core {
   }
 
  private:
-  struct Shown {  // a tensor among the arguments
+  struct TensorArgument {  // a tensor among the arguments
     size_t argument, item;
     const Tensor* tensor;  // valid until the operation has run
     uintptr_t key;
@@ -160,13 +161,13 @@ class Core {
   void from_python() {
     py::gil_scoped_acquire gil;
     at_ = PyLong_AsSize_t(classes->director.at(director_));
-    order_ = PyLong_AsLong(classes->tables.order(tables_));
+    order_ = PyLong_AsLong(classes->tape.order(tape_));
     python_ran_ = false;
   }
 
   OnDemand* on_demand() const { return replays_->on_demand.get(); }
 
-  bool evicts_any() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
+  bool evicts_any() const { return PyDict_GET_SIZE(replayable_.ptr()) != 0; }
 
   void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
@@ -177,7 +178,7 @@ class Core {
   bool is_new(const Tensor& result) const {
     if (!result.defined() || !plain(result)) return false;
     uintptr_t key = storage_key(result);
-    return std::none_of(shown_.begin(), shown_.end(), [key](auto& one) { return one.key == key; });
+    return std::none_of(tensors_.begin(), tensors_.end(), [key](auto& one) { return one.key == key; });
   }
 
   // ---- operations that are not recorded ----------------------------------------------------------
@@ -199,10 +200,10 @@ class Core {
   bool overwrites_known(const std::vector<size_t>& arguments) const {
     if (arguments.empty()) return false;
     py::gil_scoped_acquire gil;
-    for (auto& one : shown_) {
+    for (auto& one : tensors_) {
       if (std::find(arguments.begin(), arguments.end(), one.argument) == arguments.end()) continue;
       py::int_ key(one.key);
-      if (entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key)) return true;
+      if (entry_of(replayable_, key) || entry_of(sources_, key) || entry_of(blank_, key)) return true;
     }
     return false;
   }
@@ -212,7 +213,7 @@ class Core {
   bool record(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     py::gil_scoped_acquire gil;
     if (blank_.size()) return false;
-    const Shown* target = target_of(known);
+    const TensorArgument* target = target_of(known);
     if (target == nullptr && !known.writes.empty()) return false;
     const Tensor updated = target == nullptr ? Tensor() : *target->tensor;
     c10::SmallVector<py::object, 4> inputs;
@@ -231,7 +232,7 @@ class Core {
     }
     if (places.empty() && target == nullptr) return true;
     if (on_demand()) {
-      for (size_t at : places) on_demand()->wrote(results[at].storage().nbytes());
+      for (size_t at : places) on_demand()->note_allocated(results[at].storage().nbytes());
     }
     bool same = places.size() + (target != nullptr) == known.stored.size();
     if (!same && !program_->any) skips();
@@ -250,26 +251,26 @@ class Core {
   }
 
   // What the call overwrites, if its value is recomputable and no other argument shows it; or null.
-  const Shown* target_of(const Operation& known) const {
-    const Shown* target = nullptr;
-    for (auto& one : shown_) {
+  const TensorArgument* target_of(const Operation& known) const {
+    const TensorArgument* target = nullptr;
+    for (auto& one : tensors_) {
       if (known.writes.empty() || one.argument != known.writes[0]) continue;
       if (target != nullptr) return nullptr;  // a list
       target = &one;
     }
     if (target == nullptr) return nullptr;
-    for (auto& one : shown_) {
+    for (auto& one : tensors_) {
       if (&one != target && one.key == target->key) return nullptr;
     }
-    return entry_of(given_, py::int_(target->key)) ? target : nullptr;
+    return entry_of(replayable_, py::int_(target->key)) ? target : nullptr;
   }
 
   // The call has overwritten a value: from here on its tensor shows another.
   void update(const py::object& node, const Tensor& tensor, bool evicts) {
     py::int_ key(storage_key(tensor));
-    auto old = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry_of(given_, key), 0));
+    auto old = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry_of(replayable_, key), 0));
     if (on_demand()) classes->value.cached.set(old, py::none());
-    PyDict_DelItem(given_.ptr(), key.ptr());
+    PyDict_DelItem(replayable_.ptr(), key.ptr());
     if (!evicts) return;
     auto read = py::reinterpret_borrow<py::tuple>(classes->node.inputs(node));
     size_t place = 0;
@@ -282,8 +283,8 @@ class Core {
   bool describe(RecordedCall& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
     call.arguments.reserve(stack.size() - first_);
     for (size_t at = first_; at < stack.size(); ++at) call.add(stack[at]);
-    call.places.reserve(shown_.size());
-    for (auto& one : shown_) {
+    call.places.reserve(tensors_.size());
+    for (auto& one : tensors_) {
       if (is_number(stack[first_ + one.argument])) continue;
       py::object value = value_of(*one.tensor, one.key);
       if (!value) return false;
@@ -299,17 +300,17 @@ class Core {
   py::object value_of(const Tensor& tensor, uintptr_t storage) {
     auto& v = classes->value;
     py::int_ key(storage);
-    if (PyObject* entry = entry_of(given_, key)) {
+    if (PyObject* entry = entry_of(replayable_, key)) {
       PyObject* value = PyTuple_GET_ITEM(entry, 0);
       bool ours = is_node(v.node(value));
       return ours ? py::reinterpret_borrow<py::object>(value) : py::object();
     }
-    if (PyObject* reference = entry_of(held_, key)) {
+    if (PyObject* reference = entry_of(sources_, key)) {
       py::object value = behind(reference);
       if (!value.is_none() && v.held(value) != Py_None && is_as_recorded(value)) return value;
     }
     py::object value = held_value(tensor);
-    held_[key] = weak(value);
+    sources_[key] = weak(value);
     return value;
   }
 
@@ -334,9 +335,9 @@ class Core {
   // Registers the value of a tensor as recomputable by a node, for as long as its storage lives.
   py::object register_value(const py::object& node, const Tensor& tensor) {
     py::int_ key(storage_key(tensor));
-    auto callback = function_of<&forget>("forget", py::make_tuple(given_, key));
+    auto callback = function_of<&forget>("forget", py::make_tuple(replayable_, key));
     py::object value = new_value(node, tensor);
-    given_[key] = py::make_tuple(value, weak(owned(THPStorage_Wrap(tensor.storage())), callback));
+    replayable_[key] = py::make_tuple(value, weak(owned(THPStorage_Wrap(tensor.storage())), callback));
     return value;
   }
 
@@ -347,14 +348,14 @@ class Core {
 
   std::shared_ptr<Program> program_;
   std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
-  py::object tables_, director_, pack_;
-  py::dict given_, held_, blank_;
+  py::object tape_, director_, pack_;
+  py::dict replayable_, sources_, blank_;
   Hooks hooks_;
   bool python_ran_ = false;
   size_t at_ = 0, first_ = 0;  // places: in the program; of the first argument on the stack
   long order_ = 0;
   long ran_[2] = {0, 0};  // how many operations it ran: without gradients, with them
-  c10::SmallVector<Shown, 8> shown_;
+  c10::SmallVector<TensorArgument, 8> tensors_;
 };
 
 }  // namespace lowtide

@@ -38,7 +38,7 @@ class Replay {
   }
 
  private:
-  struct Met {
+  struct Known {
     long uses = 0;  // still to come
     Tensor made;    // kept until the last of them
   };
@@ -53,10 +53,10 @@ class Replay {
     while (!wanted.empty()) {
       PyObject* next = wanted.back();
       wanted.pop_back();
-      auto [met, is_new] = values_.emplace(next, Met{});
+      auto [known, is_new] = values_.emplace(next, Known{});
       if (!is_new) continue;
-      met->second.made = here(next);
-      if (met->second.made.defined()) continue;
+      known->second.made = here(next);
+      if (known->second.made.defined()) continue;
       PyObject* node = classes->value.node(next);
       if (call_of(node) == nullptr || classes->value.held(next) != Py_None) return false;
       order_.emplace_back(PyLong_AsLong(classes->node.order(node)), node);
@@ -89,14 +89,14 @@ class Replay {
     }
     if (on_demand_) {
       for (const Tensor& result : results) {
-        if (result.defined()) on_demand_->wrote(result.storage().nbytes());
+        if (result.defined()) on_demand_->note_allocated(result.storage().nbytes());
       }
     }
     results.clear();
     call_of(node)->drop_inputs();
     for (py::handle input : inputs) {
-      Met& met = values_[input.ptr()];
-      if (--met.uses <= 0) met.made.reset();
+      Known& known = values_[input.ptr()];
+      if (--known.uses <= 0) known.made.reset();
     }
   }
 
@@ -105,7 +105,7 @@ class Replay {
     bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= 1;
     if (nobody && values_[value.ptr()].uses <= 1) return base;
     int64_t bytes = base.storage().nbytes();
-    if (on_demand_) on_demand_->wrote(bytes);
+    if (on_demand_) on_demand_->note_allocated(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();
   }
 
@@ -115,16 +115,16 @@ class Replay {
     if (made.is_none()) return;
     if (readers_of(made) > 0 && classes->value.cached(made) == Py_None) {
       keep_cached(made, result);
-      if (on_demand_) on_demand_->note_kept(made);
+      if (on_demand_) on_demand_->note_cached(made);
     }
-    auto met = values_.find(made.ptr());
-    if (met != values_.end() && met->second.uses > 0) met->second.made = result;
+    auto known = values_.find(made.ptr());
+    if (known != values_.end() && known->second.uses > 0) known->second.made = result;
   }
 
   py::handle value_;  // it keeps the values that it depends on alive
   std::shared_ptr<OnDemand> on_demand_;
   std::vector<std::pair<long, PyObject*>> order_;
-  ska::flat_hash_map<PyObject*, Met> values_;
+  ska::flat_hash_map<PyObject*, Known> values_;
 };
 
 }  // namespace lowtide

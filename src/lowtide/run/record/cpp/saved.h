@@ -55,7 +55,7 @@ class Evicted {
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {
-    if (!asked_) read(value_);
+    if (!asked_) count_off(value_);
     replays_->gone();
   }
 
@@ -72,7 +72,7 @@ class Evicted {
     }
     if (!asked_) {
       asked_ = true;
-      read(value_);
+      count_off(value_);
     }
     return wrapped(geometry_.over(base));
   }

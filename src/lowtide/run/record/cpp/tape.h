@@ -26,10 +26,10 @@ struct Classes {
         grad{type, "grad"}, inputs{type, "inputs"},
         call{type, "call"}, updated{type, "updated"};
   } node;
-  struct OfTables {
+  struct OfTape {
     py::object type;
-    Slot given{type, "given"}, held{type, "held"}, blank{type, "blank"}, order{type, "order"};
-  } tables;
+    Slot replayable{type, "replayable"}, sources{type, "sources"}, blank{type, "blank"}, order{type, "order"};
+  } tape;
   struct OfDirector {
     py::object type;
     Slot at{type, "at"}, skipped{type, "skipped"};
@@ -69,7 +69,7 @@ inline void add_reader(py::handle value) {
   classes->value.readers.set(value, py::int_(readers_of(value) + 1));
 }
 
-inline void read(py::handle value) {
+inline void count_off(py::handle value) {  // LiveValue.count_off
   long readers = readers_of(value);
   if (readers <= 0) return;
   classes->value.readers.set(value, py::int_(readers - 1));
@@ -78,7 +78,7 @@ inline void read(py::handle value) {
 
 inline void RecordedCall::drop_inputs() {  // Node.drop_inputs
   if (!std::exchange(waits, false)) return;
-  for (py::handle input : py::reinterpret_borrow<py::tuple>(inputs)) read(input);
+  for (py::handle input : py::reinterpret_borrow<py::tuple>(inputs)) count_off(input);
 }
 
 // Of one that is held; Python compares what was emptied and filled again.

@@ -18,8 +18,8 @@ from torch import nn
 import lowtide
 from lowtide.meter import measure
 from lowtide.run.digest import fingerprint
-from lowtide.run.record import tape
-from lowtide.run.record.tape import LiveValue
+from lowtide.run.record import values
+from lowtide.run.record.values import LiveValue
 
 
 class Stream:
@@ -56,7 +56,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream, list[Any]]
     """Two streams, of which the first is current, and what they are asked for."""
     log: list[Any] = []
     one, other = Stream("one", log), Stream("other", log)
-    monkeypatch.setattr(tape, "current_stream", lambda device: now[0])
+    monkeypatch.setattr(values, "current_stream", lambda device: now[0])
     now = [one]
     log.append(now)
     return one, other, log
@@ -81,7 +81,7 @@ def test_a_place_in_a_slab_goes_to_no_other_stream(monkeypatch: pytest.MonkeyPat
     """`record_stream` does nothing for it: the other stream gets a copy, and its place waits for that."""
     _, other, log = streams(monkeypatch)
     now = log.pop()
-    monkeypatch.setattr(tape, "on_a_copy", lambda tensor: "a copy of its own")
+    monkeypatch.setattr(values, "on_a_copy", lambda tensor: "a copy of its own")
     value = LiveValue(None, 16)
     value.keep_cached(Copy(log, leased=True))  # type: ignore[arg-type]
     now[0] = other
