@@ -12,6 +12,8 @@ from torch import nn
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.select_algorithm import AlgorithmSelectorCache
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowtide.private import inductor, partitioning
 
@@ -107,3 +109,20 @@ extern "C" void kernel(const float* in, float* out, const int64_t count) {
     assert torch.equal(taken, 2 * given)
     with pytest.raises(inductor.NoCompiler):
         inductor.cpp_kernel(["const float*"], "what no compiler knows")
+
+
+def test_a_lowering_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `max_autotune` each product of each cut that is looked at would be timed in several ways."""
+
+    def measured(_: object, name: str, *__: object, **___: object) -> None:
+        raise Stop(name)
+
+    monkeypatch.setattr(AlgorithmSelectorCache, "do_autotuning", measured)
+    options = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
+    given = torch.empty(4, 128, 64), torch.empty(4, 64, 64)
+    half = make_fx(lambda x, w: [torch.bmm(x, w)], tracing_mode="fake")(*given)
+    text, _ = inductor.generated(half, False, options)
+    assert "extern_kernels.bmm(" in text
+    monkeypatch.setattr(inductor, "_unmeasured", dict)
+    with pytest.raises(Stop, match="bmm"):
+        inductor.generated(half, False, options)

@@ -181,7 +181,7 @@ def generated(
     output.meta.setdefault("user_visible_output_idxs", [])
     with (
         _without_garbage_collection(),
-        inductor_config.patch({**(options or {}), **_UNWRITTEN}),
+        inductor_config.patch({**(options or {}), **_UNWRITTEN, **_unmeasured()}),
         preserve_rng_state(),
         torch.no_grad(),
         DebugContext(),
@@ -220,6 +220,23 @@ _UNWRITTEN = {
 """Settings of Inductor that add text, and no memory; and those with which no Triton kernel is sent to be
 compiled by other processes as soon as its text is there.
 """
+
+
+def _unmeasured() -> dict[str, Any]:
+    """Settings with which a lowering measures nothing: products are the library's, and no kernel is compiled
+    to see whether it is faster so. What compiling chooses then may take other memory; its text is read.
+    """
+    known = inductor_config.get_config_copy()
+    silent = {
+        "max_autotune": False,
+        "max_autotune_gemm": False,
+        "benchmark_fusion": False,
+        "benchmark_combo_kernel": False,
+        "benchmark_epilogue_fusion": False,
+        "aten_distributed_optimizations.collective_estimator": "analytical",
+        "aten_distributed_optimizations.compute_estimator": "analytical",
+    }
+    return {name: value for name, value in silent.items() if name in known}
 
 
 def _decompositions() -> dict[str, Any]:
