@@ -191,6 +191,10 @@ class StepGraph:
     replay_overhead_seconds: float = 0.0
     device: str = "cpu"
 
+    def __hash__(self) -> int:
+        # what the parts say takes as long to look through as a plan takes to make
+        return hash((len(self.operations), len(self.storages), len(self.events), self.resident_bytes))
+
     def __repr__(self) -> str:
         forward = sum(1 for operation in self.operations if operation.phase == "forward")
         values = {saved.value for saved in self.saved if saved.droppable}
@@ -274,6 +278,24 @@ class StepGraph:
             events=tuple(Event(kind, index) for kind, index in data["events"]),
             **rest,
         )
+
+
+def collect_rarely() -> Callable[[], None]:
+    """Look for cyclic garbage less often, until the function that this returns is called: what describes a
+    step is none, but a thousand new objects of it would begin a collection, and the whole process be looked
+    through now and then.
+    """
+    before = gc.get_threshold()
+    if not before[0]:
+        return lambda: None
+    rarely = max(before[0], 100_000), max(before[1], 10), max(before[2], 100)
+    gc.set_threshold(*rarely)
+
+    def end() -> None:
+        if gc.get_threshold() == rarely:
+            gc.set_threshold(*before)
+
+    return end
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from lowtide.native import extension
 from lowtide.ops import has_plain_storage, op_info, operation_named, returns_views, written_tensors
 
 _KEY = "Fake"
+_PARSED = private.dispatch_key(_KEY)
 _STATE = "lowtide.interception"
 _include = private.include_key
 _included = private.is_key_included
@@ -59,7 +60,7 @@ class Interceptor:
         thread.choose()
         if thread.cpp is not None:
             native.activate(thread.cpp)
-        _include(_KEY, True)
+        _include(_PARSED, True)
 
     @property
     def is_active(self) -> bool:
@@ -74,7 +75,7 @@ class Interceptor:
         _update(thread, lambda active: [one for one in active if one is not self])
         thread.choose()
         if not thread.active and _RUNNING.level < 0:
-            _include(_KEY, False)  # another thread's kernels find out by themselves
+            _include(_PARSED, False)  # another thread's kernels find out by themselves
 
     def __enter__(self) -> Any:
         self.start()
@@ -153,7 +154,7 @@ def settle() -> None:
     """
     thread = _known_thread()
     if thread is not None and not thread.active and _RUNNING.level < 0:
-        _include(_KEY, False)
+        _include(_PARSED, False)
     writes.settle()
 
 
@@ -179,17 +180,17 @@ class unseen:
     __slots__ = ("_before", "_writes")
 
     def __enter__(self) -> None:
-        self._before, self._writes = _included(_KEY), _included(writes.KEY)
+        self._before, self._writes = _included(_PARSED), _included(writes.PARSED)
         if self._before:
-            _include(_KEY, False)
+            _include(_PARSED, False)
         if self._writes:
-            _include(writes.KEY, False)
+            _include(writes.PARSED, False)
 
     def __exit__(self, *_: object) -> None:
         if self._before and interceptors():
-            _include(_KEY, True)
+            _include(_PARSED, True)
         if self._writes and writes.any_watched():
-            _include(writes.KEY, True)
+            _include(writes.PARSED, True)
 
 
 @contextmanager
@@ -197,17 +198,17 @@ def alone() -> Iterator[None]:
     """The interceptors that are active now do not see what runs in the block; those that become active in it
     do.
     """
-    thread, included = _thread(), _included(_KEY)
+    thread, included = _thread(), _included(_PARSED)
     before, thread.active = thread.active, []
     thread.choose()
-    _include(_KEY, False)
+    _include(_PARSED, False)
     try:
         yield
     finally:
         # those that have stopped meanwhile, as garbage does, stay so
         thread.active = [one for one in before if one.is_active]
         thread.choose()
-        _include(_KEY, included)
+        _include(_PARSED, included)
 
 
 def watchers() -> list[Any]:
@@ -256,7 +257,7 @@ class _Kernel:
         ):
             with unseen():
                 return _run(func, keyset & _BELOW, args, kwargs)
-        _include(_KEY, False)
+        _include(_PARSED, False)
         active, running = thread.active, _RUNNING
         running.level, running.keyset = len(active) - 1, keyset
         try:
@@ -264,7 +265,7 @@ class _Kernel:
         finally:
             running.level = -1
             if thread.active:
-                _include(_KEY, True)
+                _include(_PARSED, True)
 
 
 class _RecordStream(_Kernel):
@@ -307,14 +308,14 @@ class _Writes:
         func = self.func
         if func is None:
             func = self.func = _overload(self.name)
-        _include(writes.KEY, False)
+        _include(writes.PARSED, False)
         try:
             written = written_tensors(op_info(func), args, kwargs)
             writes.before_write(filter(has_plain_storage, written), self.name)
             return func(*args, **kwargs)
         finally:
             if writes.any_watched():
-                _include(writes.KEY, True)
+                _include(writes.PARSED, True)
 
 
 def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

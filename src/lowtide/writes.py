@@ -23,6 +23,7 @@ from lowtide import private
 
 KEY = "TESTING_ONLY_GenericMode"
 """The key at which operations that write have a kernel, above autograd; nothing else uses it."""
+PARSED = private.dispatch_key(KEY)
 
 
 class Watch:
@@ -51,7 +52,7 @@ class Watch:
             self.tables.append(table)
             if watched.native is not None:
                 watched.native.watch(list(table))
-            private.include_key(KEY, True)
+            private.include_key(PARSED, True)
 
 
 def _end(tables: list[dict[int, weakref.ref[Any]]]) -> None:
@@ -95,7 +96,7 @@ def any_watched() -> bool:
 def settle() -> None:
     """Take the key out of this thread where no storage is watched."""
     if not any_watched():
-        private.include_key(KEY, False)
+        private.include_key(PARSED, False)
 
 
 def before_write(written: Iterable[torch.Tensor], name: str) -> None:

@@ -63,14 +63,15 @@ KEY = "Fake"
 
 def test_a_key_is_let_in_for_this_thread() -> None:
     other: list[bool] = []
-    private.include_key(KEY, True)
+    key = private.dispatch_key(KEY)
+    private.include_key(key, True)
     try:
-        assert private.is_key_included(KEY)
-        thread = threading.Thread(target=lambda: other.append(private.is_key_included(KEY)))
+        assert private.is_key_included(key) and private.is_key_included(KEY)
+        thread = threading.Thread(target=lambda: other.append(private.is_key_included(key)))
         thread.start()
         thread.join()
     finally:
-        private.include_key(KEY, False)
+        private.include_key(key, False)
     assert other == [False] and not private.is_key_included(KEY)
 
 

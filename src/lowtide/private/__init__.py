@@ -28,6 +28,7 @@ from lowtide.private.dispatch import (
     answers_itself,
     call,
     defined_operations,
+    dispatch_key,
     has_kernel_at,
     has_thread_object,
     include_key,

@@ -27,11 +27,14 @@ _DISPATCH = torch._C.DispatchKey.Python
 
 # ---- keys of a thread ----------------------------------------------------------------------------
 
+dispatch_key: Any = torch._C._dispatch_key_parse
+"""A key by its name. The functions below take a name, too, but look it up for a microsecond and a half."""
+
 include_key = torch._C._dispatch_tls_set_dispatch_key_included
-"""Let a key in for this thread, or no longer: its name, and a truth value."""
+"""Let a key in for this thread, or no longer: the key, and a truth value."""
 
 is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
-"""Whether a key, by its name, is let in for this thread."""
+"""Whether a key is let in for this thread."""
 
 thread_object = torch._C._get_obj_in_tls
 """An object of the thread's state, by its name; autograd's threads have those of who called backward."""

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
-from lowtide.private.dispatch import INPLACE_OR_VIEW, include_key, is_key_included
+from lowtide.private.dispatch import INPLACE_OR_VIEW, dispatch_key, include_key, is_key_included
+
+_FAKE = dispatch_key("Fake")
 
 storage_address: Any = attrgetter("_cdata")
 """The address of a storage object: unique while the storage lives, reused after."""
@@ -135,16 +137,16 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes
     without keeping anything alive. No interceptor sees the two operations that make it.
     """
-    seen = is_key_included("Fake")
+    seen = is_key_included(_FAKE)
     if seen:
-        include_key("Fake", False)
+        include_key(_FAKE, False)
     try:
         with torch._C._DisableTorchDispatch():
             witness = tensor.detach()
             witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     finally:
         if seen:
-            include_key("Fake", True)
+            include_key(_FAKE, True)
     return witness
 
 

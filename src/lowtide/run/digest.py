@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -65,14 +65,22 @@ class Geometry:
         size = self.dtype.itemsize
         if size != other.dtype.itemsize or max(map(_end, (self, other))) * size > nbytes:
             return True  # perhaps not, but "may" is enough for whoever asks
-        marks = torch.zeros(nbytes // size, dtype=torch.bool)
-        marks.as_strided(self.shape, self.strides, self.offset).fill_(True)
-        return bool(marks.as_strided(other.shape, other.strides, other.offset).any())
+        return _meet(nbytes // size, *((one.shape, one.strides, one.offset) for one in (self, other)))
 
     def _with_marks(self, base: torch.Tensor) -> torch.Tensor:
         if base.is_conj() is not self.conjugate:
             base = private.conjugate_view(base)
         return base if base.is_neg() is self.negative else private.negative_view(base)
+
+
+@lru_cache(maxsize=1024)
+def _meet(elements: int, one: Any, other: Any) -> bool:
+    """Whether two geometries (shape, strides, offset) over so many elements have one in common. A recurrence
+    asks for the same ones again and again.
+    """
+    marks = torch.zeros(elements, dtype=torch.bool)
+    marks.as_strided(*one).fill_(True)
+    return bool(marks.as_strided(*other).any())
 
 
 def _end(where: Geometry) -> int:

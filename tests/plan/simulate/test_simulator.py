@@ -4,6 +4,7 @@ version.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from synthetic import Tape, residual_network, transformer
 from lowtide.errors import PlanError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
 from lowtide.plan.simulate import Simulator, plain
+from lowtide.plan.simulate.simulator import simulator_of
 
 
 def chain() -> StepGraph:
@@ -214,6 +216,13 @@ def test_infeasible_sets_are_refused_with_the_reason():
         Simulator(graph).simulate([b])
     assert Simulator(graph).close([]) == {a}
     assert Simulator(graph).simulate(Simulator(graph).close([])).replayed == (1, 2)
+
+
+def test_an_equal_step_is_indexed_and_simulated_once():
+    graph = chain()
+    again, more = replace(graph, operations=tuple(graph.operations)), replace(graph, resident_bytes=10**6)
+    assert plain(again) is plain(graph) and simulator_of(again) is simulator_of(graph)
+    assert plain(more).peak_bytes == plain(graph).peak_bytes - graph.resident_bytes + 10**6
 
 
 def test_step_without_operations():

@@ -5,6 +5,7 @@ memory.
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -456,3 +457,26 @@ def test_the_first_step_is_measured_without_the_optimizers_state_that_it_has_not
         assert handle.measured_peak_bytes == pytest.approx(standing + seen.peak_bytes, abs=2048), step
         optimizer.step()
         optimizer.zero_grad()
+
+
+def test_a_profiled_step_collects_no_garbage_of_its_own() -> None:
+    threshold = 700
+    begun: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and gc.get_threshold()[0] != threshold:
+            begun.append(info["generation"])
+
+    before = gc.get_threshold()
+    gc.set_threshold(threshold, 10, 10)
+    gc.callbacks.append(note)
+    try:
+        net, seen = Net(lambda _, x: x), []
+        lowtide.limit_memory(net, budget="100%")
+        loss = net(torch.randn(8, 32))
+        seen.append(gc.get_threshold()[0])
+        loss.backward()
+        assert seen[0] > threshold and gc.get_threshold() == (threshold, 10, 10) and not begun
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*before)

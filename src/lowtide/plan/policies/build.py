@@ -17,7 +17,7 @@ from lowtide.plan.layout.slab import with_slab
 from lowtide.plan.moves import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.index import replay_set
-from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
 from lowtide.plan.supply import Codec
 
 
@@ -79,7 +79,7 @@ def make_plan(
     expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")
     limited = budget is None or is_count(budget, 1)
     expect(limited, "make_plan(budget=)", budget, "bytes, 1 or more, or None", BudgetError)
-    sim = simulator or Simulator(graph)
+    sim = simulator or simulator_of(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)
     closed, moved = closed_with(

@@ -8,7 +8,7 @@ from lowtide.plan.blocks import entering_blocks, full_stored
 from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
 from lowtide.plan.moves import default_window, least_count, movable, move_of, placements_of
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
-from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.simulate.simulator import simulator_of
 from lowtide.plan.supply import Codec, codec_named
 
 
@@ -42,7 +42,7 @@ def offload(
     check_moves("offload", min_bytes, window_bytes, links)
 
     def offloaded(graph: StepGraph, budget: int | None = None) -> Plan:
-        sim = Simulator(graph)
+        sim = simulator_of(graph)
         order = movable(sim, min_bytes)
         window = window_bytes or default_window(sim, order)
         everything = sim.close(sim.all_kept)
@@ -94,7 +94,7 @@ def compress(
         codec_named(name, own)
 
     def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
-        sim = Simulator(graph)
+        sim = simulator_of(graph)
         ways = [Compress(way) for way in dict.fromkeys(("auto", name))]
         offered = [Chain(way, then) if then is not None else way for way in ways]
         moves = {
@@ -137,7 +137,7 @@ def partition(
     check_moves("partition", min_bytes, then=then)
 
     def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
-        sim = Simulator(graph)
+        sim = simulator_of(graph)
         stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.all_kept)
         may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
         chosen = [

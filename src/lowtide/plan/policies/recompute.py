@@ -12,7 +12,7 @@ from lowtide.graph import Operation, StepGraph
 from lowtide.plan.blocks import block_of, full_stored, sqrt_stored
 from lowtide.plan.data import Plan
 from lowtide.plan.policies.build import Policy, make_plan
-from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.simulate.simulator import Simulator, simulator_of
 
 _SOFTMAX = re.compile(r"(^|[.:])_?(safe_)?softmax(\.|$)")
 _BATCHED = re.compile(r"(^|[.:])(bmm|baddbmm|matmul|einsum)(\.|$)")
@@ -99,7 +99,7 @@ def _check_names(option: str, names: Any, what: str) -> None:
 
 def _policy(name: str, choose: Callable[[Simulator], frozenset[int]]) -> Policy:
     def policy(graph: StepGraph, budget: int | None = None) -> Plan:
-        sim = Simulator(graph)
+        sim = simulator_of(graph)
         return make_plan(graph, stored=choose(sim), policy=name, budget=budget, simulator=sim)
 
     policy.__name__ = policy.__qualname__ = name

@@ -25,7 +25,7 @@ from lowtide.plan.bound.program import A_SECOND, Effort, Floats
 from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.search.local import Candidate, LocalSearch
 from lowtide.plan.simulate.holders import refusal
-from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.simulate.simulator import simulator_of
 from lowtide.progress import current
 
 _THRESHOLDS = (0.5, 0.99, 0.1)
@@ -69,7 +69,7 @@ class Search:
         self.graph = graph
         self.lock = threading.RLock()
         """held while solving: equal steps share a search"""
-        self.sim = Simulator(graph)
+        self.sim = simulator_of(graph)
         self.effort = Effort(_EFFORT)
         self.local = LocalSearch(self.sim, self.effort)
         self.relaxation = Relaxation(self.sim, effort=self.effort)

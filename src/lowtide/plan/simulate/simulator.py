@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NoReturn
 
 import numpy as np
@@ -321,9 +322,16 @@ class Simulator(StepIndex):
         return hold, until
 
 
+@lru_cache(maxsize=2)
+def simulator_of(graph: StepGraph) -> Simulator:
+    """The simulator of a step: several ask for the same one, one after the other."""
+    return Simulator(graph)
+
+
+@lru_cache(maxsize=2)
 def plain(graph: StepGraph) -> Simulation:
     """The step of ``graph`` with everything kept, as PyTorch runs it."""
-    simulator = Simulator(graph)
+    simulator = simulator_of(graph)
     return simulator.simulate(simulator.droppable)
 
 

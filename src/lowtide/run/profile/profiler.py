@@ -20,7 +20,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError, TraceError
-from lowtide.graph import StepGraph, no_collection
+from lowtide.graph import StepGraph, collect_rarely, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
@@ -156,6 +156,7 @@ class Profiler(Interceptor):
                     stack.enter_context(self._forwards.within(self._one_of_several))
                 self.start()
                 self._stack.callback(self.stop)
+                self._stack.callback(collect_rarely())
                 self._stack.callback(private.before_storage_resizes(self._resizes))
                 result = forward(*args, **kwargs)
             tracer.in_forward = False
