@@ -51,11 +51,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers and GELU."""
+    """Two linear layers and GELU; between them so many times the width."""
 
-    def __init__(self, width: int = 4 * WIDTH) -> None:
+    def __init__(self, times: int = 4) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, times * WIDTH), nn.Linear(times * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x)))
@@ -80,7 +80,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.experts = nn.ModuleList(MLP(2 * WIDTH) for _ in range(EXPERTS))
+        self.experts = nn.ModuleList(MLP(2) for _ in range(EXPERTS))
 
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, 1)

@@ -61,6 +61,17 @@ def names_of(run: Callable[[], Any]) -> list[str]:
 # ---- the key -------------------------------------------------------------------------------------
 
 
+def test_spans_of_the_profiler_are_no_operations() -> None:
+    def run() -> None:
+        with torch.profiler.record_function("a hook of FSDP"):
+            torch.ones(2).exp()
+
+    with Names() as names:
+        run()
+    assert names.names[-1] == "aten.exp.default"  # nothing is seen where the span ends
+    assert not any(name.startswith("profiler.") for name in names.names)
+
+
 def test_the_key_is_one_that_pytorch_leaves_alone() -> None:
     with Names():
         pass

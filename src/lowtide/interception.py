@@ -343,6 +343,10 @@ _NUMBERS = frozenset({int, float, bool, complex})
 _BELOW = private.keys_below(_KEY)
 
 
+_MARKS = "profiler::"
+"""Operations of this namespace begin and end spans of PyTorch's profiler: they touch no tensor. FSDP2 calls
+two of them in each of its hooks."""
+
 _RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "recorder.cpp"
 _PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
 """The key of Python's kernels where there are compiled ones, which call them there: nothing else uses it."""
@@ -415,7 +419,7 @@ def _put_kernels(registered: _Registered, new: set[str]) -> None:
     views, mutable = _views(), _overloads_where(lambda schema: schema.is_mutable)
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
-        if name in views or is_made_of_others(name):
+        if name in views or name.startswith(_MARKS) or is_made_of_others(name):
             continue
         namespace, _, rest = name.partition("::")
         if namespace not in libraries:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -102,9 +102,9 @@ def _groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
-def _groups(model: torch.nn.Module) -> Iterator[Any]:
-    """FSDP's groups of parameters."""
-    for state in _states(model):
+def _groups(states: Iterable[Any]) -> Iterator[Any]:
+    """FSDP's groups of parameters of some states."""
+    for state in states:
         yield from _groups_of(state)
 
 
@@ -112,7 +112,7 @@ def gathered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that the weights of a model are gathered into, so far as they were made, with the name of a
     parameter of each. Their storages stay, and have bytes only while a unit is whole.
     """
-    for group in _groups(model):
+    for group in _groups(_states(model)):
         for parameter in group.fsdp_params:
             name = getattr(parameter, "_param_fqn", None) or ""
             inner = getattr(parameter, "_unsharded_inner_tensors", ())
@@ -137,7 +137,11 @@ def unsharded_gradients(model: torch.nn.Module) -> Iterator[torch.Tensor | None]
     """Of each parameter the gradient that waits whole for a later step to reduce it, where there is one
     (``set_requires_gradient_sync(False)``): no parameter of the model has it in its ``grad``.
     """
-    for group in _groups(model):
+    yield from _waiting(_states(model))
+
+
+def _waiting(states: Iterable[Any]) -> Iterator[torch.Tensor | None]:
+    for group in _groups(states):
         for parameter in group.fsdp_params:
             waiting = getattr(parameter, "unsharded_accumulated_grad", None)
             whole = getattr(parameter, "_unsharded_param", None)
@@ -149,7 +153,8 @@ def settings(model: torch.nn.Module) -> tuple[Any, ...]:
     what is gathered ahead, and which gradients wait whole.
     """
     found: list[Any] = []
-    for state in _states(model):
+    states = _states(model)
+    for state in states:
         found.append(state._state_ctx.is_last_backward)
         for ahead in (state._states_to_forward_prefetch, state._states_to_backward_prefetch):
             found.append(tuple(map(id, ahead)))
@@ -166,14 +171,14 @@ def settings(model: torch.nn.Module) -> tuple[Any, ...]:
                 getattr(group, "unshard_in_backward", True),
                 group._partial_reduce_output is not None,
             ]
-    found += [gradient is not None for gradient in unsharded_gradients(model)]
+    found += [gradient is not None for gradient in _waiting(states)]
     return tuple(found)
 
 
 def process_groups(model: torch.nn.Module) -> list[Any]:
     """The process groups that the model's weights are gathered over, and those that add up its gradients."""
     found: dict[int, Any] = {}
-    for group in _groups(model):
+    for group in _groups(_states(model)):
         for name in ("shard_process_group", "replicate_process_group"):
             process_group = getattr(group.mesh_info, name, None)
             if process_group is not None:
