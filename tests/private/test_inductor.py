@@ -121,6 +121,7 @@ def test_a_lowering_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"max_autotune": True, "max_autotune_gemm_backends": "CPP,ATEN"}
     given = torch.empty(4, 128, 64), torch.empty(4, 64, 64)
     half = make_fx(lambda x, w: [torch.bmm(x, w)], tracing_mode="fake")(*given)
+    assert len(inductor._unmeasured()) > 4
     text, _ = inductor.generated(half, False, options)
     assert "extern_kernels.bmm(" in text
     monkeypatch.setattr(inductor, "_unmeasured", dict)

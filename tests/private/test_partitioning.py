@@ -10,7 +10,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 from torch._inductor.decomposition import select_decomp_table
 
-from lowtide.private import inductor, partitioning
+from lowtide.private import FakeTensorMode, inductor, partitioning
 
 
 def joint_of(
@@ -145,3 +145,14 @@ def test_names_that_are_handed_on() -> None:
     assert inductor.mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
     assert issubclass(inductor.BackendCompilerFailed, Exception)
     assert callable(inductor.compile_with) and inductor.CustomPartitionerFn.uuid
+
+
+def test_a_call_with_several_results_runs_on_their_device() -> None:
+    graph = fx.Graph()
+    with FakeTensorMode():
+        (x,) = (graph.placeholder(name) for name in ("x",))
+        both = graph.call_function(torch.ops.aten.var_mean.correction, (x, [0]))
+        x.meta["val"] = torch.empty(4, device="cpu")
+        both.meta["val"] = (torch.empty(1, device="cuda:1"), torch.empty(1, device="cuda:1"))
+    assert partitioning.device_of([both]) == torch.device("cuda:1")
+    assert partitioning.device_of([x]) == torch.device("cpu")

@@ -61,6 +61,7 @@ class Cutter(inductor.CustomPartitionerFn):
         options: Inductor's settings; ``None`` where graphs run call by call.
         halves: forward and backward of a joint graph.
         key: what the cut follows from, beside the graph; ``None`` where compiled code is not to be cached.
+        device: whose memory counts; ``None`` for that of the graph.
     """
 
     def __init__(
@@ -68,8 +69,9 @@ class Cutter(inductor.CustomPartitionerFn):
         options: dict[str, Any] | None,
         halves: Callable[[Joint], Halves] | None = None,
         key: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        self.options, self._key = options, key
+        self.options, self._key, self._device = options, key, device
         self._halves = halves
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cutter:
@@ -92,7 +94,7 @@ class Cutter(inductor.CustomPartitionerFn):
         partitioning.clean_joint(gm)
         static = partitioning.static_inputs(gm, static_lifetime_input_indices or ())
         fusible = None if self.options is None else partitioning.default_fusible()
-        joint = Joint(partitioning.twin(gm), num_fwd_outputs, static, fusible)
+        joint = Joint(partitioning.twin(gm), num_fwd_outputs, static, fusible, counted=self._device)
         if not any(call.forward for call in joint.calls) or not joint.tangents:  # nothing to decide
             return partitioning.min_cut(gm, num_fwd_outputs, static)
         return self.halves(joint)
@@ -171,6 +173,7 @@ class Graph:
         options: Inductor's settings; ``None`` under ``aot_eager``.
         choose: says what a call runs.
         recording: the recording that is under way, if any.
+        device: whose memory counts.
     """
 
     def __init__(
@@ -179,8 +182,9 @@ class Graph:
         options: dict[str, Any] | None,
         choose: Callable[[Graph, Sizes], Run],
         recording: Callable[[], Recording | None],
+        device: torch.device,
     ) -> None:
-        self.captured, self.options = captured, options
+        self.captured, self.options, self._device = captured, options, device
         self._choose, self._recording = choose, recording
         self._open = captured.open_sizes
         self.candidates: CandidateCuts | None = None  # none for what has no backward
@@ -218,7 +222,7 @@ class Graph:
 
     def _compile_call_by_call(self) -> Run:
         options = None if self.options is None else {**self.options, **inductor.UNCACHED}
-        cutter = Cutter(self.options, self._meet)
+        cutter = Cutter(self.options, self._meet, device=self._device)
         return self.captured.compile(
             lambda module, inputs: compile_graph(module, inputs, options, cutter, self._run_by_call)
         )

@@ -231,7 +231,7 @@ class Flow:
             )
         with self.unseen():
             seen = captured.Captured(module, inputs)
-            graph = Graph(seen, self.options, self._choose, lambda: self._recording)
+            graph = Graph(seen, self.options, self._choose, lambda: self._recording, self.device)
         if graph.candidates is not None:  # else no part of a step
             self.graphs.append(graph)
             self.mixed |= bool(self.report.planned)

@@ -75,6 +75,11 @@ class Joint:
         fusible: whether a node is computed inside the kernels that read it, where that pays; ``None`` where
             every call runs by itself.
         size: a size as a number, where the graph leaves it open.
+        counted: whose memory counts; ``None`` for the device that the graph runs on. A graph on the host that
+            is a part of a card's step takes none of it.
+
+    Attributes:
+        device: whose memory counts.
     """
 
     module: fx.GraphModule
@@ -82,6 +87,7 @@ class Joint:
     static: tuple[int, ...]
     fusible: Callable[[fx.Node], bool] | None = None
     size: Callable[[Any], int] = partitioning.hint
+    counted: torch.device | None = None
     key_of: dict[fx.Node, Key] = field(default_factory=dict, init=False)
     bytes: dict[Key, int] = field(default_factory=dict, init=False)
     root: dict[Key, fx.Node] = field(default_factory=dict, init=False)
@@ -90,7 +96,7 @@ class Joint:
     def __post_init__(self) -> None:
         self.nodes = list(self.module.graph.nodes)
         self.names = {node.name: node for node in self.nodes}
-        self.device = partitioning.device_of(self.nodes)
+        self.device = self.counted or partitioning.device_of(self.nodes)
         self.place = {node.name: at for at, node in enumerate(self.nodes)}
         self._find_storages()
         self.in_forward, self.after_tangents = partitioning.sides(

@@ -122,8 +122,9 @@ class Generated:
         """The forward alone, whose text is known."""
         if size_of not in self._forward:
             text, half, strides = self._texts[False]
-            lent, scratch = self._joint.inputs_in(), self._scratch[0].run()
-            self._forward[size_of] = profile_generated(text, half, lent, scratch, size_of, strides)
+            lent, device = self._joint.inputs_in(), self._joint.device
+            scratch = self._scratch[0].run(device)
+            self._forward[size_of] = profile_generated(text, half, device, lent, scratch, size_of, strides)
         return self._forward[size_of]
 
     def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
@@ -131,7 +132,9 @@ class Generated:
             self._lower()
         one, (text, half, strides) = self.forward_at(size_of), self._texts[True]
         held = self._joint.inputs_in(lent) - one.copied.keys()
-        return one, profile_generated(text, half, held, self._scratch[1].run(), size_of, strides)
+        device = self._joint.device
+        scratch = self._scratch[1].run(device)
+        return one, profile_generated(text, half, device, held, scratch, size_of, strides)
 
 
 # ---- of generated text ----------------------------------------------------------------------------
@@ -151,8 +154,8 @@ class Scratch:
         self._known = known
         self._first: list[tuple[int, int]] = []  # bytes given, bytes taken
 
-    def run(self) -> Ask:
-        """The scratch of each call, for one run of the text.
+    def run(self, device: torch.device) -> Ask:
+        """The scratch that each call takes of a device, for one run of the text.
 
         The first run measures each kind of call once, on made-up inputs. In a run with other sizes a call's
         scratch grows with the bytes that it is given.
@@ -161,7 +164,8 @@ class Scratch:
 
         def ask(operation: Any, args: Any, kwargs: Any) -> int:
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if not runnable(operation) or not tensors or op_info(operation).is_view:
+            here = any(one.device.type == device.type for one in tensors)
+            if not here or not runnable(operation) or op_info(operation).is_view:
                 return 0
             given = sum(one.nbytes for one in tensors)
             if not first:
@@ -288,6 +292,7 @@ class _Ledger(TorchDispatchMode):
 def profile_generated(
     text: str,
     module: fx.GraphModule,
+    device: torch.device,
     lent: Collection[str],
     scratch: Ask,
     size_of: Callable[[Any], int],
@@ -298,13 +303,14 @@ def profile_generated(
     Args:
         text: what `lowtide.private.inductor.generated` says.
         module: the graph that it was generated from.
+        device: whose memory counts.
         lent: names of inputs that stand anyway.
         scratch: bytes that a call of an ATen operation takes beyond its results.
         size_of: a size as a number, where the graph leaves it open.
         strides: of inputs that lie in another way than the graph says.
     """
     nodes = list(module.graph.nodes)
-    ledger = _Ledger(scratch, partitioning.device_of(nodes).type)
+    ledger = _Ledger(scratch, device.type)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         call = _entry(text, ledger)
         given: list[Any] = []

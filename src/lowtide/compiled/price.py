@@ -83,9 +83,11 @@ def costs_of(
     for call in joint.calls:
         if call.node.name in keys:
             own = measured[keys[call.node.name]]
-            surplus = own.surplus_bytes if len(call.writes) == 1 else 0
+            here = _device_of(call.node).type == joint.device.type
+            scratch = own.scratch_bytes if here else 0
+            surplus = own.surplus_bytes if here and len(call.writes) == 1 else 0
             parts = inlined[call.node.name] | {call.node.name: own.seconds}
-            found[call.node.name] = CallCost(own.seconds, own.scratch_bytes, surplus, parts)
+            found[call.node.name] = CallCost(own.seconds, scratch, surplus, parts)
     return found
 
 
@@ -103,9 +105,9 @@ def _within(node: fx.Node, size_of: Size) -> float:
     return math.prod(map(size_of, value.shape)) * kernel_costs().functions.get(name, 0.0)
 
 
-def _device_of(node: fx.Node) -> str:
-    value = node.meta.get("val")
-    return str(value.device) if isinstance(value, torch.Tensor) else "cpu"
+def _device_of(node: fx.Node) -> torch.device:
+    """What a call runs on."""
+    return partitioning.device_of([node, *node.all_input_nodes])
 
 
 def _moving_seconds(joint: Joint, call: JointCall, memory_limit_bytes: int | None) -> float:
@@ -174,6 +176,7 @@ def parts_of(costs: Mapping[str, CallCost]) -> dict[str, float]:
 
 def profile(
     module: fx.GraphModule,
+    device: torch.device,
     lent: Collection[str],
     scratch: Callable[[fx.Node], int] = lambda node: 0,
     size_of: Callable[[Any], int] = partitioning.hint,
@@ -183,6 +186,7 @@ def profile(
 
     Args:
         module: forward or backward.
+        device: whose memory counts.
         lent: names of inputs that stand anyway, before and after: parameters, the user's tensors.
         scratch: bytes that a call takes beyond its results while it runs.
         size_of: a size as a number, where the graph leaves it open.
@@ -193,7 +197,7 @@ def profile(
     holders: Counter[int] = Counter()
     size: dict[int, int] = {}
     standing: set[int] = set()
-    live, device = 0, partitioning.device_of(nodes)
+    live = 0
 
     def take(node: fx.Node) -> None:
         nonlocal live
@@ -282,8 +286,8 @@ class ByCall:
         returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
         unseen = returned.difference(handed, lent or ())
         loss = sum(count for key, count in surplus.items() if key in unseen)
-        first = profile(forward, joint.inputs_in(), scratch, size_of, surplus)
-        second = profile(backward, joint.inputs_in(lent), scratch, size_of, surplus)
+        first = profile(forward, joint.device, joint.inputs_in(), scratch, size_of, surplus)
+        second = profile(backward, joint.device, joint.inputs_in(lent), scratch, size_of, surplus)
         return first, replace(second, peak_bytes=second.peak_bytes + loss)
 
 
@@ -368,6 +372,7 @@ class CandidateCuts:
         self.costs = costs_of(joint, memory_limit_bytes=self._room)
         self._parts = parts_of(self.costs)
         self.device = str(joint.device)
+        self._runs_on = str(partitioning.device_of(joint.nodes))
         # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
         tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
         loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
@@ -457,7 +462,7 @@ class CandidateCuts:
         """Seconds of two halves, by the traffic of their kernels, plus ``more`` seconds for moves."""
         both = zip(halves, profiles, strict=True)
         return more + sum(
-            half_seconds(half, seen.traffic, self._parts, self.device, self._room) for half, seen in both
+            half_seconds(half, seen.traffic, self._parts, self._runs_on, self._room) for half, seen in both
         )
 
     def likely_seconds(self, candidate: CandidateCut) -> float:
@@ -471,7 +476,7 @@ class CandidateCuts:
             if self.joint.root[key].meta["val"].dtype == torch.bool
         )
         both = zip(candidate.halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
-        return sum(half_seconds(half, traffic, alone, self.device, self._room) for half, traffic in both)
+        return sum(half_seconds(half, traffic, alone, self._runs_on, self._room) for half, traffic in both)
 
     def zeros_bytes(self, candidate: CandidateCut) -> int:
         """What the gradients that autograd makes up for outputs beside the loss add to a cut's peak."""

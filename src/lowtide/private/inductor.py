@@ -226,7 +226,6 @@ def _unmeasured() -> dict[str, Any]:
     """Settings with which a lowering measures nothing: products are the library's, and no kernel is compiled
     to see whether it is faster so. What compiling chooses then may take other memory; its text is read.
     """
-    known = inductor_config.get_config_copy()
     silent = {
         "max_autotune": False,
         "max_autotune_gemm": False,
@@ -236,7 +235,16 @@ def _unmeasured() -> dict[str, Any]:
         "aten_distributed_optimizations.collective_estimator": "analytical",
         "aten_distributed_optimizations.compute_estimator": "analytical",
     }
-    return {name: value for name, value in silent.items() if name in known}
+    return {name: value for name, value in silent.items() if _exists(name)}
+
+
+def _exists(name: str) -> bool:
+    """Whether this PyTorch has a setting."""
+    try:
+        in_force(name, {})
+    except AttributeError:
+        return False
+    return True
 
 
 def _decompositions() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._inductor import config as inductor_config
 from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lowtide.private.dispatch import OpOverload
@@ -183,8 +184,8 @@ def storage_of(tensor: Any) -> int | None:
 
 
 def device_of(nodes: Iterable[fx.Node]) -> torch.device:
-    """The device whose memory a graph takes: that of its tensors, an accelerator's before the host's."""
-    values = (node.meta.get("val") for node in nodes)
+    """What a graph, or some of its calls, run on: their tensors' device, an accelerator before the host."""
+    values = tree_leaves([node.meta.get("val") for node in nodes])
     found = dict.fromkeys(value.device for value in values if isinstance(value, torch.Tensor))
     return next((one for one in found if one.type != "cpu"), torch.device("cpu"))
 
