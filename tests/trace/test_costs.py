@@ -5,7 +5,7 @@ touched.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import accelerator
 from lowtide.meter import available, peak
 from lowtide.trace.clock import Clock
-from lowtide.trace.costs import measure
+from lowtide.trace.costs import measure, roofline
 from lowtide.trace.costs.measure import Bench, estimate, measure_costs
 from lowtide.trace.costs.roofline import Roofline, calibrate
 from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, likely_flops, runnable
@@ -285,6 +285,28 @@ def test_calibration_is_sensible_and_cached() -> None:
     assert 1e8 < line.bytes_per_second < 1e13
     assert 0 < line.overhead_seconds < 1
     assert calibrate() is line
+
+
+@pytest.mark.parametrize(("rate", "largest"), [(1e15, 4096), (2e12, 2048), (3e9, 512)])
+def test_a_slow_devices_product_is_a_small_one(
+    rate: float, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4096 squared in double precision takes a gaming card a second, and a stand-in five."""
+    sides: list[int] = []
+
+    class Timed:
+        def __init__(self, _: object) -> None: ...
+
+        def time(self, call: Any) -> tuple[None, Callable[[], float]]:
+            side = call.args[0].shape[0] if call.func is aten.mm.default else 0
+            sides.append(side)
+            return None, lambda: 1e-6 + 2 * side**3 / rate
+
+    monkeypatch.setattr(roofline, "Clock", Timed)
+    monkeypatch.setattr(roofline, "_SIDE", {"cpu": 4096})
+    found = roofline._calibrated.__wrapped__(torch.device("cpu"), torch.float32, 1, 1 << 10)
+    assert max(sides) == largest
+    assert found.flops_per_second == pytest.approx(rate, rel=0.2)
 
 
 class FakeClock:

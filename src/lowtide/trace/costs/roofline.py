@@ -15,8 +15,11 @@ import torch
 from lowtide import accelerator, private
 from lowtide.trace.clock import Clock
 
-# of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
+# of the largest matrices, and of the copy: activations of large steps do not lie in the processor's cache
 _SIDE = {"cpu": 512, accelerator.KIND: 4096}
+_LEAST_SIDE = 512
+_LONG_SECONDS = 0.02
+"""No product is timed that would take longer: one that takes so long keeps its device busy."""
 _MOVED_BYTES = {"cpu": 1 << 26, accelerator.KIND: 1 << 27}
 _LEAST_BYTES = 1 << 20
 
@@ -85,21 +88,27 @@ def calibrate(
 
 @lru_cache(maxsize=32)
 def _calibrated(where: torch.device, dtype: torch.dtype, threads: int, moved: int) -> Roofline:
-    """A matrix product and a copy, the best of a few runs."""
+    """A matrix product and a copy, the best of a few runs. The product grows until it keeps the device busy:
+    on a slow one (in double precision, say) the largest would take seconds.
+    """
     del threads  # part of the key: another count of threads is another machine
     clock = Clock(where)
 
     def best(call: Callable[[], Any], runs: int) -> float:
         return min([clock.time(call)[1]() for _ in range(runs)])
 
-    aten, side = torch.ops.aten, _SIDE[where.type]
+    aten, side = torch.ops.aten, _LEAST_SIDE
 
-    def square() -> list[torch.Tensor]:
-        return [torch.full((side, side), 0.5, dtype=dtype, device=where)] * 2
+    def product_of(side: int) -> float:
+        square = torch.full((side, side), 0.5, dtype=dtype, device=where)
+        return best(partial(aten.mm.default, square, square), 5)
 
     with outside_modes(), torch.no_grad():
         # one after the other: each goes before the next is made
-        product = best(partial(aten.mm.default, *square()), 5)
+        product = product_of(side)
+        while side < _SIDE[where.type] and 8 * product < _LONG_SECONDS:
+            side *= 2
+            product = product_of(side)
         both = [torch.ones(moved, dtype=torch.uint8, device=where) for _ in range(2)]
         copy = best(partial(aten.copy_.default, *both), 5)
         tiny = torch.ones(4, device=where)
