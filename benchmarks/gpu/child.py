@@ -10,12 +10,26 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import signal
 import sys
+import threading
 import traceback
 import warnings
 from typing import Any
 
 from benchmarks.gpu.parts import Measure, Row, Unmeasured, Where, bytes_alone, part
+
+
+def end_with_parent() -> None:
+    """End this process, and all that it started, when the one that started it ends, however that happens: a
+    later run would share the card with it. Nothing is ever written to this one's standard input.
+    """
+
+    def watch() -> None:
+        os.read(0, 1)  # returns when nobody holds the other end
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def outcome(measure: Measure, name: str) -> Row:
@@ -40,6 +54,7 @@ def outcome(measure: Measure, name: str) -> Row:
 def main(name: str, size: str, rows: list[str]) -> None:
     """Measure these rows of a part."""
     faulthandler.enable()
+    end_with_parent()
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

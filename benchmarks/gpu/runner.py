@@ -163,6 +163,7 @@ def _measured(
             command,
             cwd=ROOT,
             env=environment,
+            stdin=subprocess.PIPE,  # closed when this process ends, by which that one knows
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,
@@ -227,3 +228,5 @@ def _end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    if process.stdin is not None:
+        process.stdin.close()

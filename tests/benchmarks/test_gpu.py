@@ -127,6 +127,53 @@ def test_at_the_deadline_all_ends_and_what_was_under_way_has_no_row(
     assert states(results) == {"first": "done"}
 
 
+SLEEPER = """
+import os, sys, time
+from pathlib import Path
+from benchmarks.gpu.child import end_with_parent
+end_with_parent()
+Path("pid.part").write_text(str(os.getpid()))
+os.rename("pid.part", "pid")
+time.sleep(60)
+"""
+KILLED = f"""
+import os, sys, time
+from pathlib import Path
+from benchmarks.gpu import runner
+from benchmarks.gpu.parts import Part
+runner.ROOT = Path.cwd()
+results = runner.Results(Path.cwd(), "run", {ABOUT})
+part = Part("part", ("row",), lambda where: None)
+runner.run([part], results, time.monotonic() + 60, True, lambda *_: [sys.executable, "sleeper.py"])
+"""
+
+
+def test_a_run_that_is_killed_leaves_nothing_on_the_card(tmp_path: Path) -> None:
+    """A part has a session of its own: it went on beside the run after it."""
+    (tmp_path / "sleeper.py").write_text(SLEEPER)
+    told, environment = tmp_path / "pid", {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen([sys.executable, "-c", KILLED], cwd=tmp_path, env=environment)
+    try:
+        while not told.exists():
+            assert run.poll() is None
+            time.sleep(0.05)
+    finally:
+        run.kill()
+        run.wait()
+    began = time.monotonic()
+    while _runs(int(told.read_text())):
+        assert time.monotonic() < began + 20
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process is there, and not only its number, which nobody has asked for."""
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
 def test_a_row_says_why_it_is_none() -> None:
     def measure(name: str) -> dict[str, Any]:
         if name == "warned":
