@@ -192,7 +192,7 @@ def shared(way: str) -> list[tuple[bool, int, int, int]]:
 def test_stages_that_ranks_share_keep_the_budget(way: str) -> None:
     for rows in on_ranks(4, shared, way):
         for bitwise, predicted, measured, budget in rows:
-            assert bitwise and 0.94 * predicted <= measured <= predicted <= budget, rows
+            assert bitwise and 0.99 * predicted <= measured <= predicted <= budget, rows
 
 
 def on_the_way() -> list[Any]:

@@ -315,6 +315,7 @@ SLOW: dict[str, Case] = {
     "groups": (grouped, steps),
     "nested units": (nested, steps),
     "blocks alone": (blocks_alone, steps),
+    "blocks alone, evaluation": (blocks_alone, evaluated),
     "tied": (tied, steps),
     "LoRA": (lambda: sharded(Model(Adapted)), steps),
     "meta": (from_meta, steps),

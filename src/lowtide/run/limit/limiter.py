@@ -276,7 +276,7 @@ class Limiter:
         """Have main memory's meter count what FSDP gathers weights into, in later steps, too: a storage that
         is filled again asks the allocator that it first had.
         """
-        seen = open_peak(torch.device("cpu")) if private.is_root(self.model) else None
+        seen = open_peak(torch.device("cpu")) if private.units(self.model) else None
         try:
             yield
         finally:
