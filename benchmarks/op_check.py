@@ -26,6 +26,7 @@ from lowtide.meter import storages
 from lowtide.run.digest import same_bytes
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import Tape
 
 Status = Literal["bitwise", "different", "error", "plain raises", "plain differs", "no gradient", "too slow"]
 Variant = Literal["float", "complex", "inplace", "strided", "conjugate", "negative"]
@@ -92,7 +93,7 @@ class Watching(Recorder):
     """
 
     def __init__(self, leaves: list[torch.Tensor]) -> None:
-        super().__init__(RegionDirector(), verify=True)
+        super().__init__(RegionDirector(), tape=Tape(verify=True))
         self.leaf_keys = {s._cdata for s in storages(leaves)}
         self.saved: list[tuple[weakref.ref[torch.UntypedStorage], int, str]] = []
         self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -303,7 +304,7 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
     if unsteady:
         return settle("plain differs", unsteady)
     assert planned.recorder is not None
-    outcome.kept.update(planned.recorder.findings)
+    outcome.kept.update(planned.recorder.tape.findings)
     for nbytes, is_gone, writer in planned.gone:
         outcome.droppable_bytes += nbytes
         if is_gone:

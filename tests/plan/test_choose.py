@@ -64,9 +64,9 @@ def test_a_plan_close_to_the_room_is_found(off: Callable[[int], int]) -> None:
 
 def test_nothing_is_asked_for_twice() -> None:
     correction = Correction(ROOM)
-    assert correction.following(ROOM, ROOM, ROOM - 10) == ROOM + 10
-    assert correction.following(ROOM + 10, ROOM, ROOM - 10) is None, "the planner has nothing larger"
-    assert Correction(100).following(100, 90, 300) is None, "no target is left"
+    assert correction.next_target(ROOM, ROOM, ROOM - 10) == ROOM + 10
+    assert correction.next_target(ROOM + 10, ROOM, ROOM - 10) is None, "the planner has nothing larger"
+    assert Correction(100).next_target(100, 90, 300) is None, "no target is left"
 
 
 def test_a_plan_that_fits_at_once_is_chosen() -> None:

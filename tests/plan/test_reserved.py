@@ -12,9 +12,14 @@ from synthetic import transformer
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.reserved import CachingAllocator
-from lowtide.plan.reserved import block_changes, reserved_after, reserved_either_way, standing
+from lowtide.plan.reserved import (
+    allocator_before_step,
+    block_changes,
+    reserved_after,
+    reserved_either_way,
+)
 from lowtide.plan.simulate import Simulation, Simulator, plain
-from lowtide.plan.simulate.replay import Held
+from lowtide.plan.simulate.replay import LiveCopies
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(0, 200, 40)])
@@ -77,8 +82,8 @@ def test_a_batch_that_stands_is_not_asked_for_again() -> None:
     assert reserved[0] >= reserved[1]
 
 
-def moments_of(graph: StepGraph, stored: frozenset[int]) -> list[Held]:
-    seen: list[Held] = []
+def moments_of(graph: StepGraph, stored: frozenset[int]) -> list[LiveCopies]:
+    seen: list[LiveCopies] = []
     Simulator(graph).simulate(stored, seen=seen)
     return seen
 
@@ -91,7 +96,7 @@ def test_what_is_reserved_settles_and_a_smaller_plan_reserves_less() -> None:
     kept, evicted = simulator.close(simulator.droppable), simulator.close(())
     after = {}
     for name, stored in (("kept", kept), ("evicted", evicted)):
-        allocator = standing(graph, CachingAllocator())
+        allocator = allocator_before_step(graph, CachingAllocator())
         before = allocator.allocated_bytes
         reserved = reserved_after(graph, stored, allocator, steps=4)
         assert allocator.allocated_bytes == before  # a step gives back all that it asked for
@@ -105,7 +110,7 @@ def test_what_is_reserved_either_way_counts_the_blocks_of_libraries_once() -> No
     graph = transformer()
     stored = Simulator(graph).close(())
     alone = CachingAllocator()
-    settled = max(reserved_after(graph, stored, standing(graph, alone)))
+    settled = max(reserved_after(graph, stored, allocator_before_step(graph, alone)))
     default, expandable = reserved_either_way(graph, stored)
     assert default == settled and expandable % (2 << 20) == 0
     beside = replace(graph, resident_bytes=graph.resident_bytes + (64 << 20))

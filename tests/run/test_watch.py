@@ -40,7 +40,7 @@ def test_a_plan_goes_on_following_the_times_of_its_steps() -> None:
         planned = handle._limiter.cache.latest
         assert planned is not None
         timed.append(planned.timed is not None)
-    assert planned is not None and planned.settled
+    assert planned is not None and planned.is_settled
     begin = timed.index(True)
     assert all(timed[begin : begin + 9])
     assert [at for at in range(20, 60) if timed[at]] == list(range(20 + timed[20:].index(True), 60, 4)), (

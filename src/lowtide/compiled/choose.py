@@ -265,7 +265,7 @@ class Choice:
             if best is not None and self.peak(best) >= NEAR * limit:
                 break
             yield None
-            target = correction.following(target, plan.predicted_peak_bytes, took)
+            target = correction.next_target(target, plan.predicted_peak_bytes, took)
             if target is None:
                 break
         return best

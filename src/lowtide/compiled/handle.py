@@ -41,7 +41,7 @@ from lowtide.run.limit.arguments import (
 )
 from lowtide.run.limit.handle import LimitHandle
 from lowtide.run.limit.need import optimizer_need
-from lowtide.run.limit.refusal import named, standing_by_name
+from lowtide.run.limit.refusal import resident_by_name, with_user_names
 from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned
@@ -323,10 +323,10 @@ class CompiledHandle(LimitHandle):
             stands = after - self.reduced_bytes
             parts = {STANDING: stands, REDUCED: error.smallest_bytes - stands}
             gradients = stands - self._standing() + self._stood.gradients_now()
-        parts = standing_by_name(parts, model, gradients, state, self._device)
+        parts = resident_by_name(parts, model, gradients, state, self._device)
         if inputs := parts.pop(STANDING, 0):
             parts[INPUTS] = inputs
-        return named(error, parts, error.smallest_bytes, error.plain_peak_bytes)
+        return with_user_names(error, parts, error.smallest_bytes, error.plain_peak_bytes)
 
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""
@@ -416,7 +416,7 @@ class CompiledHandle(LimitHandle):
         if self._flow.more_than_planned and not self._in_parts:
             self._in_parts = True
             self._install()
-        if torch.is_grad_enabled() and (self._watch is None or not self._watch.pending()):
+        if torch.is_grad_enabled() and (self._watch is None or not self._watch.is_pending()):
             self._choose_flow()
         resident_workspace_bytes(self._device)  # from before this is watched
         flow, watch = self._flow, self._watch_step(args, kwargs)
@@ -455,7 +455,7 @@ class CompiledHandle(LimitHandle):
         """What measures the step that begins, or goes on with another forward."""
         if not torch.is_grad_enabled():
             return None
-        if self._watch is None or not self._watch.pending():
+        if self._watch is None or not self._watch.is_pending():
             if self._watch is not None:
                 self._watch.close()
             stood, me = self._stood(args, kwargs), weakref.ref(self)

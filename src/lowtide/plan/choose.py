@@ -101,7 +101,7 @@ def attempts(
             plan = make(graph, least, policy, progress=False)
         took = price(plan)
         yield plan, took
-        asked = correction.following(asked, plan.predicted_peak_bytes, took)
+        asked = correction.next_target(asked, plan.predicted_peak_bytes, took)
 
 
 def at_or_smallest(graph: StepGraph, target: int, policy: str | Policy = "optimal") -> Plan:
@@ -134,7 +134,7 @@ class Correction:
     exceeds: int | None = None
     _step: int = 0
 
-    def following(self, target: int, predicted: int, took: int) -> int | None:
+    def next_target(self, target: int, predicted: int, took: int) -> int | None:
         """What to ask for next; ``None`` when nothing is left to try.
 
         Args:

@@ -57,7 +57,9 @@ def movable(sim: Simulator, min_bytes: int = 1) -> list[int]:
     found = [
         value
         for value in sim.droppable
-        if sim.value_bytes[value] >= max(1, min_bytes) and value not in sim.forced and not why_not(sim, value)
+        if sim.value_bytes[value] >= max(1, min_bytes)
+        and value not in sim.evicted_by_scopes
+        and not why_not(sim, value)
     ]
     return sorted(found, key=lambda value: sim.producer[value])
 
@@ -104,7 +106,7 @@ def move_of(
     return Move(value, decision, size, size)
 
 
-def closed_with(
+def close_with_moves(
     sim: Simulator, stored: Iterable[int], moves: Iterable[Move]
 ) -> tuple[frozenset[int], dict[int, Move]]:
     """What stays and what moves, made feasible (see `Simulator.close`). What a replay reads stays where its
@@ -126,7 +128,7 @@ def closed_with(
         going = {value: move for value, move in going.items() if value not in partial}
 
 
-def as_simulated(graph: StepGraph, moves: Mapping[int, Move], simulation: Simulation) -> tuple[Move, ...]:
+def simulated_moves(graph: StepGraph, moves: Mapping[int, Move], simulation: Simulation) -> tuple[Move, ...]:
     """The plan's moves, in the order of the forward, with their order, lifetimes and forms."""
     transfers = simulation.transfers
     if transfers is None:

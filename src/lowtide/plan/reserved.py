@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.replay import Held
+from lowtide.plan.simulate.replay import LiveCopies
 
 if TYPE_CHECKING:
     from lowtide.meter.reserved import Block, CachingAllocator  # the meter imports PyTorch
@@ -36,9 +36,9 @@ def block_changes(
         stored: ids of the values that the plan stores (`Plan.stored`).
         batch_stands: whether the inputs stood before and stand after the step, and are left out, too.
     """
-    simulator, seen = Simulator(graph), list[Held]()
+    simulator, seen = Simulator(graph), list[LiveCopies]()
     simulation = simulator.simulate(stored, seen=seen)
-    moments, ends = defaultdict[int, list[Held]](list), defaultdict[int, list[int]](list)
+    moments, ends = defaultdict[int, list[LiveCopies]](list), defaultdict[int, list[int]](list)
     for moment in seen:
         moments[moment.event].append(moment)
     until = dict(enumerate(simulator.natural_end)) | simulation.held_until
@@ -106,7 +106,7 @@ def _within(operation: Operation | None, made: dict[BlockName, int]) -> Iterator
             yield names[number - 1], 0
 
 
-def standing(graph: StepGraph, allocator: CachingAllocator) -> CachingAllocator:
+def allocator_before_step(graph: StepGraph, allocator: CachingAllocator) -> CachingAllocator:
     """The allocator with what stands before the step: parameters, buffers and gradients, each in its block,
     and the rest, such as an optimizer's state, in blocks of the parameters' sizes.
     """
@@ -189,5 +189,5 @@ def reserved_either_way(
         for bytes in workspaces:
             allocator.allocate(bytes)
         step = replace(graph, resident_bytes=graph.resident_bytes - sum(workspaces))
-        found.append(max(reserved_after(step, stored, standing(step, allocator), steps)))
+        found.append(max(reserved_after(step, stored, allocator_before_step(step, allocator), steps)))
     return found[0], found[1]

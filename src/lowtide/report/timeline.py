@@ -23,7 +23,7 @@ from lowtide.graph import Saved, StepGraph, Storage
 from lowtide.plan.data import Plan, form_and_tier
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.replay import Held
+from lowtide.plan.simulate.replay import LiveCopies
 
 KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary")
 """What a span can be, in the order in which pictures stack them. ``recomputed`` are copies that backward got
@@ -178,7 +178,7 @@ class _Walker:
         self.graph, self.plan = graph, plan
         self.optimizer_bytes = optimizer_bytes
         self.sim = Simulator(graph)
-        self.seen: list[Held] = []
+        self.seen: list[LiveCopies] = []
         if plan is None:
             self.result = self.sim.simulate(self.sim.droppable, seen=self.seen)
         else:
@@ -229,7 +229,7 @@ class _Walker:
         self._moving()
         return self._timed(ran)
 
-    def _moments(self) -> Iterator[tuple[int, Held | None]]:
+    def _moments(self) -> Iterator[tuple[int, LiveCopies | None]]:
         """(event, ``None`` for the operation itself or what is held while another runs again), in order."""
         place = 0
         for event, (kind, _) in enumerate(self.graph.events):

@@ -128,16 +128,16 @@ class StepWatch:
         if several:
             replays.asked = asked
 
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether no backward has begun, and one still can."""
         alive = self._awaited is not None and self._awaited() is not None
         return alive and not (self.backwards or self.began)
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
-        return self.pending() or self.began or self.backwards > 0
+        return self.is_pending() or self.began or self.backwards > 0
 
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """Whether a backward has begun and ended with an error; to be asked outside of backward, since
         autograd calls no hook then.
         """
@@ -171,7 +171,7 @@ class StepWatch:
         self._check_gone()
 
     def _check_gone(self, *_: object) -> None:
-        under_way = self.began and not self.failed()
+        under_way = self.began and not self.has_failed()
         if not under_way and self._awaited is not None and self._awaited() is None:
             (self._on_gone or self.close)()
 

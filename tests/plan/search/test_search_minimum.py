@@ -123,7 +123,7 @@ def test_what_was_found_below_the_named_budget_is_found_again(monkeypatch: pytes
         patch.setattr(Search, "smallest", start)
         lower = planner.solve(start.simulation.peak_bytes - 1)
         assert lower.simulation.peak_bytes < start.simulation.peak_bytes
-        patch.setattr(Search, "_searched", lambda self, budget, *more: None)  # another round finds less
+        patch.setattr(Search, "_search", lambda self, budget, *more: None)  # another round finds less
         assert planner.solve(lower.simulation.peak_bytes) is lower
         with pytest.raises(BudgetError):
             planner.solve(lower.simulation.peak_bytes - 1)

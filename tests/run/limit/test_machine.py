@@ -177,8 +177,8 @@ def graph(operations: int) -> StepGraph:
 
 def planned_entry(plan: Plan = PLAN, profiles: int = 0) -> Entry:
     entry = Entry(key(), seen=Seen(profiles))
-    assert machine.profiled(entry, GRAPH, verified=True) is A.PLAN
-    assert machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, plan), version=0) is A.RUN
+    assert machine.on_profiled(entry, GRAPH, verified=True) is A.PLAN
+    assert machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, plan), version=0) is A.RUN
     return entry
 
 
@@ -197,27 +197,27 @@ def followed(extra: int = 0, departed: bool = False) -> Any:
 
 def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
     entry = planned_entry()
-    assert machine.ended(entry, ran(entry, None, director=followed())).action is A.NOTHING
+    assert machine.on_ended(entry, ran(entry, None, director=followed())).action is A.NOTHING
     assert not entry.seen.may_differ and not entry.wants_profile
-    assert machine.ended(entry, ran(entry, None, director=followed(extra=1))).action is A.DOUBT
+    assert machine.on_ended(entry, ran(entry, None, director=followed(extra=1))).action is A.DOUBT
     assert entry.seen.may_differ and entry.state is S.DOUBTED
 
 
 def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
-    assert machine.ended(entry, step).action is A.LEAVE_MARGIN
+    assert machine.on_ended(entry, step).action is A.LEAVE_MARGIN
     assert 0 < entry.room.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
-    assert machine.called(entry, version=0) is A.PLAN
+    assert machine.on_called(entry, version=0) is A.PLAN
     entry = planned_entry()
     step = ran(entry, OVER)
     for step.measured_bytes in (OVER, OVER + 5):
-        machine.ended(entry, step)
+        machine.on_ended(entry, step)
         assert entry.room.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
     step.backwards = 2
-    assert "retain_graph" in why(machine.ended(entry, step))
+    assert "retain_graph" in why(machine.on_ended(entry, step))
     assert (entry.room.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
-    assert machine.called(entry, version=0) is A.RUN
+    assert machine.on_called(entry, version=0) is A.RUN
 
 
 def test_a_buffer_that_a_thread_held_for_longer_changes_no_plan_until_it_comes_again() -> None:
@@ -228,85 +228,85 @@ def test_a_buffer_that_a_thread_held_for_longer_changes_no_plan_until_it_comes_a
     )
     for late, took in ((True, PLAN.predicted_peak_bytes + moved), (False, OVER)):
         entry = Entry(key())
-        machine.profiled(entry, gathers, verified=True)
-        machine.plan_made(entry, Planned(entry.key, gathers, gathers, PLAN), version=0)
-        assert (machine.ended(entry, ran(entry, took)).action is A.WAIT) == late
+        machine.on_profiled(entry, gathers, verified=True)
+        machine.on_plan_made(entry, Planned(entry.key, gathers, gathers, PLAN), version=0)
+        assert (machine.on_ended(entry, ran(entry, took)).action is A.WAIT) == late
         assert (entry.room.margin_bytes == 0) == late
-        assert machine.ended(entry, ran(entry, LIMIT)).action is A.NOTHING
-        assert (machine.ended(entry, ran(entry, took)).action is A.WAIT) == late
-        assert machine.ended(entry, ran(entry, took)).action is A.LEAVE_MARGIN and entry.room.margin_bytes
+        assert machine.on_ended(entry, ran(entry, LIMIT)).action is A.NOTHING
+        assert (machine.on_ended(entry, ran(entry, took)).action is A.WAIT) == late
+        assert machine.on_ended(entry, ran(entry, took)).action is A.LEAVE_MARGIN and entry.room.margin_bytes
 
 
 @pytest.mark.parametrize("director", [None, followed(departed=True)])
 def test_an_entry_that_was_profiled_often_is_planned_with_less(director: Any) -> None:
     plan = FITS if director is None else PLAN
     entry = planned_entry(plan)
-    assert machine.ended(entry, ran(entry, OVER, director=director)).action is A.DOUBT
+    assert machine.on_ended(entry, ran(entry, OVER, director=director)).action is A.DOUBT
     assert entry.wants_profile and entry.seen.may_differ and entry.room.margin_bytes == 0
     entry = planned_entry(plan, profiles=8)
-    assert machine.ended(entry, ran(entry, OVER, director=director)).action is A.LEAVE_MARGIN
+    assert machine.on_ended(entry, ran(entry, OVER, director=director)).action is A.LEAVE_MARGIN
 
 
 def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
     entry = planned_entry()
-    machine.ended(entry, ran(entry, OVER))
-    assert machine.called(entry, version=0) is A.PLAN
-    assert machine.plan_refused(entry, version=0) is A.ACCEPT
-    assert machine.called(entry, version=0) is A.RUN
-    assert "only a larger budget" in why(machine.ended(entry, ran(entry, OVER)))
+    machine.on_ended(entry, ran(entry, OVER))
+    assert machine.on_called(entry, version=0) is A.PLAN
+    assert machine.on_plan_refused(entry, version=0) is A.ACCEPT
+    assert machine.on_called(entry, version=0) is A.RUN
+    assert "only a larger budget" in why(machine.on_ended(entry, ran(entry, OVER)))
 
 
 def test_another_budget_is_refused_only_where_no_step_had_taken_more() -> None:
     entry = planned_entry()
-    machine.ended(entry, ran(entry, OVER))
-    assert machine.called(entry, version=1) is A.PLAN
-    assert machine.plan_refused(entry, version=1) is A.PLAN and entry.room.margin_bytes == 0
-    assert machine.plan_refused(entry, version=1) is A.RAISE
+    machine.on_ended(entry, ran(entry, OVER))
+    assert machine.on_called(entry, version=1) is A.PLAN
+    assert machine.on_plan_refused(entry, version=1) is A.PLAN and entry.room.margin_bytes == 0
+    assert machine.on_plan_refused(entry, version=1) is A.RAISE
 
 
 def test_what_a_graph_does_not_show_is_left_free_when_the_margin_goes() -> None:
     entry = Entry(key())
-    machine.profiled(entry, GRAPH, verified=True, checkpoints=2)
+    machine.on_profiled(entry, GRAPH, verified=True, checkpoints=2)
     unseen = entry.room.unseen_bytes
     assert unseen == 2 * torch.default_generator.get_state().nbytes
-    machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
-    machine.ended(entry, ran(entry, OVER))
-    machine.called(entry, version=1)
-    assert machine.plan_refused(entry, version=1) is A.PLAN
+    machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
+    machine.on_ended(entry, ran(entry, OVER))
+    machine.on_called(entry, version=1)
+    assert machine.on_plan_refused(entry, version=1) is A.PLAN
     assert (entry.room.margin_bytes, entry.room.unseen_bytes) == (0, unseen)
 
 
 def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
-    machine.better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
-    assert "a newer plan" in why(machine.ended(entry, step))
+    machine.on_better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
+    assert "a newer plan" in why(machine.on_ended(entry, step))
     assert entry.room.margin_bytes == 0
 
 
 def test_the_longest_profiled_step_is_planned_for() -> None:
     entry = planned_entry()
-    machine.ended(entry, ran(entry, OVER, director=followed(extra=9)))
-    assert machine.profiled(entry, graph(3), verified=True, backwards=2) is A.PLAN
-    machine.plan_made(entry, Planned(entry.key, graph(3), graph(3), PLAN), version=0)
-    machine.ended(entry, ran(entry, OVER, director=followed(extra=9), can_evict=False))
-    assert machine.profiled(entry, graph(2), verified=True) is A.NOTHING
+    machine.on_ended(entry, ran(entry, OVER, director=followed(extra=9)))
+    assert machine.on_profiled(entry, graph(3), verified=True, backwards=2) is A.PLAN
+    machine.on_plan_made(entry, Planned(entry.key, graph(3), graph(3), PLAN), version=0)
+    machine.on_ended(entry, ran(entry, OVER, director=followed(extra=9), can_evict=False))
+    assert machine.on_profiled(entry, graph(2), verified=True) is A.NOTHING
     assert entry.graph == graph(3) and entry.state is S.PLANNED and entry.traits.backwards == 2
 
 
 def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> None:
     entry = planned_entry()
-    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))).action is A.NOTHING
-    assert machine.ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)).action is A.NOTHING
-    assert machine.ended(entry, ran(entry, OVER, ran=(2, 7))).action is A.LEAVE_MARGIN, "the same again"
-    assert "other operations each time" in why(machine.ended(entry, ran(entry, OVER, ran=(0, 8))))
-    assert entry.state is S.VARYING and machine.called(entry, version=0) is A.RUN
-    assert machine.ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))).action is A.LEAVE_RESERVE
+    assert machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))).action is A.NOTHING
+    assert machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)).action is A.NOTHING
+    assert machine.on_ended(entry, ran(entry, OVER, ran=(2, 7))).action is A.LEAVE_MARGIN, "the same again"
+    assert "other operations each time" in why(machine.on_ended(entry, ran(entry, OVER, ran=(0, 8))))
+    assert entry.state is S.VARYING and machine.on_called(entry, version=0) is A.RUN
+    assert machine.on_ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))).action is A.LEAVE_RESERVE
     assert 4096 < entry.room.reserve_bytes < 8192
-    assert machine.ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))).action is A.LEAVE_RESERVE
+    assert machine.on_ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))).action is A.LEAVE_RESERVE
     assert entry.room.reserve_bytes == LIMIT // 4, "others made it larger"
-    assert machine.called(entry, version=1) is A.PLAN
-    assert machine.plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.RUN
+    assert machine.on_called(entry, version=1) is A.PLAN
+    assert machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.RUN
     assert entry.state is S.VARYING and entry.room.margin_bytes == 0
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
@@ -318,23 +318,23 @@ def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_
         for operations in (0, 3):  # no more than the first had, or more
             entry = planned_entry()
             step = ran(entry, LIMIT // 2, ran=(0, 9), tried=True, departed=True)
-            assert machine.ended(entry, step).action is A.NOTHING and entry.state is S.DOUBTED
-            action = machine.profiled(entry, graph(operations), verified=True, ran=second)
+            assert machine.on_ended(entry, step).action is A.NOTHING and entry.state is S.DOUBTED
+            action = machine.on_profiled(entry, graph(operations), verified=True, ran=second)
             if action is A.PLAN:
                 planned = Planned(entry.key, graph(operations), graph(operations), PLAN)
-                assert machine.plan_made(entry, planned, version=0) is A.RUN
+                assert machine.on_plan_made(entry, planned, version=0) is A.RUN
             assert entry.state is state and entry.seen.ran == second
 
 
 def test_a_sibling_begins_with_what_is_known() -> None:
     entry = planned_entry()
-    machine.ended(entry, ran(entry, OVER))
+    machine.on_ended(entry, ran(entry, OVER))
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
     assert adds.room.margin_bytes == entry.room.margin_bytes
-    assert machine.called(adds, version=0) is A.PLAN
-    assert machine.plan_refused(adds, version=0) is A.PLAN
-    assert machine.plan_refused(adds, version=0) is A.RAISE and adds.state is S.NEW
+    assert machine.on_called(adds, version=0) is A.PLAN
+    assert machine.on_plan_refused(adds, version=0) is A.PLAN
+    assert machine.on_plan_refused(adds, version=0) is A.RAISE and adds.state is S.NEW
 
 
 # ---- the words ------------------------------------------------------------------------------------

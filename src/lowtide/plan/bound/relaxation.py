@@ -157,7 +157,7 @@ class Relaxation:
         self._point[: len(self.values)] = 1.0
         self.program = program = Program()
         for v in self.values:
-            program.column(upper=0.0 if v in self.sim.forced else 1.0)
+            program.column(upper=0.0 if v in self.sim.evicted_by_scopes else 1.0)
         for i in self.operations:
             program.column(self._seconds_of(i))
         for m in self.moves:
@@ -210,7 +210,7 @@ class Relaxation:
         point = [*(v in stored for v in self.values), *(i in again for i in self.operations)]
         return np.array([*point, *([False] * len(self.moves))], dtype=np.float64)
 
-    def _forced(self) -> Floats:
+    def _forced_shares(self) -> Floats:
         """As a point, the least share of every value's bytes that each schedule holds: all of what is
         demanded and may neither be replayed nor move.
         """
@@ -299,11 +299,11 @@ class Relaxation:
         """No schedule has a smaller peak."""
         if not self.sim.end:
             return self.sim.graph.resident_bytes
-        return int(np.ceil((self.fixed + self.occupancy(self._forced())).max() - 0.5))
+        return int(np.ceil((self.fixed + self.occupancy(self._forced_shares())).max() - 0.5))
 
     def bound(self, budget: int) -> Bound:
         """No schedule within ``budget`` bytes adds less; the sharpest that is known, else by `solve`."""
-        if budget >= self.sim.plain_peak and not self.sim.forced:
+        if budget >= self.sim.plain_peak and not self.sim.evicted_by_scopes:
             return Bound(0.0, self.least_peak)
         if budget not in self.floors:
             self.solve(budget)

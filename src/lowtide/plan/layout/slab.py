@@ -39,7 +39,7 @@ def with_slab(sim: Simulator, plan: Plan, required: bool = False) -> Plan:
     if not plan.moves:
         return plan
     moved = {move.value: move for move in plan.moves}
-    held = sim.simulate(plan.stored, sim.moving(plan.moves, plan.window_bytes, slab=True))
+    held = sim.simulate(plan.stored, sim.with_moves(plan.moves, plan.window_bytes, slab=True))
     sizes = [
         moved[value].encoded_bytes + ALIGN if arriving else moved[value].place_bytes
         for value, arriving in held.spans

@@ -14,7 +14,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
 from lowtide.plan.layout.slab import with_slab
-from lowtide.plan.moves import as_simulated, closed_with, move_of, refuse_moves
+from lowtide.plan.moves import close_with_moves, move_of, refuse_moves, simulated_moves
 from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
@@ -82,11 +82,11 @@ def make_plan(
     sim = simulator or simulator_of(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)
-    closed, moved = closed_with(
+    closed, moved = close_with_moves(
         sim, stored, [move_of(sim, value, decision, links, codecs) for value, decision in wanted.items()]
     )
     window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
-    simulation = sim.simulate(closed, sim.moving(moved.values(), window), links)
+    simulation = sim.simulate(closed, sim.with_moves(moved.values(), window), links)
     if budget is not None and simulation.peak_bytes > budget:
         raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
     limit = budget if budget is not None else simulation.peak_bytes
@@ -99,7 +99,7 @@ def make_plan(
         )
     floor = bound or Relaxation(sim).bound(limit)
     evicted = set(simulation.evicted)
-    rows = as_simulated(graph, moved, simulation)
+    rows = simulated_moves(graph, moved, simulation)
     plan = Plan(
         graph=graph.fingerprint(),
         policy=policy,

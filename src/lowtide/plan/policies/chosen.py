@@ -38,17 +38,17 @@ def optimal(seconds: float | None = None) -> Policy:
     expect(given, "optimal(seconds=)", seconds, "seconds, more than 0, or None")
     if seconds is None:
         return least_time
-    return obeying_scopes(functools.partial(_least_time, seconds=seconds))
+    return obey_scopes(functools.partial(_least_time, seconds=seconds))
 
 
-def obeying_scopes(choose: Policy) -> Policy:
+def obey_scopes(choose: Policy) -> Policy:
     """A policy that evicts what checkpointing scopes evict, wherever the budget can be met so. Where it
     cannot, as below what long scopes take by themselves, ``choose`` decides about that, too.
     """
-    return functools.partial(_obeying_scopes, choose)
+    return functools.partial(_obey_scopes, choose)
 
 
-def _obeying_scopes(choose: Policy, graph: StepGraph, budget: int | None = None) -> Plan:
+def _obey_scopes(choose: Policy, graph: StepGraph, budget: int | None = None) -> Plan:
     free = graph.without_scopes()
     if free is graph:
         return choose(graph, budget)
@@ -95,7 +95,7 @@ def _least(search: Search, seconds: float | None, at_once: bool) -> Candidate:
     return search.lowest_within(seconds / 2) if at_once and seconds else search.lowest
 
 
-least_time = obeying_scopes(_least_time)
+least_time = obey_scopes(_least_time)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,15 +116,15 @@ class Mixed:
     seconds: float | None = None
 
     def __call__(self, graph: StepGraph, budget: int | None = None) -> Plan:
-        return obeying_scopes(self._choose)(graph, budget)
+        return obey_scopes(self._choose)(graph, budget)
 
-    def measured(self, device: str) -> Mixed:
+    def with_links(self, device: str) -> Mixed:
         """The same, with the speeds of all that values may move to."""
         ways = self.ways or default_placements(device)
         return replace(self, ways=ways, links=missing_links(ways, self.links, self.codecs, device))
 
     def _choose(self, graph: StepGraph, budget: int | None = None) -> Plan:
-        known, search = self.measured(graph.device), search_of(graph)
+        known, search = self.with_links(graph.device), search_of(graph)
         speeds, notes = known.links or {}, tuple[str, ...]()
         with search.lock:
             mixed_search = MixedSearch(
@@ -138,7 +138,7 @@ class Mixed:
                 best = mixed_search.solve(limit)
                 floor = mixed_search.relaxation.bound(limit)
             else:
-                best, notes = mixed_search.at_once(budget, self.seconds), (ENDED_EARLY,)
+                best, notes = mixed_search.solve_quickly(budget, self.seconds), (ENDED_EARLY,)
                 floor = Bound(0.0, 0)  # another program of the size of the search
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=search.sim,
@@ -182,7 +182,7 @@ def mixed(
     return Mixed(chosen, links, min_bytes, window_bytes, tuple(codecs), slab)
 
 
-def at_once(policy: Policy, seconds: float, device: str) -> tuple[Policy, Policy | None]:
+def split_search(policy: Policy, seconds: float, device: str) -> tuple[Policy, Policy | None]:
     """A policy whose plan others wait for, and the one that goes on in a process of its own.
 
     Args:
@@ -196,8 +196,8 @@ def at_once(policy: Policy, seconds: float, device: str) -> tuple[Policy, Policy
     """
     if policy is least_time:
         hurried = functools.partial(_least_time, seconds=seconds, at_once=True)
-        return obeying_scopes(hurried), policy
+        return obey_scopes(hurried), policy
     if isinstance(policy, Mixed) and not policy.codecs:
-        policy = policy.measured(device)
+        policy = policy.with_links(device)
         return replace(policy, seconds=seconds), policy
     return policy, None

@@ -55,7 +55,7 @@ def offload(
         else:
 
             def fits(count: int) -> bool:
-                moving = sim.moving([move_of(sim, v, decision) for v in order[:count]], window)
+                moving = sim.with_moves([move_of(sim, v, decision) for v in order[:count]], window)
                 kept = everything.difference(order[:count])
                 return sim.simulate(kept, moving).peak_bytes <= budget
 

@@ -72,9 +72,9 @@ class LocalSearch:
 
     def candidate(self, stored: frozenset[int]) -> Candidate:
         """``stored``, closed and simulated."""
-        return self._simulated(self.sim.close(stored))
+        return self._simulate(self.sim.close(stored))
 
-    def _simulated(self, closed: frozenset[int]) -> Candidate:
+    def _simulate(self, closed: frozenset[int]) -> Candidate:
         self.effort.note_simulation(len(self.sim.graph.operations))
         return Candidate(closed, self.sim.simulate(closed))
 
@@ -129,7 +129,7 @@ class LocalSearch:
             peak, at = best.simulation.peak_bytes, best.simulation.peak_event
             if peak <= budget:
                 break
-            changed = chain(self._changed(best, budget, many), self._changed_alike(best, many))
+            changed = chain(self._change(best, budget, many), self._change_alike(best, many))
             for stored, count in changed:
                 if turns <= 0 or self.effort.over:
                     break
@@ -141,12 +141,12 @@ class LocalSearch:
                 if self.sim.least_at(closed, at) >= peak:
                     continue
                 turns -= 1
-                other = self._simulated(closed)
+                other = self._simulate(closed)
                 if other.height < best.height:
                     better, many = other, 2 * count
                     break
 
-    def _changed(self, best: Candidate, budget: int, many: int) -> Iterator[tuple[frozenset[int], int]]:
+    def _change(self, best: Candidate, budget: int, many: int) -> Iterator[tuple[frozenset[int], int]]:
         """Sets of stored values that differ in decisions that may matter at the peak, and in how many: in up
         to ``many`` of them, then in one.
 
@@ -175,7 +175,7 @@ class LocalSearch:
             for values in rows:
                 yield change(values), 1
 
-    def _changed_alike(self, best: Candidate, many: int) -> Iterator[tuple[frozenset[int], int]]:
+    def _change_alike(self, best: Candidate, many: int) -> Iterator[tuple[frozenset[int], int]]:
         """Sets of stored values that differ in one decision of every alike block: where a plan is as high in
         each of them, one decision changed in one lowers it there and raises it in all others.
         """
@@ -183,7 +183,7 @@ class LocalSearch:
         for index, _, values in self._to_store(best):
             stored.setdefault(self._alike[index], []).extend(values)
         for v in best.stored:
-            if self.sim.producer[v] >= 0 and v not in self.sim.forced:
+            if self.sim.producer[v] >= 0 and v not in self.sim.evicted_by_scopes:
                 evicted.setdefault(self._alike[self.sim.producer[v]], []).append(v)
         for change, groups in ((best.stored.union, stored), (best.stored.difference, evicted)):
             for values in sorted(
@@ -209,7 +209,11 @@ class LocalSearch:
         sim, graph = self.sim, self.sim.graph
         for index in best.simulation.replayed:
             written = graph.operations[index].writes
-            outputs = [w for w in written if sim.storable[w] and w not in best.stored and w not in sim.forced]
+            outputs = [
+                w
+                for w in written
+                if sim.storable[w] and w not in best.stored and w not in sim.evicted_by_scopes
+            ]
             if outputs:
                 earlier = [v for w in outputs for v in sim.companions.get(w, ())]
                 yield index, sum(sim.value_bytes[w] for w in outputs), outputs + earlier

@@ -19,7 +19,7 @@ from lowtide.errors import BudgetError
 from lowtide.plan.bound.program import Floats
 from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.data import Links, Move
-from lowtide.plan.moves import Placements, closed_with, default_window, least_count
+from lowtide.plan.moves import Placements, close_with_moves, default_window, least_count
 from lowtide.plan.search.local import Candidate
 from lowtide.plan.search.search import Search
 from lowtide.plan.simulate.holders import refusal
@@ -97,8 +97,8 @@ class MixedSearch:
 
     def candidate(self, stored: frozenset[int], moves: Iterable[Move], window: int) -> Candidate:
         """``stored`` and ``moves``, closed and simulated."""
-        kept, going = closed_with(self.sim, stored, moves)
-        simulation = self.sim.simulate(kept, self.sim.moving(going.values(), window), self.links)
+        kept, going = close_with_moves(self.sim, stored, moves)
+        simulation = self.sim.simulate(kept, self.sim.with_moves(going.values(), window), self.links)
         return Candidate(kept, simulation, going, window)
 
     def solve(self, budget: int) -> Candidate:
@@ -121,7 +121,7 @@ class MixedSearch:
             best = min((self._polish(start, budget) for start in starts), key=lambda mix: mix.key)
         return best
 
-    def at_once(self, budget: int | None, seconds: float) -> Candidate:
+    def solve_quickly(self, budget: int | None, seconds: float) -> Candidate:
         """A mix that is found in about so many seconds: what recomputing alone finds within ``budget``, else
         the one with the smallest peak.
 
@@ -196,7 +196,7 @@ class MixedSearch:
                     _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
                     points += [] if whole is None else [whole]
                 trials = [
-                    self.candidate(*self._rounded(decisions, least), window)
+                    self.candidate(*self._round(decisions, least), window)
                     for decisions in points
                     for least in _ROUNDINGS
                 ]
@@ -208,7 +208,7 @@ class MixedSearch:
                 target = (fits + exceeds) // 2 if fits else target - over
         return found
 
-    def _rounded(self, point: Floats, least: float) -> tuple[frozenset[int], list[Move]]:
+    def _round(self, point: Floats, least: float) -> tuple[frozenset[int], list[Move]]:
         """What is stored and what moves when each value does what most of it does, and moves if that is at
         least ``least`` of it.
         """
@@ -244,7 +244,7 @@ class MixedSearch:
             outputs = tuple(
                 w
                 for w in op.writes
-                if sim.storable[w] and not (w in mix.stored or w in mix.moves or w in sim.forced)
+                if sim.storable[w] and not (w in mix.stored or w in mix.moves or w in sim.evicted_by_scopes)
             )
             if not outputs:
                 continue

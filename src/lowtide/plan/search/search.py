@@ -142,7 +142,7 @@ class Search:
             low = self.lowest_within(seconds, budget)
             best = self.local.faster(low, budget) if low.simulation.peak_bytes <= budget else None
         if self.relaxation.least_peak <= budget:  # which is no bound where backward runs more than once
-            best = self._searched(budget, best, 1 if at_once else None)
+            best = self._search(budget, best, 1 if at_once else None)
         elif best is None and self.smallest.simulation.peak_bytes <= budget:
             best = self.local.faster(self.smallest, budget)
         if best is not None:
@@ -157,7 +157,7 @@ class Search:
         """Whether the latest search, which found ``best``, was given less than it could have used."""
         return self.effort.over and self.effort.limit < _EFFORT and self._far(best, budget, _GOOD_GAP)
 
-    def _searched(self, budget: int, best: Candidate | None, descents: int | None) -> Candidate | None:
+    def _search(self, budget: int, best: Candidate | None, descents: int | None) -> Candidate | None:
         """The best plan found, round after round, until one is close enough to the bound or enough was
         simulated; nothing where none fits. ``best`` is one that does. No more than ``descents`` are looked
         for by descending, and where that is a number, only if nothing else fits."""
@@ -182,8 +182,8 @@ class Search:
         """Plans, the cheapest to find first; ``wanted`` says how many are looked for by descending."""
         current().say("rounding the best possible")
         bound, point = self.relaxation.solve(budget)
-        rounded = _rounded(self.relaxation, self.local, point) if bound < float("inf") else []
-        yield [*self.baselines, *self._lowered(rounded, budget)]
+        rounded = _round(self.relaxation, self.local, point) if bound < float("inf") else []
+        yield [*self.baselines, *self._lower(rounded, budget)]
         current().say("searching")
         spent = sum(descent.spent for descent in self.descents)
         lows = (low for descent in self.descents if (low := descent.within(budget)))
@@ -191,7 +191,7 @@ class Search:
         self.effort.note_simulation(sum(descent.spent for descent in self.descents) - spent)
         self.effort.extend(_LAST)
         yield found
-        yield from _corrected(self.relaxation, self.local, budget)
+        yield from _correct(self.relaxation, self.local, budget)
 
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
@@ -200,7 +200,7 @@ class Search:
         gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
         return gap > share * self.graph.plain_seconds
 
-    def _lowered(self, found: list[Candidate], budget: int) -> list[Candidate]:
+    def _lower(self, found: list[Candidate], budget: int) -> list[Candidate]:
         """``found``, and what is slightly too high of it after decisions at the peak were changed: the
         lowest, and others while that leaves most of the effort."""
         most, lowered = budget * (1 + _OVER), list[Candidate]()
@@ -244,13 +244,13 @@ class Descent:
         return self._seen[-1]
 
 
-def _rounded(relaxation: Relaxation, local: LocalSearch, point: Floats) -> list[Candidate]:
+def _round(relaxation: Relaxation, local: LocalSearch, point: Floats) -> list[Candidate]:
     """Candidates that store the values of which the relaxed decisions store most."""
     wishes = [frozenset(v for v, k in relaxation.column.items() if point[k] > least) for least in _THRESHOLDS]
     return [local.candidate(wish) for wish in dict.fromkeys(wishes)]
 
 
-def _corrected(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterator[list[Candidate]]:
+def _correct(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterator[list[Candidate]]:
     """Rounded plans for ``budget`` bytes from the program, each corrected by the exact simulation of the one
     before; none where nothing fits.
     """
@@ -262,7 +262,7 @@ def _corrected(relaxation: Relaxation, local: LocalSearch, budget: int) -> Itera
                 return
             beside //= 2
             continue
-        found = _rounded(relaxation, local, point)
+        found = _round(relaxation, local, point)
         low = local.lower(min(found, key=lambda c: c.height), budget)
         yield [*found, low]
         point = relaxation.point_of(low.stored, low.simulation.replayed)

@@ -13,7 +13,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.table import by_members, ranges
-from lowtide.plan.simulate.replay import Held
+from lowtide.plan.simulate.replay import LiveCopies
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 from lowtide.remedies import (
     ACTIVATIONS,
@@ -116,9 +116,9 @@ def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
         yield _Piece(SCRATCH, scratch, op.module, op.source, op.name)
 
 
-def _copies(sim: Simulator, simulation: Simulation) -> Held | None:
+def _copies(sim: Simulator, simulation: Simulation) -> LiveCopies | None:
     """What replays hold at the peak."""
-    seen: list[Held] = []
+    seen: list[LiveCopies] = []
     sim.simulate(simulation.stored, simulation.sources, seen=seen)
     peak = simulation.peak_event
     within = [held for held in seen if held.event == peak and held.operation >= 0]

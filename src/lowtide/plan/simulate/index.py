@@ -132,7 +132,7 @@ class StepIndex:
         )
         """where values come back from when none moves"""
 
-    def moving(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Sources:
+    def with_moves(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Sources:
         """Where values come back from when some move. With ``slab`` those take no memory of their own, and
         `Simulation.spans` says when they would.
         """
@@ -320,7 +320,7 @@ class StepIndex:
         return frozenset(kept)
 
     @cached_property
-    def forced(self) -> frozenset[int]:
+    def evicted_by_scopes(self) -> frozenset[int]:
         """Values that checkpointing scopes evict by themselves, where they can come back: what a region makes
         and no other one holds. No plan keeps one.
         """
@@ -371,7 +371,7 @@ class StepIndex:
         return any(storage.kind == "gathered" for storage in self.graph.storages)
 
     @cached_property
-    def windows(self) -> list[int]:
+    def latest_fill(self) -> list[int]:
         """Event -> the latest one up to it that filled or emptied a gathered storage, or the first of all."""
         kinds, found, latest = [s.kind for s in self.graph.storages], list[int](), 0
         for at, (kind, index) in enumerate(self.graph.events):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from lowtide.plan.simulate.index import Happening, Sources, StepIndex, replay_set
 
 
-class Held(NamedTuple):
+class LiveCopies(NamedTuple):
     """Which replayed copies are alive at one moment of a walk, for who wants to show them.
 
     Attributes:
@@ -99,7 +99,7 @@ class Walk:
         flags: bytearray,
         running: list[int],
         ahead: Iterable[int] = (),
-        seen: list[Held] | None = None,
+        seen: list[LiveCopies] | None = None,
     ) -> None:
         self.sim, self.sources, self.flags, self.running, self.seen = index, sources, flags, running, seen
         self.places = Places(sources)
@@ -164,7 +164,7 @@ class Walk:
             if self.live != before:
                 self.level.append((event, self.live - before))
             if self.seen is not None:
-                self.seen.append(Held(event, -1, frozenset(cached), self.live, 0))
+                self.seen.append(LiveCopies(event, -1, frozenset(cached), self.live, 0))
 
     def _operations_for(self, value: int) -> list[int]:
         """The operations that bring a value back: most often its producer alone."""
@@ -243,7 +243,7 @@ class Walk:
                 most, most_op = live + scratch, index
             if self.seen is not None:
                 alive = frozenset(cached).difference(overwritten).union(op.writes)
-                self.seen.append(Held(event, index, alive, live, scratch))
+                self.seen.append(LiveCopies(event, index, alive, live, scratch))
             for w in op.writes:
                 if not flags[w] and left[w] > 0:
                     cached.add(w)

@@ -19,7 +19,7 @@ from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Plan, module_in_words
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
-from lowtide.plan.simulate.replay import Held, Walk
+from lowtide.plan.simulate.replay import LiveCopies, Walk
 from lowtide.plan.simulate.transfers import Outgoing, Transfers
 
 
@@ -137,7 +137,7 @@ class Simulator(StepIndex):
         """
         together: dict[int, list[int]] = {}
         for value, event in self.unpacks_of(evicted):
-            together.setdefault(self.windows[event], []).append(value)
+            together.setdefault(self.latest_fill[event], []).append(value)
         for window, values in together.items():
             for index in replay_set(values, sources.producer, sources.reads, flags):
                 if index < len(self.graph.operations) and not self.present(index, window):
@@ -153,7 +153,7 @@ class Simulator(StepIndex):
         stored: Collection[int],
         sources: Sources | None = None,
         links: Links | None = None,
-        seen: list[Held] | None = None,
+        seen: list[LiveCopies] | None = None,
     ) -> Simulation:
         """The step under ``stored`` (rules 5 to 10 of docs/design.md; for values that move, see
         docs/stores.md).
@@ -194,7 +194,7 @@ class Simulator(StepIndex):
         event, peak = -1, graph.resident_bytes
         if self.end and top.max() >= peak:
             event, peak = int(np.argmax(top)), int(top.max())
-        operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, walk)
+        operation, in_replay = self._operation_at(event, peak - int(live[event]) if event >= 0 else 0, walk)
         extra = sum(sources.operations[i].seconds for i in (*walk.running, *walk.repeats))
         extra += graph.replay_overhead_seconds * (len(walk.running) + len(walk.repeats))
         transfers = outgoing.transfers(walk, links) if outgoing is not None else None
@@ -217,9 +217,9 @@ class Simulator(StepIndex):
             spans=walk.places.spans(),
         )
 
-    def simulate_plan(self, plan: Plan, seen: list[Held] | None = None) -> Simulation:
+    def simulate_plan(self, plan: Plan, seen: list[LiveCopies] | None = None) -> Simulation:
         """The step under ``plan``; its slab, if it has one, is left aside."""
-        sources = self.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
+        sources = self.with_moves(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
         return self.simulate(plan.stored, sources, seen=seen)
 
     def close(self, stored: Iterable[int]) -> frozenset[int]:
@@ -229,7 +229,7 @@ class Simulator(StepIndex):
         nor a replay reads are left out. What a checkpointing scope evicts is not kept where it can come back.
         """
         storable = self.storable
-        kept = set(stored).difference(self.forced)
+        kept = set(stored).difference(self.evicted_by_scopes)
         kept.update(self.must_droppable)
         for v, companions in self.companions.items():
             if v in kept and v in self.saved_of:
@@ -258,7 +258,7 @@ class Simulator(StepIndex):
         held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
         return int(self.natural_live[event] + self.scratch[event]) + held
 
-    def _standing(self, event: int, above: int, walk: Walk) -> tuple[Operation | None, bool]:
+    def _operation_at(self, event: int, above: int, walk: Walk) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""
         graph = self.graph
         here = [(bytes_, op) for e, bytes_, op in walk.tops if e == event]
@@ -276,7 +276,7 @@ class Simulator(StepIndex):
         flags: bytearray,
         until: dict[int, int],
         sources: Sources,
-        seen: list[Held] | None,
+        seen: list[LiveCopies] | None,
     ) -> Walk:
         """The walk through what happens to ``evicted``. Operations of ``every`` that none of it needs that is
         unpacked never run again: they are readers until what depends on them is gone.

@@ -67,7 +67,7 @@ class Cache:
             if sibling is not None and sibling.refused_at != self.maker.version:
                 machine.borrow(entry, sibling)
             if len(self.known) > MOST_ENTRIES:
-                machine.removed(self.known.pop(next(iter(self.known))))
+                machine.on_removed(self.known.pop(next(iter(self.known))))
             return entry
 
     def _sibling(self, key: StepKey) -> Entry | None:
@@ -83,7 +83,7 @@ class Cache:
         """The limit is removed."""
         with self.lock:
             for entry in self.known.values():
-                machine.removed(entry)
+                machine.on_removed(entry)
 
     def begin_step(self, entry: Entry, backward_unseen: bool = False) -> Action:
         """What the next step of an entry does. Where that needs a plan, it is made here.
@@ -93,10 +93,10 @@ class Cache:
         """
         with self.lock:
             self._ask_peers(entry)
-            action = self._plan(entry, machine.called(entry, self.maker.version, backward_unseen))
+            action = self._plan(entry, machine.on_called(entry, self.maker.version, backward_unseen))
             alone = self.maker.agreement is None
             if alone and action is Action.RUN and entry.planned and (better := entry.planned.better()):
-                machine.better_found(entry, better)
+                machine.on_better_found(entry, better)
             self.latest = entry.planned or self.latest
             self._warn_above(entry)  # of one whose budget was refused
             return action
@@ -112,12 +112,12 @@ class Cache:
             try:
                 planned = self.maker.make(entry)
             except BudgetError as error:
-                action = machine.plan_refused(entry, version)
+                action = machine.on_plan_refused(entry, version)
                 if action is Action.RAISE:
                     raise
                 dropped = str(error) if action is not Action.RUN else ""
             else:
-                action = machine.plan_made(entry, planned, version)
+                action = machine.on_plan_made(entry, planned, version)
         if dropped:
             self.maker.warn_once(
                 "stays",
@@ -140,13 +140,13 @@ class Cache:
             None if better is None or planned is None else _less(planned, better),
         )
         mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
-        profile, old, versions, margins, findings, founds = zip(*maker.agreement.share(mine), strict=True)
+        profile, old, versions, margins, findings, founds = zip(*maker.agreement.gather(mine), strict=True)
         if planned is not None:
             self._take_better(entry, planned, *founds[0])
         maker.version = max(versions)
         for found in findings:
             maker.findings.update(found)
-        machine.heard_peers(entry, any(profile), any(old), max(margins))
+        machine.on_peers(entry, any(profile), any(old), max(margins))
 
     def _take_better(
         self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int, int] | None
@@ -165,7 +165,7 @@ class Cache:
             budget = planned.plan.budget_bytes
             plan = adopt(text, planned.graph.resident_bytes, resident)
             plan = replace(plan, budget_bytes=None if budget is None else budget - saved)
-            machine.better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
+            machine.on_better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class Cache:
         self._warn_of_operations(profiler)
         if profiler.verified:
             self._verified.append(graph)
-        action = machine.profiled(
+        action = machine.on_profiled(
             entry,
             graph,
             verified=profiler.verified or self.verify == "never" or self._reproduces(graph),
@@ -232,7 +232,7 @@ class Cache:
         refusal = None
         graph, neighbours = self.maker.agree_on_step(graph, profiler.under_way.groups, profiler.given)
         machine.agree(entry, graph)
-        self.maker.stages_meet(entry)
+        self.maker.exchange_stage_peaks(entry)
         try:
             self._plan(entry, Action.PLAN)
         except BudgetError as error:
@@ -241,7 +241,7 @@ class Cache:
             refusal = neighbours.first_of_any(refusal)
         peers, one_plan = self.maker.peers()
         if peers is not None and one_plan:
-            refusal = self._meet(peers, entry, graph, refusal)
+            refusal = self._agree_on_plan(peers, entry, graph, refusal)
         elif peers is not None:
             refusal = peers.first_of_any(refusal)
         if refusal is not None:
@@ -250,7 +250,7 @@ class Cache:
             finally:
                 del refusal  # its traceback holds this frame, and all that the step's frames hold
 
-    def _meet(
+    def _agree_on_plan(
         self, peers: Agreement, entry: Entry, graph: StepGraph, refusal: BudgetError | None
     ) -> BudgetError | None:
         """Exchange with the ranks that shard the model what each refuses and plans. Where all of them run the
@@ -267,14 +267,14 @@ class Cache:
             if planned.plan.budget_bytes is not None:
                 left = planned.plan.budget_bytes - planned.graph.resident_bytes
         resident = 0 if planned is None else planned.graph.resident_bytes
-        refusals, programs, *plans = zip(*peers.share((refusal, program, left, resident, text)), strict=True)
+        refusals, programs, *plans = zip(*peers.gather((refusal, program, left, resident, text)), strict=True)
         found = next((one for one in refusals if one is not None), None)
         if found is None and planned is not None and len(set(programs)) == 1:
             _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
             plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
             common = Planned(entry.key, planned.profiled, planned.graph, plan, planned.search)
             planned.search = None  # it goes on, and each rank takes what it finds
-            machine.better_found(entry, common)
+            machine.on_better_found(entry, common)
         return found
 
     # ---- warnings --------------------------------------------------------------------------------

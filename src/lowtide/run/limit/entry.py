@@ -124,13 +124,13 @@ class Planned:
     # ---- times -----------------------------------------------------------------------------------
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """Whether enough steps were timed."""
         return len(self.seconds) == _TIMED
 
     def times_next(self) -> bool:
         """Whether the next step is to be timed; the first is slower than others."""
-        return self.steps > 0 and self.timed is None and (not self.settled or self.steps % _EVERY == 0)
+        return self.steps > 0 and self.timed is None and (not self.is_settled or self.steps % _EVERY == 0)
 
     def note_time(self) -> None:
         """Take down the time of the step that was timed, once it is known without waiting for the device."""
@@ -272,7 +272,7 @@ class Entry:
         return self.seen.profiles < _MOST_PROFILES and self.seen.steps < _PROFILED_STEPS
 
     @property
-    def untried(self) -> bool:
+    def is_untried(self) -> bool:
         """Whether no step has run since the first was profiled; not of a pipeline."""
         planned = self.planned
         fresh = planned is not None and planned.steps == 0

@@ -268,11 +268,11 @@ class Limiter:
             self.warn_once(why.reason)
         hides = why.in_backward and not self.visible
         self.visible |= not (why.in_backward or why.keeps_nothing)
-        with self._inside(), self._metered(), unseen_by_checkpoint() if hides else nullcontext():
+        with self._inside(), self._metering_gathered(), unseen_by_checkpoint() if hides else nullcontext():
             return self.own_step(*inputs.args, **inputs.kwargs)
 
     @contextmanager
-    def _metered(self) -> Iterator[None]:
+    def _metering_gathered(self) -> Iterator[None]:
         """Have main memory's meter count what FSDP gathers weights into, in later steps, too: a storage that
         is filled again asks the allocator that it first had.
         """
@@ -299,7 +299,7 @@ class Limiter:
         step = self.local.step
         if step is None:
             return None
-        if isinstance(step, ProfiledStep) and step.pending():
+        if isinstance(step, ProfiledStep) and step.is_pending():
             return step
         self.local.step = None
         if step.is_needed():
@@ -426,7 +426,7 @@ class Limiter:
             with self.cache.lock:
                 machine.note_unseen_backward(entry)
         if profiler.backward_unseen or step.others:
-            self._share(step)
+            self._note_others(step)
             self.measured_bytes = None
             profiler.close()
             return
@@ -444,14 +444,14 @@ class Limiter:
 
     def _step_ended(self, step: PlannedStep) -> None:
         """A backward of a planned step has ended: what follows, by what it took."""
-        self._share(step)
+        self._note_others(step)
         self.measured_bytes = step.measured_bytes
         with self.cache.lock:
-            ending = machine.ended(step.entry, step)
+            ending = machine.on_ended(step.entry, step)
         if text := step.overrun_text(self.overruns, ending):
             warn(text, each_time=True)
 
-    def _share(self, step: ProfiledStep | PlannedStep) -> None:
+    def _note_others(self, step: ProfiledStep | PlannedStep) -> None:
         """A step has ended. Where other limited models took part in it, its peak is that of all of them, and
         so is theirs.
         """

@@ -1,9 +1,9 @@
 """The state machine of cached plans: what follows from what happened.
 
-`TABLE` is all that is decided, `transition` looks it up and changes nothing. The functions below it that are
-named for a piece of evidence (`called`, `profiled`, `ended`, ...) work out its facts, ask `transition`, and
-write down what the evidence says; the others write down what changes no state. No other file assigns an
-entry's fields.
+`TABLE` is all that is decided, `transition` looks it up and changes nothing. Each function
+`on_...` takes one piece of evidence (`on_called`, `on_profiled`, `on_ended`): it works out the facts, asks
+`transition`, and writes down what the evidence says. The other functions write down what changes no state. No
+other file assigns an entry's fields.
 
 ```text
  NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
@@ -206,7 +206,7 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
-def called(entry: Entry, version: int, backward_unseen: bool = False) -> Action:
+def on_called(entry: Entry, version: int, backward_unseen: bool = False) -> Action:
     """A step begins.
 
     Args:
@@ -231,7 +231,7 @@ def is_outdated(entry: Entry, version: int) -> bool:
     return entry.planned is not None and entry.planned_for != (version, margin)
 
 
-def heard_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
+def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
     """The ranks that share the plan have told whether any of them profiles its next step or has an outdated
     plan, and the largest margin.
     """
@@ -256,7 +256,7 @@ def note_unseen_backward(entry: Entry) -> None:
     entry.seen.backward_unseen = True
 
 
-def profiled(
+def on_profiled(
     entry: Entry,
     graph: StepGraph,
     *,
@@ -311,7 +311,7 @@ def agree(entry: Entry, graph: StepGraph) -> None:
     entry.graph = graph
 
 
-def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
+def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     """A plan was made for this version of budget and optimizer, less the margin."""
     if entry.planned is not None:
         entry.planned.stop()
@@ -323,7 +323,7 @@ def plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     return action
 
 
-def plan_refused(entry: Entry, version: int) -> Action:
+def on_plan_refused(entry: Entry, version: int) -> Action:
     """No plan fits this version of budget and optimizer, less the margin. The next attempt leaves none."""
     planned = entry.planned
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
@@ -347,7 +347,7 @@ def plan_refused(entry: Entry, version: int) -> Action:
     return action
 
 
-def better_found(entry: Entry, planned: Planned) -> Action:
+def on_better_found(entry: Entry, planned: Planned) -> Action:
     """A search that went on has found a better plan."""
     action = _take(entry, Evidence.BETTER_FOUND, {})
     if action is Action.RUN:
@@ -355,7 +355,7 @@ def better_found(entry: Entry, planned: Planned) -> Action:
     return action
 
 
-class Ended(Protocol):
+class EndedStep(Protocol):
     """What a planned step shows when a backward of it has ended; `PlannedStep` says what each is."""
 
     planned: Planned
@@ -391,7 +391,7 @@ class Ending(NamedTuple):
     action: Action
 
 
-def ended(entry: Entry, step: Ended) -> Ending:
+def on_ended(entry: Entry, step: EndedStep) -> Ending:
     """A backward of a planned step has ended; what it took above its prediction is left free by the next
     plan, unless the reason is another.
     """
@@ -423,7 +423,7 @@ def ended(entry: Entry, step: Ended) -> Ending:
     return ending
 
 
-def _facts_at_end(entry: Entry, step: Ended) -> dict[Fact, bool]:
+def _facts_at_end(entry: Entry, step: EndedStep) -> dict[Fact, bool]:
     """What is true of a step when a backward of it has ended."""
     plan, took, seen = step.planned.plan, step.measured_bytes, entry.seen
     limit = plan.budget_bytes
@@ -475,7 +475,7 @@ def _enter_varying(entry: Entry) -> None:
     entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
 
 
-def removed(entry: Entry) -> None:
+def on_removed(entry: Entry) -> None:
     """The limit was removed, or the entry has made room for another."""
     if _take(entry, Evidence.REMOVED, {}) is Action.CLOSE and entry.planned is not None:
         entry.planned.stop()

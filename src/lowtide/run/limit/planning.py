@@ -152,7 +152,7 @@ class PlanMaker:
         # ranks that share a plan take a better one together, which the first of them finds
         made.awaits_better = goes_on and self.agreement is not None
         if goes_on and (self.agreement is None or self.agreement.rank == 0):
-            least = 0 if plan.budget_bytes else self._updating - entry.room.free_bytes
+            least = 0 if plan.budget_bytes else self._optimizer_step_bytes - entry.room.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
                 made.search = BackgroundSearch(graph, plan.budget_bytes, self._policies(graph)[1], least)
         return made
@@ -184,19 +184,19 @@ class PlanMaker:
         if shared is None:
             return graph, None
         if shared.same_program(graph):
-            return with_collectives(replace(graph, events=shared.from_first(graph.events))), None
+            return with_collectives(replace(graph, events=shared.broadcast(graph.events))), None
         self.agreement = None  # on every rank alike
         return graph, shared
 
-    def stages_meet(self, entry: Entry) -> None:
+    def exchange_stage_peaks(self, entry: Entry) -> None:
         """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
         percentage is of what the fullest rank takes.
         """
         if not entry.forward_spans or self._met_peers:
             return
         if (ranks := agreement_over({"stages": self.replicas})) is not None:
-            own = plain(self._transformed(entry)).peak_bytes + entry.room.unseen_bytes
-            self._greatest_plain = max(self._greatest_plain, *ranks.share(own))
+            own = plain(self._transform(entry)).peak_bytes + entry.room.unseen_bytes
+            self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
 
     def peers(self) -> tuple[Agreement | None, bool]:
         """The ranks that wait for this one in a step, and whether all of them are to hold one plan.
@@ -240,9 +240,9 @@ class PlanMaker:
         Raises:
             BudgetError: nothing is left for a budget of this kind.
         """
-        graph, free = self._transformed(entry), entry.room.free_bytes
+        graph, free = self._transform(entry), entry.room.free_bytes
         plain_peak = max(plain(graph).peak_bytes + entry.room.unseen_bytes, self._greatest_plain)
-        whole_peak = max(plain_peak, self._updating + self._moved_bytes)
+        whole_peak = max(plain_peak, self._optimizer_step_bytes + self._moved_bytes)
         limit = least or self._limit_bytes(graph, whole_peak, free)
         self._balance(graph, limit, free)
         graph = _with_resident(graph, -self._moved_bytes)
@@ -270,7 +270,7 @@ class PlanMaker:
             raise shortage.error()
         if at_once:
             least = (plan.predicted_peak_bytes + free) / (1 - spread(graph))
-            limit = max(budgets.with_slack(least), self._updating)
+            limit = max(budgets.with_slack(least), self._optimizer_step_bytes)
         if plan.slab_bytes and limit is not None and self._shortage(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
@@ -292,7 +292,7 @@ class PlanMaker:
         accelerator.empty_cache()  # what the profiled step left in pieces
         return plan
 
-    def _transformed(self, entry: Entry) -> StepGraph:
+    def _transform(self, entry: Entry) -> StepGraph:
         """An entry's step with what no plan recomputes, and with the optimizer's state."""
         kept, graph = self.findings, entry.graph
         assert graph is not None
@@ -323,7 +323,7 @@ class PlanMaker:
             return None
 
         def smallest() -> int:
-            updating = self._updating
+            updating = self._optimizer_step_bytes
             at_once = self._takes_least_at_once(graph)
             if not at_once and self._fits(graph, updating, free):
                 return updating
@@ -371,11 +371,11 @@ class PlanMaker:
         """The policy, with an end to its search: a training step waits for it. And the one that goes on in a
         process of its own, or ``None``.
         """
-        from lowtide.plan.policies.chosen import at_once, least_time, optimal
+        from lowtide.plan.policies.chosen import least_time, optimal, split_search
 
         if self._keeps_waiting:
             seconds = max(_LEAST_SECONDS, graph.plain_seconds)
-            return at_once(resolve(self.policy), seconds, graph.device)
+            return split_search(resolve(self.policy), seconds, graph.device)
         if self.policy != "optimal":
             return self.policy, None
         return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time
@@ -435,7 +435,7 @@ class PlanMaker:
         }
 
     @property
-    def _updating(self) -> int:
+    def _optimizer_step_bytes(self) -> int:
         """Bytes at the peak of the optimizer's own step; 0 without one."""
         return sum(self._optimizer_parts().values())
 

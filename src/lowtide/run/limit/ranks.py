@@ -47,14 +47,14 @@ class Agreement:
     first: int
     rank: int
 
-    def share(self, item: Any) -> list[Any]:
+    def gather(self, item: Any) -> list[Any]:
         """The item of every rank, by rank. A collective."""
         found: list[Any] = [None] * self.process_group.size()
         with unseen():
             torch.distributed.all_gather_object(found, item, group=self.process_group)
         return found
 
-    def from_first(self, item: Any) -> Any:
+    def broadcast(self, item: Any) -> Any:
         """The item of the first rank. A collective."""
         found = [item]
         with unseen():
@@ -65,11 +65,11 @@ class Agreement:
         """Whether all ranks traced equal operations, whatever the order of frees, which the backend's threads
         change. A collective.
         """
-        return len(set(self.share(replace(graph, resident_bytes=0, events=()).fingerprint()))) == 1
+        return len(set(self.gather(replace(graph, resident_bytes=0, events=()).fingerprint()))) == 1
 
     def first_of_any(self, item: T | None) -> T | None:
         """The first rank's item that has one, on every rank: a refusal, say. A collective."""
-        return next((found for found in self.share(item) if found is not None), None)
+        return next((found for found in self.gather(item) if found is not None), None)
 
     def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit: int | None) -> Plan:
         """One plan for all ranks: solved by the first, for the fewest bytes that any budget leaves. A
@@ -83,7 +83,7 @@ class Agreement:
         Raises:
             BudgetError: no plan fits; on every rank.
         """
-        left = self.share(None if limit is None else limit - graph.resident_bytes)
+        left = self.gather(None if limit is None else limit - graph.resident_bytes)
         least = None if None in left else min(left)
         answer: str | BudgetError = ""
         if self.rank == 0:
@@ -91,7 +91,7 @@ class Agreement:
                 answer = solve(None if least is None else least + graph.resident_bytes).to_json()
             except BudgetError as error:
                 answer = error
-        answer, first_resident = self.from_first((answer, graph.resident_bytes))
+        answer, first_resident = self.broadcast((answer, graph.resident_bytes))
         if isinstance(answer, BudgetError):
             more = graph.resident_bytes - first_resident
             if answer.smallest_bytes is not None and answer.budget_bytes is not None:
@@ -147,7 +147,7 @@ def agreement_across(groups: Sequence[Any], given: Sequence[int]) -> Agreement |
     """
     named = {str(place): group for place, group in enumerate(groups)}
     found = agreement_over(named) if len(named) < 2 else _agreement_of_world(groups)
-    return found if found is not None and len(set(found.share(tuple(given)))) == 1 else None
+    return found if found is not None and len(set(found.gather(tuple(given)))) == 1 else None
 
 
 def agreement_of_shards(model: torch.nn.Module) -> Agreement | None:

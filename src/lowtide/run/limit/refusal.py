@@ -2,7 +2,8 @@
 
 In: the facts that the planner's `BudgetError` of a step has, and its entry; or the allocator's word that it
 gives up. Out: an error, or a warning, that says what holds the memory, by names that a user knows, and what
-would help. Here alone the planner's refusals become a user's: `in_words` eagerly, `named` of compiled graphs.
+would help. Here alone the planner's refusals become a user's: `in_words` of eager steps, `with_user_names` of
+compiled graphs.
 """
 
 from __future__ import annotations
@@ -124,14 +125,14 @@ def _of_step_or_optimizer(
             shown[_OF_GRAPH[storage.kind]] += storage.bytes
     gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
     device = torch.device(graph.device)
-    parts = standing_by_name(error.parts, model, gradients, state_bytes, device, shown)
-    found = named(error, parts, least, demand.whole_peak_bytes)
+    parts = resident_by_name(error.parts, model, gradients, state_bytes, device, shown)
+    found = with_user_names(error, parts, least, demand.whole_peak_bytes)
     if short is not None:
         found.add(OPTIMIZER_TOO)
     return found
 
 
-def named(
+def with_user_names(
     error: BudgetError, parts: Mapping[str, int], smallest_bytes: int, plain_peak_bytes: int | None = None
 ) -> BudgetError:
     """The planner's refusal, with names that a user knows for what stands at the peak.
@@ -157,7 +158,7 @@ def named(
     return found
 
 
-def standing_by_name(
+def resident_by_name(
     parts: Mapping[str, int],
     model: torch.nn.Module,
     gradient_bytes: int,
@@ -177,7 +178,7 @@ def standing_by_name(
 
     Example:
         >>> layer, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
-        >>> found = standing_by_name({"what else stands": 30}, layer, 0, 0, cpu)
+        >>> found = resident_by_name({"what else stands": 30}, layer, 0, 0, cpu)
         >>> found["parameters"], found["what else stands"]
         (24, 6)
     """

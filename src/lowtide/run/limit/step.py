@@ -127,7 +127,7 @@ _under_way = cache(_UnderWay)
 def steps_beside(inputs: Inputs) -> list[ProfiledStep | PlannedStep]:
     """The steps of other limited models, on this thread, whose backward is still to come."""
     model = inputs.members.modules[0]
-    return [step for step in _under_way().steps if step.model() is not model and step.pending()]
+    return [step for step in _under_way().steps if step.model() is not model and step.is_pending()]
 
 
 class ProfiledStep:
@@ -169,10 +169,10 @@ class ProfiledStep:
         assert inputs is not None, "a step runs once"
         return self.profiler.run(forward, inputs.args, inputs.kwargs)
 
-    def pending(self) -> bool:
+    def is_pending(self) -> bool:
         """Whether its backward is still to come."""
         profiler, watch = self.profiler, self.profiler.watch
-        return not (profiler.ended or watch.backwards or profiler.tracer.closed or watch.failed())
+        return not (profiler.ended or watch.backwards or profiler.tracer.closed or watch.has_failed())
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
@@ -252,7 +252,7 @@ class PlannedStep(StepWatch):
         own = not shared and not plan.moves and self.peak_bytes is not None
         self.can_evict = can_evict and own and cpp_recorder() is not None
         varying = entry.state is State.VARYING
-        tries = entry.untried and (entry.seen.may_differ or inputs.more_than_key)
+        tries = entry.is_untried and (entry.seen.may_differ or inputs.more_than_key)
         self._on_demand = self.can_evict and (tries or varying) and plan.budget_bytes is not None
         self.tried = self._on_demand and not varying
         self.ran: tuple[int, int] | None = None
@@ -260,11 +260,11 @@ class PlannedStep(StepWatch):
 
     def is_needed(self) -> bool:
         """Whether autograd still holds what the step saved: its backward is to come."""
-        return self.pending()
+        return self.is_pending()
 
     def finish(self) -> None:
         """End a step whose thread begins another one."""
-        if not self.pending():
+        if not self.is_pending():
             self.close()
 
     @property

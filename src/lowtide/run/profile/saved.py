@@ -15,23 +15,25 @@ from lowtide.run.record.handles import Evicted, Kept
 class SavedTensor:
     """Autograd holds this in place of a saved tensor, and deletes it when it releases the saved tensor."""
 
-    __slots__ = ("__weakref__", "held", "number", "profiler")
+    __slots__ = ("__weakref__", "number", "packed", "profiler")
 
-    def __init__(self, profiler: Any, number: int, held: Kept | Evicted) -> None:
-        self.profiler, self.number, self.held = profiler, number, held
+    def __init__(self, profiler: Any, number: int, packed: Kept | Evicted) -> None:
+        self.profiler, self.number, self.packed = profiler, number, packed
 
     def is_behind(self) -> bool:
         """Whether the tensor is evicted, and its version counter does not show that it was overwritten."""
-        return isinstance(self.held, Evicted) and private.version(self.held.witness) == self.held.version
+        return (
+            isinstance(self.packed, Evicted) and private.version(self.packed.witness) == self.packed.version
+        )
 
     def lies_in(self, where: Geometry, nbytes: int) -> bool:
         """Whether a write at ``where``, in the tensor's storage of ``nbytes``, overwrites a part of it."""
-        return not isinstance(self.held, Evicted) or where.overlaps(self.held.ref, nbytes)
+        return not isinstance(self.packed, Evicted) or where.overlaps(self.packed.ref, nbytes)
 
     def keep(self, storage: torch.UntypedStorage) -> None:
         """Keep the tensor, which lies in ``storage``."""
-        if isinstance(self.held, Evicted):
-            self.held = self.held.as_kept(storage)
+        if isinstance(self.packed, Evicted):
+            self.packed = self.packed.as_kept(storage)
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
@@ -48,11 +50,11 @@ class SavedTensor:
         tracer = self.profiler.tracer
         tracer.unpacks(self.number)
         self.profiler.under_way.operation_begins()
-        tensor = self.held.unpack()
-        if isinstance(self.held, Kept):
+        tensor = self.packed.unpack()
+        if isinstance(self.packed, Kept):
             tracer.hands_out(self.number, None)
             return tensor
-        alone = self.held.ref.over(private.borrowed_storage(tensor))
+        alone = self.packed.ref.over(private.borrowed_storage(tensor))
         owner = [tensor]  # holds the bytes for as long as the alias is there
         tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
         return alone

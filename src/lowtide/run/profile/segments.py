@@ -40,14 +40,14 @@ class SegmentedTape(Tape):
     next begins, and what replays read across is held as copies.
 
     Args:
-        tracer: knows the step's storages, and calls `ended` for each that ends.
+        tracer: knows the step's storages, and calls `forget_storage` for each that ends.
         verify: run each operation twice and compare, and compare what is read with what was written.
     """
 
     def __init__(self, tracer: Tracer, verify: bool) -> None:
         super().__init__(verify)
         self._tracer = tracer
-        tracer.on_end = weakly(self.ended)
+        tracer.on_end = weakly(self.forget_storage)
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
         self._evicted: set[LiveValue] = set()  # of this segment
         self._evicted_bytes = self._held_bytes = 0
@@ -55,7 +55,7 @@ class SegmentedTape(Tape):
 
     # ---- storages --------------------------------------------------------------------------------
 
-    def ended(self, storage: TracedStorage) -> None:
+    def forget_storage(self, storage: TracedStorage) -> None:
         """A storage has ended."""
         self.replayable.pop(storage.key, None)
         self.sources.pop(storage.key, None)

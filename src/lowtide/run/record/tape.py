@@ -240,7 +240,7 @@ class Tape:
         """The held value of a storage, if that was neither written nor emptied since."""
         reference = self.sources.get(key)
         value = reference() if reference is not None else None
-        return value if value is not None and value.unchanged and value.emptied is None else None
+        return value if value is not None and value.is_unchanged and value.emptied is None else None
 
     def is_as_written(self, value: LiveValue, tensor: torch.Tensor) -> bool:
         """Whether a tensor shows the bytes of its replayable value. It is not looked into where nothing is

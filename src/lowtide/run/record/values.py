@@ -96,7 +96,7 @@ class LiveValue:
                 self.cached = None
 
     @property
-    def unchanged(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether it is held, and was not written since."""
         return self.held is not None and private.version(self.held) == self.version
 
@@ -157,7 +157,7 @@ class LiveValue:
                 if storage is not None and how == "written":
                     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
                     self.shown = empty.set_(storage)  # pyright: ignore
-            elif self.unchanged and held.untyped_storage().nbytes() >= self.nbytes:
+            elif self.is_unchanged and held.untyped_storage().nbytes() >= self.nbytes:
                 self.held = held.data if how == "swapped" else on_a_copy(held)
                 self.version = private.version(self.held)
         return False
@@ -165,7 +165,7 @@ class LiveValue:
     def before_emptying(self) -> None:
         """Its storage is about to be emptied: note what its bytes are, if the value has readers."""
         held = self.held
-        if held is None or self.readers <= 0 or self.emptied is not None or not self.unchanged:
+        if held is None or self.readers <= 0 or self.emptied is not None or not self.is_unchanged:
             return
         if held.untyped_storage().nbytes() >= self.nbytes:
             with without_modes(), private.replaying():
@@ -198,7 +198,7 @@ class LiveValue:
             if self.cached is not None and self.stream is not None:
                 self._follow(self.cached)
             return self.cached
-        if not self.unchanged:
+        if not self.is_unchanged:
             raise ReplayError(
                 "a tensor that a recomputation starts from was modified by an in-place operation after the "
                 f"forward pass (version {private.version(self.held)}, expected {self.version}, shape "
