@@ -104,20 +104,29 @@ def allocator() -> str:
     return torch.cuda.get_allocator_backend() if torch.cuda.is_available() else "none"
 
 
-def lock_pages(address: int, count: int) -> Any:
+def lock_pages(address: int, count: int, device: torch.device) -> Any:
     """Page-lock main memory, so that transfers run beside computing; called, what it returns unlocks it.
+
+    Both are asked with ``device`` current. A new thread begins at the first device, and there the call would
+    set up CUDA: half a gigabyte for each rank.
 
     Raises:
         MemoryError: the system refuses.
     """
     runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(address, count, 0))
+    with as_current(device):
+        code = int(runtime.cudaHostRegister(address, count, 0))
     if code:
         raise MemoryError(
             f"CUDA refuses to page-lock {count:,} bytes (error {code}): the limit on locked memory "
             "(ulimit -l) may be too low"
         )
-    return lambda: runtime.cudaHostUnregister(address)
+
+    def unlock() -> None:
+        with as_current(device):
+            runtime.cudaHostUnregister(address)
+
+    return unlock
 
 
 # ---- time and random numbers ---------------------------------------------------------------------------

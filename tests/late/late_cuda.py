@@ -85,14 +85,20 @@ def _snapshot(*_: Any) -> dict[str, Any]:
     return {"device_traces": traces, "segments": [], "allocator_settings": {}}
 
 
+locked_on: set[int] = set()
+"""The devices that were current where pages were locked or unlocked: the runtime sets up each of them."""
+
+
 class _Runtime:
     """Of CUDA's runtime what locks pages."""
 
     def cudaHostRegister(self, address: int, count: int, _: int) -> int:
+        locked_on.add(NATIVE.late_device())
         NATIVE.late_lock(address, count)
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        locked_on.add(NATIVE.late_device())
         NATIVE.late_unlock(address)
         return 0
 

@@ -19,7 +19,7 @@ def mistaken(kind: str) -> Run:
     def run(seed: int) -> None:
         side, current = torch.cuda.Stream(), torch.cuda.current_stream()
         x = torch.arange(3000, device="cuda", dtype=torch.float32)
-        memory = host_bytes(4 * 3000, pin=True).view(torch.float32)
+        memory = host_bytes(4 * 3000, pin=torch.device("cuda:0")).view(torch.float32)
         y = x * 2
         if not has("no wait before a copy out"):
             side.wait_stream(current)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import threading
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import accelerator, meter, policies
 from lowtide.graph import StepGraph
+from lowtide.optim import HostOptimizer
 from lowtide.plan.data import Plan
 from lowtide.store.gradients import GradientSlab
 from lowtide.store.host import Host, host_bytes
@@ -295,11 +297,14 @@ def two_devices() -> Run:
 @scenario
 def second_device() -> Run:
     """A model on the second device while the first is current: what is timed, traced, planned and measured
-    for it takes not a byte of the first, and what is free is asked of the second.
+    for it takes not a byte of the first, and what is free is asked of the second. Nor is memory page-locked
+    for the first, whichever thread asks.
     """
     x, asked = X[:64].to("cuda:1"), set[object]()
 
     def run(seed: int) -> None:
+        gc.collect()
+        late_cuda.locked_on.clear()
         torch.cuda.reset_peak_memory_stats(0)
         stood = late_cuda.count("requested", 0)
         calibrate("cuda:1", dtype=torch.float64 if seed else torch.float32)
@@ -312,6 +317,16 @@ def second_device() -> Run:
             step(model, x)
             check(handle.plan, "nothing is planned")
             handle.remove()
+        model = net(layers=1).to("cuda:1")
+        host = HostOptimizer(torch.optim.AdamW, model.parameters(), stream_gradients=True)
+        for _ in range(2):
+            model(x).square().mean().backward()
+            host.step()
+        host.close()
+        del model, handle, host
+        gc.collect()
+        check(not late_cuda.locked_on - {1}, f"memory was page-locked on {late_cuda.locked_on}")
+        check(late_cuda.locked_on, "no memory was page-locked")
         check(torch.cuda.current_device() == 0, "another device is current")
         check(late_cuda.count("most_requested", 0) == stood, "memory of the first device was used")
         check(asked == {torch.device("cuda", 1)}, f"{asked} were asked what is free, or kept busy")
@@ -453,7 +468,7 @@ def locked_memory() -> Run:
     """Page-locked memory is let go of while a copy from it may be under way; who copies waits."""
 
     def run(seed: int) -> None:
-        memory = host_bytes(1000, pin=True)
+        memory = host_bytes(1000, torch.device("cuda:0"))
         memory.fill_(seed % 200)
         out = torch.empty(1000, dtype=torch.uint8, device="cuda")
         out.copy_(memory, non_blocking=True)

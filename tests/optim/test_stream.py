@@ -23,7 +23,7 @@ def net(dtype: torch.dtype) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 8 * WIDTH)).to(dtype)
 
 
-def unpinned(count: int, pin: bool = False) -> torch.Tensor:
+def unpinned(count: int, pin: torch.device | None = None) -> torch.Tensor:
     return torch.zeros(count, dtype=torch.uint8)
 
 

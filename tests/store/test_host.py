@@ -16,6 +16,7 @@ from lowtide.optim.pool import MemoryPool
 from lowtide.store.host import Host, host_bytes
 from lowtide.store.tier import StoreError
 
+GPU = torch.device("cuda:0")
 needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's mappings")
 
 
@@ -49,7 +50,7 @@ class Runtime:
 def test_memory_is_unlocked_with_its_last_view_and_before_it_is_unmapped() -> None:
     runtime = Runtime()
     with patch.object(torch.cuda, "cudart", lambda: runtime):
-        memory = host_bytes(5000, pin=True)
+        memory = host_bytes(5000, GPU)
         address = memory.data_ptr()
         assert runtime.registered == {address: 5000} and memory.eq(0).all()
         view = memory[100:200].view(torch.float32)
@@ -66,7 +67,7 @@ def test_memory_is_unlocked_with_its_last_view_and_before_it_is_unmapped() -> No
 def test_the_optimizers_pool_and_the_stores_lock_the_same_way() -> None:
     runtime = Runtime()
     with patch.object(torch.cuda, "cudart", lambda: runtime):
-        pinned = MemoryPool(pin=True)
+        pinned = MemoryPool(pin=GPU)
         made = pinned.zeros([(1000, torch.float32), (0, torch.float32), (7, torch.bfloat16)])
         assert sorted(runtime.registered.values()) == [14, 4000] and [t.numel() for t in made] == [1000, 0, 7]
         assert pinned.used_bytes == 4014
@@ -91,7 +92,7 @@ def test_a_refusal_says_what_to_do() -> None:
 def test_only_locked_memory_is_shared_with_forks() -> None:
     """A fork must not move the pages that the device copies from; all else is this process's alone."""
     with patch.object(torch.cuda, "cudart", Runtime):
-        for pin, kind in ((True, "s"), (False, "p")):
+        for pin, kind in ((GPU, "s"), (None, "p")):
             memory = host_bytes(4096, pin)
             rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
             spans = [([int(edge, 16) for edge in row[0].split("-")], row[1]) for row in rows]

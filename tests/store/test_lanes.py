@@ -104,8 +104,8 @@ def locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that would have been page-locked."""
     found: list[int] = []
 
-    def unlocked(count: int, pin: bool = False) -> torch.Tensor:
-        found.extend([count] * pin)
+    def unlocked(count: int, pin: torch.device | None = None) -> torch.Tensor:
+        found.extend([count] if pin is not None else [])
         return host_bytes(count)
 
     for name in ("lowtide.store.disk.host_bytes", "lowtide.store.host.host_bytes"):

@@ -39,12 +39,9 @@ class Link(ABC):
     parallel = True
     """Whether device and host compute side by side."""
 
-    pins = False
-    """Whether transfers want page-locked host memory."""
-
     def memory(self, limit_bytes: int | None = None) -> MemoryPool:
         """Host memory as transfers want it."""
-        return MemoryPool(limit_bytes, pin=self.pins)
+        return MemoryPool(limit_bytes)
 
     @abstractmethod
     def down(self, host: Tensor, device: Tensor) -> Transfer:
@@ -114,8 +111,6 @@ class CudaLink(Link):
         streams: the device's; found without it.
     """
 
-    pins = True
-
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         super().__init__()
         self.device = device
@@ -124,6 +119,9 @@ class CudaLink(Link):
         self._counting = threading.Lock()
         self._ready: tuple[Event, ...] = ()
         """within a step: what copies wait for, so that none waits for the device's own update"""
+
+    def memory(self, limit_bytes: int | None = None) -> MemoryPool:
+        return MemoryPool(limit_bytes, self.device)
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         return self.down_after(self._ready, host, device)

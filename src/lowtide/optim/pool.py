@@ -76,22 +76,22 @@ class MemoryPool(Pool):
 
     Args:
         limit_bytes: as of `Pool`.
-        pin: page-lock it, so that transfers run beside computing.
+        pin: page-lock it for this device, so that transfers run beside computing.
     """
 
     name = "memory"
     remedy = "lower host_fraction, or use host='disk'"
 
-    def __init__(self, limit_bytes: int | None = None, pin: bool = False) -> None:
+    def __init__(self, limit_bytes: int | None = None, pin: torch.device | None = None) -> None:
         super().__init__(limit_bytes)
         self.pin = pin
 
     def _zeros(self, specs: Sequence[Spec], need: int) -> list[Tensor]:
         try:
             check_free(need)
-            if not self.pin:  # PyTorch's own, which the meter counts
+            if self.pin is None:  # PyTorch's own, which the meter counts
                 return [torch.zeros(count, dtype=dtype) for count, dtype in specs]
-            return [host_bytes(count * dtype.itemsize, pin=True).view(dtype) for count, dtype in specs]
+            return [host_bytes(count * dtype.itemsize, self.pin).view(dtype) for count, dtype in specs]
         except (RuntimeError, MemoryError) as error:
             raise OptimError(
                 f"the host has no room for {need:,} bytes more of {WHAT} ({error}): {self.remedy}"

@@ -116,13 +116,13 @@ class _Staging:
 
     def __init__(self, streams: Streams | None) -> None:
         self._lane = StreamLane(streams) if streams is not None else None
-        self._pinned = streams is not None
+        self._pin = streams.device if streams is not None else None
         self._buffer: Tensor | None = None
 
     def pieces(self, data: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Where each piece of ``data`` begins, the piece, and the buffer."""
         if self._buffer is None:
-            self._buffer = host_bytes(BUFFER_BYTES, self._pinned)
+            self._buffer = host_bytes(BUFFER_BYTES, self._pin)
         for at in range(0, data.numel(), BUFFER_BYTES):
             yield at, data[at : at + BUFFER_BYTES], self._buffer
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,14 +22,14 @@ from lowtide.store.slab import Lease
 from lowtide.store.tier import StoreError, Tier
 
 
-def host_bytes(count: int, pin: bool = False) -> Tensor:
+def host_bytes(count: int, pin: torch.device | None = None) -> Tensor:
     """``count`` zeroed bytes of main memory, page-aligned, as a tensor; they go with the last tensor on them.
 
     PyTorch's own pinned allocator rounds up to a power of two; this does not.
 
     Args:
         count: bytes, at least 1.
-        pin: page-lock them for CUDA, so that transfers run beside computing.
+        pin: page-lock them for this device, so that transfers run beside computing.
 
     Raises:
         MemoryError: there is no room, or CUDA refuses to page-lock them.
@@ -38,15 +39,15 @@ def host_bytes(count: int, pin: bool = False) -> Tensor:
     """
     # Memory of this process alone, but for locked pages: after a fork (of data loaders, say) a write to a
     # private page would move it away from the one that the device copies from.
-    kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
+    kind = mmap.MAP_PRIVATE if pin is None else mmap.MAP_SHARED
     check_free(count)
     try:
         memory = _Mapping(-1, count, flags=kind | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise MemoryError(str(error)) from error
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    if pin:
-        memory.lock(tensor.data_ptr(), count)
+    if pin is not None:
+        memory.lock(tensor.data_ptr(), count, pin)
     return tensor
 
 
@@ -57,11 +58,11 @@ class _Mapping(mmap.mmap):
 
     _unlock: Any = None
 
-    def lock(self, address: int, count: int) -> None:
-        self._unlock = accelerator.lock_pages(address, count)
+    def lock(self, address: int, count: int, device: torch.device) -> None:
+        self._unlock = accelerator.lock_pages(address, count, device)
 
     def __del__(self) -> None:
-        if self._unlock is not None:
+        if self._unlock is not None and not sys.is_finalizing():  # else the system unlocks
             self._unlock()
 
 
@@ -110,7 +111,7 @@ class Host(Tier):
     def _grow(self, end: int) -> None:
         begin = self.counts.slab_bytes
         try:
-            self._slabs.append((begin, host_bytes(end - begin, pin=self.streams is not None)))
+            self._slabs.append((begin, host_bytes(end - begin, self.device if self.streams else None)))
         except MemoryError as error:
             raise StoreError(
                 f"the host has no room for {end - begin:,} bytes more of saved values ({error}): use a "
