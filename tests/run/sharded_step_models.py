@@ -1,15 +1,20 @@
-"""Models that the tests of sharded steps shard, and what ranks train them on."""
+"""Models that the tests of sharded steps shard, what ranks train them on, and how gathers are counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
+from lowtide import meter, private
 
 LAYERS, WIDTH, BATCH, LENGTH, WORDS = 2, 32, 4, 64, 32
 
@@ -93,3 +98,35 @@ def local(tensor: Any) -> Tensor:
 def batch(number: int) -> Tensor:
     seed = torch.Generator().manual_seed(100 * number + dist.get_rank())
     return torch.randint(WORDS, (BATCH, LENGTH), generator=seed)
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """The number of gathers so far, in a list. Collectives return when Gloo's threads have let go of what
+    they moved: when they do is up to the machine's load.
+    """
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
+
+    count, own = [0], groups.foreach_all_gather
+    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+    collectives = {name: getattr(dist, name) for name in (*names, "all_reduce") if hasattr(dist, name)}
+
+    def settled(collective: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = [item.untyped_storage() for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+        before = [private.storage_use_count(storage) for storage in moved]
+        with meter.peak(torch.get_default_device()) as seen:
+            result = collective(*args, **kwargs)
+            for _ in range(100_000 if result is None else 0):
+                if seen.live_bytes <= 0 and [private.storage_use_count(one) for one in moved] == before:
+                    break
+        return result
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return own(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(groups, "foreach_all_gather", counted)
+        for name, collective in collectives.items():
+            patch.setattr(dist, name, partial(settled, collective))
+        yield count

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_each_backend, on_ranks
+from sharded_step_models import watched
 from torch import nn
 
 import lowtide
@@ -222,17 +223,17 @@ def fsdp_whole(rank: int) -> None:
     """One limit for the whole step, given before or after sharding: no gather more, and what is predicted is
     what is measured.
     """
-    long = {"length": 128}  # so that no buffer of Gloo's threads stands at the peak
+    long = {"length": 128}
     for options, budget, early in (({}, "min", True), ({"reshard_after_forward": False}, "80%", False)):
-        with Gathers() as plain:
+        with watched() as gathers:
             expected = train(sharded(make(), **options), rank, **long)
-        model = make() if early else sharded(make(), **options)
-        handle = lowtide.limit_memory(model, budget)
-        model = sharded(model, **options) if early else model
-        with Gathers() as limited:
+            asked = gathers[0]
+            model = make() if early else sharded(make(), **options)
+            handle = lowtide.limit_memory(model, budget)
+            model = sharded(model, **options) if early else model
             found = train(model, rank, **long)
         assert equal(expected, found), options
-        assert limited.count == plain.count, options
+        assert gathers[0] == 2 * asked, options
         plan, measured = handle.plan, handle.measured_peak_bytes
         assert plan is not None and plan.replayed and plan.budget_bytes and measured is not None
         assert measured <= plan.budget_bytes
@@ -257,25 +258,6 @@ def fsdp_refused(rank: int) -> None:
     stored: list[Any] = [None, None]
     dist.all_gather_object(stored, handle.plan.stored)
     assert stored[0] == stored[1]
-
-
-class Gathers:
-    """Counts FSDP's gathers within the block."""
-
-    def __enter__(self) -> Gathers:
-        from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
-        self.count, self._groups, self._own = 0, groups, groups.foreach_all_gather
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.count += 1
-            return self._own(*args, **kwargs)
-
-        groups.foreach_all_gather = counted
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._groups.foreach_all_gather = self._own
 
 
 def fsdp_scopes(rank: int) -> None:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from tempfile import TemporaryDirectory
@@ -17,11 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import on_each_backend, on_ranks
-from sharded_step_models import Adapted, Block, ByMethod, Model, Scoped, batch, local, sharded
+from sharded_step_models import Adapted, Block, ByMethod, Model, Scoped, batch, local, sharded, watched
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import meter, private
 from lowtide.plan import policies
 from lowtide.plan.bound.program import A_SECOND, Effort
 from lowtide.run.limit import planning
@@ -29,41 +27,6 @@ from lowtide.run.limit import planning
 pytestmark = on_each_backend
 
 STEPS = 3
-
-
-# ---- Gloo's threads, and gathers -----------------------------------------------------------------
-
-
-@contextmanager
-def watched() -> Iterator[list[int]]:
-    """The number of gathers so far, in a list. Collectives return when Gloo's threads have let go of what
-    they moved: when they do is up to the machine's load.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group as groups
-
-    count, own = [0], groups.foreach_all_gather
-    names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
-    collectives = {name: getattr(dist, name) for name in (*names, "all_reduce") if hasattr(dist, name)}
-
-    def settled(collective: Any, *args: Any, **kwargs: Any) -> Any:
-        moved = [item.untyped_storage() for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-        before = [private.storage_use_count(storage) for storage in moved]
-        with meter.peak(torch.get_default_device()) as seen:
-            result = collective(*args, **kwargs)
-            for _ in range(100_000 if result is None else 0):
-                if seen.live_bytes <= 0 and [private.storage_use_count(one) for one in moved] == before:
-                    break
-        return result
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        count[0] += 1
-        return own(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(groups, "foreach_all_gather", counted)
-        for name, collective in collectives.items():
-            patch.setattr(dist, name, partial(settled, collective))
-        yield count
 
 
 # ---- ways to train -------------------------------------------------------------------------------
