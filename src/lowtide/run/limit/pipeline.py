@@ -75,7 +75,7 @@ class PipelineLimiter(Limiter):
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         # what the schedule makes once stands before later steps; to work out shapes it may run the stages
-        with self._metered():
+        with self._metering_gathered():
             private.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
         return super()._begin_profiled(entry, inputs)
 
