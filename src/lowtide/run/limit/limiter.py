@@ -1,7 +1,7 @@
 """Replace the forward of a model whose training step stays within a budget.
 
-A call (`Limiter._call_eagerly`) that is not ours runs plainly. Else the last step is finished, the entry of
-this one is found, and it runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
+A call (`Limiter.__call__`) that is not ours runs plainly. Else the last step is finished, the entry of this
+one is found, and it runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
 """
 
 from __future__ import annotations
@@ -205,46 +205,53 @@ class Limiter:
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.called = True
+        """A call of the model's forward."""
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
-        if self._is_off():
-            return self.forward(*args, **kwargs)
-        if private.is_root(self.model):
+        past_hooks = private.is_root(self.model)
+        if past_hooks and not self._is_off():
             self.warn_once(UNCALLED)
-            return self.forward(*args, **kwargs)
-        return self._call(args, kwargs)
+        return self._call(self.forward, args, kwargs, plainly=past_hooks)
 
     @private.skipped_by_dynamo
     def enter(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the model's own call, hooks and all: those of FSDP's root belong to the step."""
-        self.called = True
-        if self._is_off() or not private.is_root(self.model):
-            return private.own_call(self.model, *args, **kwargs)
-        return self._call(args, kwargs)
-
-    def _is_off(self) -> bool:
-        """Whether calls run unchanged: those that the model makes of itself, and all without a limit."""
-        return self.local.inside or self.removed or self.paused
+        """A call of the model, hooks and all: those of FSDP's root belong to the step."""
+        own = partial(private.own_call, self.model)
+        return self._call(own, args, kwargs, plainly=not private.is_root(self.model))
 
     @private.skipped_by_dynamo
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call from outside of the model: compiled where `torch.compile` is around it, else eagerly."""
+    def _call(
+        self,
+        plain: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plainly: bool = False,
+    ) -> Any:
+        """A call that is not ours runs plainly. Where `torch.compile` is around it, it runs compiled. Else
+        the last step is finished, the entry of this one is found, and its next step runs.
+
+        Args:
+            plain: what was called, without a limit.
+            args, kwargs: of the model.
+            plainly: the call is not ours, whatever else is true.
+        """
+        self.called = True
+        if plainly or self._is_off():
+            return plain(*args, **kwargs)
         with private.out_of_dynamo() as compiling:
             if compiling is not None and self._may_compile():
                 with suppress(Refused), self._inside():
                     return self.delegate.run(self, compiling, args, kwargs)
-            return self._call_eagerly(Inputs(self.model, args, kwargs, compiling is not None))
+            inputs = Inputs(self.model, args, kwargs, compiling is not None)
+            if (why := why_unlimited(inputs)) is not None:
+                return self._run_plainly(inputs, why)
+            if (profiled := self._finish_last()) is not None:
+                return self._run_within(profiled, inputs)
+            return self._run_next(self.cache.find(inputs.key), inputs)
 
-    def _call_eagerly(self, inputs: Inputs) -> Any:
-        """Not ours: run it plainly. Else finish the last step, find the entry, and run its next step."""
-        if (why := why_unlimited(inputs)) is not None:
-            return self._run_plainly(inputs, why)
-        self.engagement.end()
-        self.visible = False
-        if (profiled := self._finish_last()) is not None:
-            return self._run_within(profiled, inputs)
-        return self._run_next(self.cache.find(inputs.key), inputs)
+    def _is_off(self) -> bool:
+        """Whether calls run unchanged: those that the model makes of itself, and all without a limit."""
+        return self.local.inside or self.removed or self.paused
 
     def _may_compile(self) -> bool:
         """Whether nothing around this model decides what its step keeps, and all its parameters are
@@ -295,6 +302,8 @@ class Limiter:
         """Finish this thread's last step, whose graph its caller may have kept; returns it if it is being
         profiled and its backward is still to come.
         """
+        self.engagement.end()
+        self.visible = False
         settle()
         step = self.local.step
         if step is None:

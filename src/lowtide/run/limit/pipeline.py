@@ -61,7 +61,7 @@ class PipelineLimiter(Limiter):
         for stage in private.stages_of(self.schedule):
             private.forget_last_step(stage)  # what is left of it counts in no step
         try:
-            return self._call(args, kwargs)
+            return self._call(self._run_schedule, args, kwargs)
         finally:
             self._losses = None
 
