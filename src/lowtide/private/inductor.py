@@ -229,6 +229,9 @@ def _unmeasured() -> dict[str, Any]:
     silent = {
         "max_autotune": False,
         "max_autotune_gemm": False,
+        "coordinate_descent_tuning": False,
+        "triton.mix_order_reduction_autotune_split_size": False,
+        "triton.autotune_at_compile_time": False,
         "benchmark_fusion": False,
         "benchmark_combo_kernel": False,
         "benchmark_epilogue_fusion": False,
