@@ -45,6 +45,22 @@ def real_peak(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> int:
     return seen.peak_bytes + standing
 
 
+class Residual(nn.Module):
+    """Blocks of two products without norms; it returns its loss, or what the loss is made of."""
+
+    def __init__(self, returns_loss: bool = True, layers: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(layers)
+        )
+        self.returns_loss = returns_loss
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean() if self.returns_loss else x
+
+
 class Broken(Model):
     """A graph break in the middle; the loss is in the second graph."""
 

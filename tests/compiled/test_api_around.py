@@ -8,25 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_models import Residual
 from torch import nn
 
 import lowtide
 from lowtide.compiled.handle import CompiledHandle
 from lowtide.meter import peak, resident_bytes
-
-
-class Model(nn.Module):
-    def __init__(self, returns_loss: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3)
-        )
-        self.returns_loss = returns_loss
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean() if self.returns_loss else x
 
 
 class Layers(nn.Sequential):
@@ -54,7 +41,11 @@ def engine(handle: Any) -> CompiledHandle | None:
 
 @pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
 @pytest.mark.parametrize("fullgraph", [False, True], ids=["breaks", "fullgraph"])
-@pytest.mark.parametrize("make", [Model, lambda: Model(False), Layers], ids=["loss", "outputs", "torch.nn"])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Residual(layers=3), lambda: Residual(False, 3), Layers],
+    ids=["loss", "outputs", "torch.nn"],
+)
 def test_the_limit_is_held_by_the_compiled_engine(make: Callable[[], nn.Module], fullgraph: bool) -> None:
     model = make()
     wanted, plain = step(twin := copy.deepcopy(model), twin)
@@ -74,7 +65,7 @@ def test_the_limit_is_held_by_the_compiled_engine(make: Callable[[], nn.Module],
 
 
 def test_a_limit_that_comes_after_and_another_budget() -> None:
-    model = Model()
+    model = Residual(layers=3)
     compiled: Any = torch.compile(model, backend="aot_eager")
     step(compiled, model)
     handle = lowtide.limit_memory(model, "100%")  # as a callback does, which sees the model alone
@@ -90,7 +81,7 @@ def test_a_limit_that_comes_after_and_another_budget() -> None:
 
 
 def test_a_model_that_was_compiled_in_place() -> None:
-    model = Model()
+    model = Residual(layers=3)
     model.compile(backend="aot_eager")
     handle = lowtide.limit_memory(model, "min")
     for _ in range(2):
@@ -99,7 +90,7 @@ def test_a_model_that_was_compiled_in_place() -> None:
 
 
 def test_a_limit_on_what_is_compiled_around_a_limited_model() -> None:
-    model = Model()
+    model = Residual(layers=3)
     lowtide.limit_memory(model, "100%")
     compiled: Any = torch.compile(model, backend="aot_eager")
     handle = lowtide.limit_memory(compiled, "min")
@@ -116,7 +107,7 @@ class Block(nn.Sequential):
 @pytest.mark.parametrize("in_place", [True, False], ids=["block.compile()", "torch.compile(block)"])
 @pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
 def test_blocks_that_were_compiled_one_by_one(in_place: bool) -> None:
-    model = Model()
+    model = Residual(layers=3)
     model.blocks = nn.ModuleList(Block() for _ in range(3))
     wanted, plain = step(twin := copy.deepcopy(model), twin)
     for at, block in enumerate(model.blocks):
@@ -140,7 +131,7 @@ def test_blocks_that_were_compiled_one_by_one(in_place: bool) -> None:
 
 
 def test_blocks_that_cannot_be_planned_for_stay_compiled_and_it_is_said() -> None:
-    model = Model()
+    model = Residual(layers=3)
     for block in model.blocks:
         block.compile(backend=own_backend)
     with pytest.warns(lowtide.LowtideWarning, match=r"blocks of this model are compiled.*budget can be held"):
@@ -163,7 +154,7 @@ def own_backend(module: Any, inputs: Any) -> Any:
     ids=["backend", "policy", "cudagraphs"],
 )
 def test_what_it_cannot_hold_runs_eagerly_and_says_why(options: Any, how: Any, why: str) -> None:
-    model = Model()
+    model = Residual(layers=3)
     wanted, _ = step(twin := copy.deepcopy(model), twin)
     handle = lowtide.limit_memory(model, "80%", **options)
     compiled: Any = torch.compile(model, **how)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_models import Residual
 from torch import nn
 
 import lowtide
@@ -17,22 +18,8 @@ from lowtide.meter import peak, resident_bytes
 from lowtide.run.limit.handle import Handle
 
 
-class Model(nn.Module):
-    def __init__(self, returns_loss: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(2)
-        )
-        self.returns_loss = returns_loss
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean() if self.returns_loss else x
-
-
 def limited(budget: str | int = "min", returns_loss: bool = True, **options: Any) -> tuple[Any, Any]:
-    compiled = lowtide.compile(Model(returns_loss), budget, backend="aot_eager", **options)
+    compiled = lowtide.compile(Residual(returns_loss), budget, backend="aot_eager", **options)
     return compiled, lowtide.handle_of(compiled)
 
 
@@ -57,7 +44,7 @@ def test_the_measured_peak_is_the_meters_and_the_predicted_one(returns_loss: boo
     assert handle.measured_peak_bytes > seen.peak_bytes + standing
 
 
-class Normed(Model):
+class Normed(Residual):
     """Autograd keeps the statistics of its first norm, not the batch, where neither has weights."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,7 +125,7 @@ def test_a_pause_runs_what_torch_compile_alone_makes() -> None:
 
 
 def test_a_pause_of_blocks_that_are_compiled_one_by_one() -> None:
-    model = Model(returns_loss=False)
+    model = Residual(returns_loss=False)
     handle = lowtide.handle_of(lowtide.compile(model, "min", backend="aot_eager", regional=True))
     x = torch.randn(1024, 32)
     for _ in range(2):
@@ -208,7 +195,7 @@ def test_a_notebook_shows_it() -> None:
 
 @pytest.mark.parametrize("returns_loss", [True, False], ids=["one graph", "recorded"])
 def test_a_refusal_names_what_holds_the_memory(returns_loss: bool) -> None:
-    model, x = Model(returns_loss), torch.randn(1024, 32)
+    model, x = Residual(returns_loss), torch.randn(1024, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled = lowtide.compile(model, "100KiB", backend="aot_eager", optimizer=optimizer)
     with pytest.raises(lowtide.BudgetError) as refused:
@@ -233,7 +220,7 @@ def test_what_would_help_knows_parameters() -> None:
 
 @pytest.mark.parametrize("returns_loss", [True, False])
 def test_what_ranks_average_gradients_in_counts_once_backward_has_ended(returns_loss: bool) -> None:
-    model, x = Model(returns_loss), torch.randn(64, 32)
+    model, x = Residual(returns_loss), torch.randn(64, 32)
     parameters = sum(one.nbytes for one in model.parameters())
     compiled = lowtide.compile(model, "100%", backend="aot_eager")
     handle = lowtide.handle_of(compiled)

@@ -1,17 +1,20 @@
-"""Bytes and seconds of a step that its graph does not show.
+"""Bytes and seconds of a step that its graph does not show as they are.
 
 These are the random states of checkpoints, the executor's own time, and the gradients that earlier steps
-left.
+left; and what steps that run other operations take from the graph: rates, and by how much live bytes rise.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
 
 from lowtide.graph import Event, StepGraph
 from lowtide.native import BuildError, compiler
+from lowtide.ops import operation_named
+from lowtide.plan.simulate import plain
 
 
 def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
@@ -70,3 +73,30 @@ def with_earlier_gradients(graph: StepGraph) -> StepGraph:
             after.setdefault(last[storage], []).append(Event("free", storage))
     events = tuple(new for place, event in enumerate(graph.events) for new in (event, *after.get(place, ())))
     return replace(graph, events=events, resident_bytes=graph.resident_bytes + sum(made.values()))
+
+
+def rates(graph: StepGraph) -> dict[int | None, float]:
+    """Seconds of an operation, by its ``id``, for a byte that it reads or writes; under ``None``, of all. By
+    these the recorder prices what it evicts on demand.
+    """
+    sizes = [graph.storages[value.storage].bytes for value in graph.values]
+    seconds, nbytes = defaultdict[int | None, float](float), defaultdict[int | None, int](int)
+    for operation in graph.operations:
+        size = sum(sizes[value] for value in {*operation.reads, *operation.writes})
+        for key in (id(operation_named(operation.name)), None):
+            seconds[key] += operation.seconds
+            nbytes[key] += size
+    return {key: seconds[key] / max(1, nbytes[key]) for key in {*seconds, None}}
+
+
+def rise_bytes(graph: StepGraph) -> int:
+    """By how much live bytes rise at most from one time that they are looked at to the next: before an
+    operation of the forward, and where backward asks for a saved tensor.
+    """
+    step = plain(graph)
+    most, before, looked = 0, graph.resident_bytes, graph.resident_bytes
+    for (kind, index), top, after in zip(graph.events, step.top_bytes, step.live_bytes, strict=True):
+        if kind == "unpack" or (kind == "op" and graph.operations[index].phase == "forward"):
+            looked = before
+        most, before = max(most, int(top) - looked), int(after)
+    return most

@@ -2,7 +2,7 @@
 
 In: what a policy chose, or the JSON of an earlier plan. Out: decisions (what may happen to a saved value),
 `Plan` (a decision for every saved value of a step, and what that is predicted to cost), `Move` and `Link`
-(values that leave their place, and how fast).
+(values that leave their place, and how fast). Begin with `decisions.py`, then `plan.py`.
 """
 
 from lowtide.links import Link, Links

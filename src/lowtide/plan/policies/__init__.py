@@ -2,7 +2,8 @@
 
 In: what a user wants (`full`, `selective`, `offload`, `mixed`, ...). Out: a policy, called as
 ``policy(graph, budget=None)``, which returns a `Plan`. A user's own is any function with that signature,
-usually one that picks the values to store and ends in `make_plan`.
+usually one that picks the values to store and ends in `make_plan`. Begin with `recompute.py`, then
+`build.py`.
 
 >>> from lowtide.plan import policies
 >>> policy = policies.selective(recompute_ops=["aten.gelu"])

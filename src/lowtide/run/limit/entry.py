@@ -17,8 +17,8 @@ from typing import Any
 from lowtide.graph import StepGraph
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
+from lowtide.run.hidden_costs import rates
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.varying import rates
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
 from lowtide.run.watch import StepWatch
 

@@ -25,9 +25,8 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
-from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
+from lowtide.run.hidden_costs import checkpoint_bytes, rise_bytes, with_earlier_gradients
 from lowtide.run.limit.entry import Entry, Planned, State
-from lowtide.run.limit.varying import rise_bytes
 from lowtide.run.record.directors import Directors, PlanDirector
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
