@@ -165,12 +165,18 @@ def test_auto_divides_main_memory_among_the_ranks_of_a_machine(monkeypatch: pyte
         dist.destroy_process_group()
 
 
-def test_auto_leaves_out_tensors_beside_the_model_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """5 GiB are free, 4 are reserved without a tensor; of the 3 that tensors take, 1 is the model's."""
+@pytest.mark.parametrize(("fraction", "has"), [(1.0, 10), (0.125, 8), (0.1, 6)])
+def test_auto_leaves_out_tensors_beside_the_model_on_cuda(
+    fraction: float, has: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5 GiB are free, 4 are reserved without a tensor; of the 3 that tensors take, 1 is the model's. Who may
+    have an eighth of the card, 10 GiB, may take 3 of those that are free.
+    """
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
-    assert resolve("auto", device="cuda:1", standing_bytes=GIB) == 9 * GIB
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.get)
+    assert resolve("auto", device="cuda:1", standing_bytes=GIB) == pytest.approx(0.9 * has * GIB, rel=1e-6)
 
 
 def free_on(root: Path, files: dict[str, str]) -> int | None:

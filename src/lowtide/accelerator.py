@@ -85,8 +85,13 @@ def may_start_late() -> bool:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What the device has left."""
-    return torch.cuda.mem_get_info(device)[0]
+    """What this process may still take of the device: what is left, within the part of it that
+    ``torch.cuda.set_per_process_memory_fraction`` allows.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    allowed = int(torch.cuda.get_per_process_memory_fraction(index) * total)
+    return max(0, min(free, allowed - torch.cuda.memory_reserved(device))) if allowed < total else free
 
 
 def unused_bytes(device: torch.device) -> int:
