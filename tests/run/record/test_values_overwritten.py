@@ -190,8 +190,8 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path
 
     code = (
-        "import sys; sys.path.insert(0, 'tests/run'); import conftest, torch, lowtide\n"
-        "import test_overwritten as t\n"
+        "import sys; sys.path[:0] = ['tests/run', 'tests/run/record']; import conftest, torch, lowtide\n"
+        "import test_values_overwritten as t\n"
         "from lowtide import interception\n"
         "assert interception.cpp_module() is None\n"
         "t.test_gradients_are_the_plain_steps('buffer', t.through_data, True, conftest.evict_everything,"
