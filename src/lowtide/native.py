@@ -144,7 +144,7 @@ def _options(source: Path, uses: str) -> tuple[tuple[str, ...], tuple[str, ...],
         BuildError: this system has no headers for it.
     """
     if not uses:
-        return ("-std=c++17", "-O2", "-shared", "-fPIC"), (), ()
+        return ("-std=c++17", "-O3", "-shared", "-fPIC"), (), ()
     import torch
 
     root, headers = Path(torch.__file__).resolve().parent, sysconfig.get_paths()["include"]

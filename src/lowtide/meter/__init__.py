@@ -11,7 +11,7 @@ from lowtide.errors import MeterError
 
 from .allocator import CountingAllocator, available, counting_allocator
 from .machine import free_main_memory
-from .measure import Measurement, measurable, measure, peak
+from .measure import Measurement, measurable, measure, peak, peaks
 from .register import LiveSource, Peak
 from .resident import resident_bytes, resident_tensors, storages
 
@@ -27,6 +27,7 @@ __all__ = [
     "measurable",
     "measure",
     "peak",
+    "peaks",
     "resident_bytes",
     "resident_tensors",
     "storages",

@@ -109,7 +109,8 @@ class AllocatorPeak(Peak):
     source = "allocator"
 
     def _open(self) -> None:
-        self._allocator, calls = counting_allocator(), counting_allocator().calls
+        self._allocator = counting_allocator()
+        calls = self._allocator.calls
         self._allocator.install()
         self._mark = calls.lt_mark_open()
         if self._mark < 0:

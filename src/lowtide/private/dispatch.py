@@ -24,6 +24,8 @@ INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 _CONJUGATE = torch._C.DispatchKey.Conjugate
 _NEGATIVE = torch._C.DispatchKey.Negative
 _DISPATCH = torch._C.DispatchKey.Python
+_MODES = torch._C._TorchDispatchModeKey
+_PROXY, _FAKE, _FUNCTIONAL = _MODES.PROXY, _MODES.FAKE, _MODES.FUNCTIONAL
 
 # ---- keys of a thread ----------------------------------------------------------------------------
 
@@ -175,7 +177,5 @@ def is_transformed() -> bool:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return True
-    keys = torch._C._TorchDispatchModeKey
-    return any(
-        torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
-    )
+    mode = torch._C._get_dispatch_mode
+    return mode(_PROXY) is not None or mode(_FAKE) is not None or mode(_FUNCTIONAL) is not None

@@ -35,7 +35,9 @@ class TracedStorage(weakref.ref[torch.UntypedStorage]):
 
 @dataclass(slots=True)
 class TracedOperation:
-    """As `lowtide.graph.Operation`, without what is known at the end."""
+    """As `lowtide.graph.Operation`, of which it has name, reads, writes, phase, module, random, reason,
+    source and region; the rest is known at the end.
+    """
 
     name: str
     reads: tuple[int, ...]
@@ -50,7 +52,9 @@ class TracedOperation:
 
 @dataclass(slots=True)
 class TracedValue:
-    """As `lowtide.graph.Value`, without what is known at the end."""
+    """As `lowtide.graph.Value`, of which it has storage, version, producer, shape and dtype; the rest is
+    known at the end.
+    """
 
     storage: int
     version: int

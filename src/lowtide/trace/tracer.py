@@ -58,7 +58,21 @@ class Tracer:
         opaque: how many calls are under way whose operations nobody sees.
         meetings: operations in which autograd's engine added gradients of two nodes.
         left_bytes: of buffers that the newest operation, a collective, holds until it is waited for.
+        known: the step's storages that live, by their keys (`lowtide.private.storage_key`).
+        handed_out: by the key of an unpacked tensor's storage the id of its value, and what removes it.
+        modules: names of the modules whose forwards are under way, outermost first.
+        backward_module: name of the module whose saved tensor backward asked for last.
+        files: of code that was met, its file (`lowtide.trace.source`).
+        scopes: directors of the checkpointing scopes that are open.
+
+    The C++ recorder (`run/record/cpp/profile.h`) reads the slots.
     """
+
+    __slots__ = (
+        "__dict__", "__weakref__", "backward_module", "closed", "events", "files", "handed_out",
+        "in_forward", "known", "left_bytes", "modules", "opaque", "operations", "scopes", "signatures",
+        "storages", "values",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -86,16 +100,16 @@ class Tracer:
         self._gathered: set[int] = set()
         self.on_end: Callable[[TracedStorage], object] = lambda storage: None
         self._resized: set[int] = set()
-        self._modules: list[str] = []
-        self._backward_module = ""
-        self._known: dict[int, TracedStorage] = {}
-        self._handed_out: dict[int, tuple[int, object]] = {}  # by storage of an unpacked tensor: its value
+        self.modules: list[str] = []
+        self.backward_module = ""
+        self.known: dict[int, TracedStorage] = {}
+        self.handed_out: dict[int, tuple[int, object]] = {}
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._given: set[int] = set()
         self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
-        self._files: dict[CodeType, str] = {}
-        self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
+        self.files: dict[CodeType, str] = {}
+        self.scopes: list[Any] = []
         self._regions = 0  # how many regions have begun: a scope begins one, in another scope, too
         self._kept_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
         if model is not None:
@@ -139,12 +153,12 @@ class Tracer:
         """What runs in the block belongs to the module of the model whose forward it runs in."""
 
         def begins(module: torch.nn.Module, _: Any) -> None:
-            here = self._modules[-1] if self._modules else ""
-            self._modules.append(self._module_names.get(id(module), here))
+            here = self.modules[-1] if self.modules else ""
+            self.modules.append(self._module_names.get(id(module), here))
 
         def ends(*_: object) -> None:
-            if self._modules:
-                self._modules.pop()
+            if self.modules:
+                self.modules.pop()
 
         with ExitStack() as stack:
             model = self.model
@@ -158,8 +172,8 @@ class Tracer:
         """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked
         for last.
         """
-        here = self._modules[-1] if self._modules else ""
-        return self._backward_module if private.in_backward() else here
+        here = self.modules[-1] if self.modules else ""
+        return self.backward_module if private.in_backward() else here
 
     # ---- storages and values ---------------------------------------------------------------------
 
@@ -176,12 +190,12 @@ class Tracer:
 
     def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
         """The tensor's storage, if it has been seen."""
-        return self._known.get(private.storage_key(tensor))
+        return self.known.get(private.storage_key(tensor))
 
     def register(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
         """The tensor's storage; a new one is the operation ``producer``'s, or stood before the step."""
         key = private.storage_key(tensor)
-        found = self._known.get(key)
+        found = self.known.get(key)
         if found is not None:
             return found
         opaque, storage = (
@@ -205,7 +219,7 @@ class Tracer:
         if not (here := accelerator.is_on(tensor, self.device)):
             self._elsewhere.add(number)
         self.storages.append(Storage(number, storage.nbytes() if here else 0, kind, producer, name))
-        found = self._known[key] = TracedStorage(storage, self._end_storage)
+        found = self.known[key] = TracedStorage(storage, self.end_storage)
         found.key, found.number, found.phase, found.resized = key, number, phase, False
         found.gathered = False
         found.value = len(self.values)
@@ -216,15 +230,16 @@ class Tracer:
             self.event("op", producer or 0)
         return found
 
-    def _end_storage(self, storage: TracedStorage) -> None:
-        self._known.pop(storage.key, None)
+    def end_storage(self, storage: TracedStorage) -> None:
+        """The storage has ended."""
+        self.known.pop(storage.key, None)
         self.on_end(storage)
         if storage.number not in self._given:
             self.event("free", storage.number)
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now."""
-        found = self._handed_out.get(private.storage_key(tensor)) if self._handed_out else None
+        found = self.handed_out.get(private.storage_key(tensor)) if self.handed_out else None
         return self.register(tensor).value if found is None else found[0]
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
@@ -236,7 +251,7 @@ class Tracer:
 
         No replay touches such a storage, and what is saved in it is kept as the program holds it.
         """
-        found = self._known.get(private.storage_address(storage))
+        found = self.known.get(private.storage_address(storage))
         if found is not None and found.gathered:
             self.event("fill" if nbytes else "empty", found.number)
             return None
@@ -289,7 +304,7 @@ class Tracer:
         """Whether the checkpointing scope around an operation evicts what it writes; ``None`` outside of
         all.
         """
-        return self._scopes[-1].evicts(call.func, call.args, call.kwargs) if self._scopes else None
+        return self.scopes[-1].evicts(call.func, call.args, call.kwargs) if self.scopes else None
 
     def add_writer(
         self,
@@ -350,7 +365,7 @@ class Tracer:
         if evicted is False:
             self._kept_by_scopes.add(len(self.operations))
         backward = private.in_backward()
-        source = "" if backward else calling_line(self._files)
+        source = "" if backward else calling_line(self.files)
         written = tuple(dict.fromkeys(writes))
         phase, region = "backward" if backward else "forward", self._regions if evicted else None
         self.operations.append(
@@ -366,7 +381,7 @@ class Tracer:
         producer = self.values[value].producer
         made_here = storage.producer is not None and storage.id not in self._elsewhere
         droppable, forced = self.in_forward and made_here, False
-        if producer is not None and self._scopes:
+        if producer is not None and self.scopes:
             droppable &= producer not in self._kept_by_scopes
             forced = self.operations[producer].region == self._regions  # what enters a region stays
         number, shape, dtype = len(self.saved), tuple(tensor.shape), _name_of(tensor.dtype)
@@ -377,7 +392,7 @@ class Tracer:
 
     def unpacks(self, number: int) -> None:
         """Backward asks for a saved tensor."""
-        self._backward_module = self.saved[number].module
+        self.backward_module = self.saved[number].module
         self.event("unpack", number)
 
     def hands_out(
@@ -400,7 +415,7 @@ class Tracer:
         if storage is None:
             end()
         else:
-            enter(self._handed_out, storage, self.saved[number].value, end)
+            enter(self.handed_out, storage, self.saved[number].value, end)
 
     def releases(self, number: int) -> None:
         """Autograd has let go of a saved tensor for good."""
@@ -417,12 +432,12 @@ class Tracer:
         A scope goes on behind a scope that lies in it. Values that were made before the inner scope have
         entered the rest of the outer one, as in `Recorder.region`, and stay.
         """
-        self._scopes.append(director)
+        self.scopes.append(director)
         self._regions += 1
         try:
             yield
         finally:
-            self._scopes.pop()
+            self.scopes.pop()
 
     # ---- the whole -------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from itertools import accumulate
 from typing import Any, ClassVar
 
@@ -42,14 +43,16 @@ def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> N
 def test_a_few_runs_of_what_costs_the_same_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of thousands of equal operations is not slowed down by thousands of meters."""
     opened = 0
-    peak = meter.peak
 
-    def counted(*args: Any) -> Any:
-        nonlocal opened
-        opened += 1
-        return peak(*args)
+    def counted(device: torch.device) -> Any:
+        def peak(timeline: bool) -> Any:
+            nonlocal opened
+            opened += 1
+            return meter.peak(device, timeline=timeline)
 
-    monkeypatch.setattr("lowtide.run.profile.costs.peak", counted)
+        return peak
+
+    monkeypatch.setattr("lowtide.run.profile.costs.peaks", counted)
     weight = torch.ones(16, requires_grad=True)
 
     def chain(x: torch.Tensor) -> torch.Tensor:
@@ -104,7 +107,7 @@ def test_blocks_are_those_of_a_warm_run_in_the_order_in_which_they_come_and_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the allocator is modelled, the first run's count only where there is no other."""
-    monkeypatch.setattr("lowtide.run.profile.costs.peak", lambda device, _, lists: Listed(device, lists))
+    monkeypatch.setattr("lowtide.run.profile.costs.peaks", lambda device: partial(Listed, device))
     costs, cost, single = Costs(torch.device("cpu")), Cost(), Cost()
     monkeypatch.setattr(costs, "_lists", True)
     monkeypatch.setattr(Listed, "lists", [(9000, -9000), (64, 512, 512, -4, -512, 8, -512, -8), (100,)])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.graph import StepGraph
+from lowtide.graph import StepGraph, Storage
 from lowtide.interception import Interceptor, interceptors, proceed
 from lowtide.meter import measure
 from lowtide.plan.data import Plan
@@ -26,6 +26,8 @@ from lowtide.run.limit import entry
 from lowtide.run.record import directors, tape, values
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.recorder import Recorder
+from lowtide.trace import traced
+from lowtide.trace.tracer import Tracer
 
 pytestmark = pytest.mark.skipif(cpp_recorder() is None, reason="there is no C++ compiler")
 
@@ -435,6 +437,11 @@ def test_cpp_reads_declared_slots_alone() -> None:
         "Node": values.Node,
         "Tape": tape.Tape,
         "Director": directors.PlanDirector,
+        "Tracer": Tracer,
+        "Reference": traced.TracedStorage,
+        "Storage": Storage,
+        "Version": traced.TracedValue,
+        "Operation": traced.TracedOperation,
     }
     assert structs.keys() == classes.keys()
     for name, kind in classes.items():

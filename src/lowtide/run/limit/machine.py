@@ -291,7 +291,7 @@ def on_profiled(
         "differed": entry.traits.differed,
     }
     action = _take(entry, Evidence.PROFILED, facts)
-    entry.room.rise_bytes = max(entry.room.rise_bytes, rise_bytes(graph))
+    entry.room.profiled += (graph,)
     if action is not Action.PROFILE:
         entry.traits.backwards = max(entry.traits.backwards, backwards)
         entry.seen.may_differ |= may_differ

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide.interception import proceed, unseen
-from lowtide.meter import Peak, measurable, peak
+from lowtide.meter import Peak, measurable, peaks
 from lowtide.meter.register import Moments
 from lowtide.ops import Call, enter, has_plain_storage, is_wrapper, op_info, written_tensors
 from lowtide.trace.clock import Clock
@@ -75,6 +75,12 @@ class Cost:
         """
         return self.reproduced >= RUNS and name.startswith("aten.")
 
+    def is_known(self, name: str, recorded: bool, verified: bool) -> bool:
+        """Whether operations of this kind, and of this name, are neither measured nor run twice any more."""
+        if self.is_collective or not recorded:
+            return not self.is_collective and len(self.warm) >= RUNS
+        return len(self.cold) >= RUNS and (not verified or self.trusted(name))
+
     def note_scratch(self, scratch_bytes: int, warm: bool) -> None:
         """A run took so much scratch."""
         if warm and not self.warm and not self.is_collective:
@@ -105,7 +111,7 @@ class Costs:
         self.left_bytes = 0
         self.clock = Clock(device)
         # bytes come and go in the memory of the step's device: its own meter reads them
-        self._meters = measurable(device)
+        self._peaks = peaks(device) if measurable(device) else None
         self._lists = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
         self._known: dict[Any, Cost] = {}
 
@@ -129,12 +135,12 @@ class Costs:
         runs = cost.warm if warm else cost.cold
         if len(runs) >= RUNS and not cost.is_collective:
             return call()
-        if not self._meters:
+        if self._peaks is None:
             result, seconds = self.clock.time(call)
         else:
             # blocks are CUDA's: what a warm run asks for counts, as its scratch does
             lists = self._lists and not (cost.warm if warm else cost.blocks)
-            with peak(self.device, "auto", lists) as seen:
+            with self._peaks(lists) as seen:
                 result, seconds = self.clock.time(call)
                 left = max(0, seen.live_bytes)
                 if self.device.type == "cpu" and cost.in_place:
@@ -195,18 +201,19 @@ class UnderWay:
 
     Attributes:
         groups: the process groups of those that may run again.
+        begun: what has begun, by the storages of what it returned.
     """
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
-        self._begun: dict[int, tuple[tuple[str, Cost], object]] = {}  # by storage of what one returned
+        self.begun: dict[int, tuple[tuple[str, Cost], object]] = {}
         self._most: dict[str, int] = {}  # by operation, the most scratch of one that others overlapped
 
     def begins(self, call: Call, cost: Cost, results: list[Any], may_run_again: bool) -> None:
         """A collective with this cost has begun, and has returned ``results``."""
         for tensor in results:
             if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
-                enter(self._begun, tensor.untyped_storage(), (call.info.name, cost))
+                enter(self.begun, tensor.untyped_storage(), (call.info.name, cost))
         group = private.process_group_of(call.func, call.args, call.kwargs) if may_run_again else None
         if group is not None and group not in self.groups:
             self.groups.append(group)
@@ -215,12 +222,12 @@ class UnderWay:
         """The program has waited for a collective, or got a wrapper that will wait: returns ``result``."""
         if not is_wrapper(result):
             for key in call.keys:
-                self._begun.pop(key, None)
+                self.begun.pop(key, None)
         return result
 
     def operation_begins(self) -> None:
         """Another operation is about to run beside the collectives that are under way."""
-        for (name, cost), _ in self._begun.values():
+        for (name, cost), _ in self.begun.values():
             self._most[name] = max(self._most.get(name, 0), cost.scratch_bytes)
 
     @property

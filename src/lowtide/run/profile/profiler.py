@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import private
-from lowtide.errors import PlanError, TraceError
+from lowtide.errors import PlanError
 from lowtide.graph import StepGraph, collect_rarely, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
@@ -29,6 +29,8 @@ from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, digest, reach
 from lowtide.run.forwards import Forwards
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
+from lowtide.run.profile.forms import Forms, asks, may_be_meeting
+from lowtide.run.profile.refusals import refusal_of
 from lowtide.run.profile.saved import SavedTensor
 from lowtide.run.profile.segments import SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
@@ -43,7 +45,6 @@ from lowtide.trace.tracer import Tracer
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
-_ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class _Ran(NamedTuple):
@@ -91,7 +92,6 @@ class Profiler(Interceptor):
         backward_unseen: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when the step began, by `time.perf_counter`.
-        ran: how many operations its forward ran, without and with gradients.
         asks: whether the forward asked for values, which may change what it does from step to step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
@@ -119,7 +119,7 @@ class Profiler(Interceptor):
         self.began = time.perf_counter()
         self.peak_bytes: int | None = None
         self.backward_unseen = self.ended = self.asks = False
-        self.ran = (0, 0)
+        self._ran_here = [0, 0]
         self.checkpoints = 0
         self.given: tuple[int, ...] = ()
         self.under_way = UnderWay()
@@ -135,6 +135,10 @@ class Profiler(Interceptor):
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
         self._opaque: dict[Any, Cost] = {}  # of calls whose operations nobody saw
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
+        notes = (self.note_node, self.note_meeting, self.note_overwritten)
+        named = {note.__name__: weakly(note) for note in notes}
+        self._forms = Forms(self.tape, self.tracer, self.under_way, named)
+        self.cpp = self._forms.cpp
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, which can be planned. What its caller does until backward has ended belongs to the
@@ -163,19 +167,8 @@ class Profiler(Interceptor):
             self.watch.forward_ends(tensors_returned(result))
         except BaseException as error:
             self.close()
-            if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
-                raise TraceError(
-                    "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), "
-                    "under which PyTorch allows no hooks on saved tensors: use "
-                    "torch.autograd.grad(..., create_graph=True) there, or put the limit on the modules "
-                    "around it"
-                ) from error
-            if "HigherOrderOp" in type(error).__name__:
-                raise TraceError(
-                    "the model's forward calls torch.cond or another higher-order operator on its "
-                    "submodules, which PyTorch compiles, and not with hooks on them: put the limit on the "
-                    "modules around it"
-                ) from error
+            if (refused := refusal_of(error)) is not None:
+                raise refused from error
             raise
         if self._forwards is not None:
             self._goes_on, self.watch.backwards = False, 1
@@ -199,6 +192,9 @@ class Profiler(Interceptor):
                     stack.callback(block.register_forward_hook(begins).remove)
                 stack.enter_context(left_alone(model.modules(), self.opaque_call))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            if self.cpp is not None:
+                self.cpp.hooks_found()
+                stack.callback(self.cpp.hooks_end)
             yield
 
     @contextmanager
@@ -227,11 +223,11 @@ class Profiler(Interceptor):
 
     # ---- operations ------------------------------------------------------------------------------
 
-    def _count(self) -> None:
-        """An operation of the forward runs."""
-        without, with_gradients = self.ran
-        grad = torch.is_grad_enabled()
-        self.ran = without + (not grad), with_gradients + grad
+    @property
+    def ran(self) -> tuple[int, int]:
+        """How many operations its forward ran, without and with gradients."""
+        others = self.cpp.ran if self.cpp is not None else (0, 0)
+        return self._ran_here[0] + others[0], self._ran_here[1] + others[1]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, measured, and write it down; in the forward, record it on the tape."""
@@ -243,15 +239,17 @@ class Profiler(Interceptor):
             return self.under_way.waits(call, proceed(func, args, kwargs))
         self.under_way.operation_begins()
         if tracer.in_forward:
-            self.asks |= not _ASKS.isdisjoint(func.tags)
+            self.asks |= asks(func)
             self._note_checkpoint()
         reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
         reason = "" if not call.others or all(map(self.tape.is_constant, call.others)) else _ELSEWHERE
         records = in_forward and not call.info.is_view
         if records:
-            self._count()
+            self._ran_here[torch.is_grad_enabled()] += 1
         ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
         if not ran.made and not call.written:
+            if ran.node is not None:
+                self._forms.learn(call, ran.flat, cost, None, records)
             return ran.result
         index = tracer.add_writer(call, reads, ran.made, cost, reason, ran.returned, evicted)
         if call.info.collective:
@@ -260,9 +258,13 @@ class Profiler(Interceptor):
         if ran.node is not None:
             self.tape.link(ran.node, call, ran.fresh)
         if private.in_backward():
-            self._nodes[index] = self._node_of(call, index)
+            self.note_node(index)
+            if may_be_meeting(call):
+                self.note_meeting(index, args[0])
         if call.written:
-            self._note_overwritten(call.written)
+            self.note_overwritten(call.written)
+        if not records or ran.node is not None:
+            self._forms.learn(call, ran.flat, cost, tracer.operations[index], records)
         return ran.result
 
     def _run(self, call: Call, cost: Cost, warm: bool) -> _Ran:
@@ -326,27 +328,27 @@ class Profiler(Interceptor):
             self._checkpoint_calls.add(around)
             self.checkpoints += 1
 
-    def _node_of(self, call: Call, index: int) -> Any:
-        """The autograd node that runs. Notes in the tracer an operation in which the gradients of two nodes
-        are added.
+    def note_node(self, index: int) -> None:
+        """Note the autograd node whose turn an operation runs in."""
+        self._nodes[index] = node = private.node_key()
+        if node is not None and node[0] == _REENTRANT and node not in self._reentrant_calls:
+            self._reentrant_calls.add(node)
+            self.checkpoints += 1
+
+    def note_meeting(self, index: int, first: torch.Tensor) -> None:
+        """Note an operation that adds something to ``first``, if it adds the gradients of two nodes.
 
         Their sum is made in place: the engine adds the second gradient to the first, which is the one that is
         read first and which another node made, where nobody else holds it. A view holds its base, and the
         engine adds out of place where anybody holds the bytes.
         """
-        node, tracer = private.node_key(), self.tracer
-        if node is None:
-            return None
-        if node[0] == _REENTRANT and node not in self._reentrant_calls:
-            self._reentrant_calls.add(node)
-            self.checkpoints += 1
-        if call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs:
-            reads, first = tracer.operations[index].reads, call.args[0]
+        node, tracer = self._nodes[index], self.tracer
+        if node is not None:
+            reads = tracer.operations[index].reads
             producer = tracer.values[reads[0]].producer if reads else None
             made = None if producer is None else self._nodes.get(producer)
             if made not in (None, node) and private.base_of(first) is first:
                 tracer.meetings.add(index)
-        return node
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
         """Run code whose operations are not intercepted (a compiled submodule). Each tensor that the code
@@ -399,7 +401,7 @@ class Profiler(Interceptor):
                     if saved := reference():
                         saved.keep(storage)
 
-    def _note_overwritten(self, written: list[torch.Tensor]) -> None:
+    def note_overwritten(self, written: list[torch.Tensor]) -> None:
         """An operation has written to what may have been saved; version counters have not moved yet."""
         self.settle()
         for tensor in written:

@@ -14,8 +14,12 @@ from functools import cache
 from typing import Any
 
 from lowtide import interception, private
+from lowtide.graph import Storage
 from lowtide.ops import OpInfo, op_info, operation_named
 from lowtide.plan.data import ProgramStep
+from lowtide.trace import traced
+from lowtide.trace.source import calling_line
+from lowtide.trace.tracer import Tracer
 
 _PASS, _RECORD, _PYTHON = 0, 1, 2
 
@@ -38,6 +42,14 @@ def cpp_recorder() -> Any:
             unpack=handles.unpack,
             bring_back=replay.bring_back,
             overwritten=handles.raise_overwritten,
+        )
+        module.know_traced(  # those of a profiled step (`cpp/profile.h`)
+            tracer=Tracer,
+            reference=traced.TracedStorage,
+            storage=Storage,
+            version=traced.TracedValue,
+            operation=traced.TracedOperation,
+            calling_line=calling_line,
         )
     return module
 
@@ -77,7 +89,12 @@ class AnyProgram:
         self._known.add(func)
         info = op_info(func)
         if info.replays_plainly and not info.uninitialized:
-            _add(self.compiled, func, _RECORD, ())
+            add_plain(self.compiled, func)
+
+
+def add_plain(program: Any, func: Any) -> None:
+    """Have a program of any operations know one that replays plainly."""
+    _add(program, func, _RECORD, ())
 
 
 def _add(made: Any, func: Any, kind: int, stored: Sequence[bool]) -> None:

@@ -49,6 +49,8 @@ def bring_back(value: LiveValue, on_demand: Any = None) -> torch.Tensor:
         ReplayError: the replay starts from a tensor that was overwritten or freed.
     """
     base = value.here()
+    if base is None and type(value.node) is Node:  # the C++ recorder's: perhaps it recorded all that runs
+        base = cpp_module().replay(value, on_demand)
     if base is None:
         base = Replay(value, on_demand).run()
         if on_demand is not None:

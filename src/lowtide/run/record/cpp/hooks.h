@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include <optional>
 #include <thread>
@@ -15,6 +16,12 @@ class Hooks {
 
  public:
   bool in() const { return in_; }
+
+  bool on_top() const {  // of this thread's
+    const Pairs& pairs = Default::get_tls_state().stack;
+    auto* interpreter = getPyInterpreter();
+    return ours_ && !pairs.empty() && pairs.top().first.ptr(interpreter) == ours_->first.ptr(interpreter);
+  }
 
   void found() {  // ours have just been pushed
     const Pairs& pairs = Default::get_tls_state().stack;

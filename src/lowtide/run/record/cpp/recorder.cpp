@@ -4,6 +4,7 @@
 // slots of five classes, which tape.h lists.
 //
 //   recorder.h   the operations of a forward, and its saved tensors
+//   profile.h    the operations of a profiled step: lowtide.run.profile
 //   saved.h      what autograd holds in place of a saved tensor
 //   on_demand.h  evicts values when memory is short
 //   replay.h     brings evicted values back
@@ -16,7 +17,7 @@
 
 #include <unordered_map>
 
-#include "recorder.h"
+#include "profile.h"
 #include "writes.h"
 
 namespace lowtide {
@@ -30,7 +31,8 @@ thread_local std::weak_ptr<Recorder> current;
 
 void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
   std::shared_ptr<Recorder> recorder = current.lock();
-  if (recorder && recorder->on && torch::autograd::get_current_graph_task_id() == -1) {
+  auto forward = [] { return torch::autograd::get_current_graph_task_id() == -1; };
+  if (recorder && recorder->on && (recorder->sees_backward() || forward())) {
     if (recorder->takes(op, keys, stack)) return;
     py::gil_scoped_acquire gil;
     recorder->to_python();
@@ -116,17 +118,37 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("pack", [](std::shared_ptr<Recorder> recorder) {
         return function_of<&packed>("pack", Packer::of(std::move(recorder)));
       });
+  py::class_<Profile, Recorder, std::shared_ptr<Profile>>(m, "Profile")
+      .def(py::init([](py::object tape, py::object tracer, py::dict begun, py::object register_storage,
+                       py::object end_storage, py::object value_of, py::object note_node,
+                       py::object note_meeting, py::object note_overwritten, uintptr_t digest) {
+             Profiler profiler{register_storage, end_storage,  value_of,
+                               note_node,        note_meeting, note_overwritten};
+             return std::make_shared<Profile>(tape, tracer, begun, profiler, digest);
+           }),
+           py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "register_storage"_a, "end_storage"_a, "value_of"_a,
+           "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "digest"_a)
+      .def("learn", &Profile::learn)
+      .def_property_readonly("program", &Profile::program);
   m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });
   m.def("know", [](py::object value, py::object node, py::object tape, py::object director,
                    py::object here, py::object unpack, py::object bring_back, py::object overwritten) {
     classes = new Classes{{value}, {node}, {tape}, {director}, here, unpack, bring_back, overwritten};
   }, py::kw_only(), "value"_a, "node"_a, "tape"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
      "overwritten"_a);
+  m.def("know_traced", [](py::object tracer, py::object reference, py::object storage, py::object version,
+                          py::object operation, py::object calling_line) {
+    traced = new Traced{{tracer}, {reference}, {storage}, {version}, {operation}, calling_line};
+  }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "calling_line"_a);
   m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });
   m.def("let_in", torch::wrap_pybind_function(&let_in));
   m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
+  m.def("replay", [](py::handle value, std::shared_ptr<OnDemand> on_demand) -> py::object {
+    Tensor found = Replay(value, std::move(on_demand)).run_here();
+    return found.defined() ? wrapped(found) : py::none();
+  });
   m.def("again", torch::wrap_pybind_function(&again));
 }

@@ -70,7 +70,8 @@ class Recorder {
         tape_(std::move(tape)),
         director_(std::move(director)),
         pack_(std::move(pack)) {
-    if (!is_a(tape_, classes->tape.type) || !is_a(director_, classes->director.type))
+    bool tape_fits = PyObject_IsInstance(tape_.ptr(), classes->tape.type.ptr()) == 1;
+    if (!tape_fits || !(director_.is_none() || is_a(director_, classes->director.type)))
       throw py::type_error("Recorder(tape=, director=): these are not the classes of `know`");
     replays_->on_demand = std::move(on_demand);
     replayable_ = py::reinterpret_borrow<py::dict>(classes->tape.replayable(tape_));
@@ -81,7 +82,7 @@ class Recorder {
   std::shared_ptr<Replays> replays() const { return replays_; }
 
   Recorder(const Recorder&) = delete;
-  ~Recorder() {  // the last owner may be a kernel, which does not hold the interpreter's lock
+  virtual ~Recorder() {  // the last owner may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
     replays_.reset();
@@ -90,8 +91,11 @@ class Recorder {
       object->release().dec_ref();
   }
 
+  // Whether it is to see the operations of a backward, too.
+  virtual bool sees_backward() const { return false; }
+
   // Runs an operation, or returns false where Python has to.
-  bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  virtual bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     if (python_ran_) from_python();
     const Operation* next = program_->next(at_, op);
     if (next == nullptr) return false;
@@ -118,14 +122,14 @@ class Recorder {
 
   void to_python() {  // it runs the next operation, and may evict values
     if (!python_ran_) {
-      classes->director.at.set(director_, py::int_(at_));
+      if (!director_.is_none()) classes->director.at.set(director_, py::int_(at_));
       classes->tape.order.set(tape_, py::int_(order_));
     }
     hooks_.put_in();
     python_ran_ = true;
   }
 
-  void turn(bool on_now) {  // while this is off, Python runs everything
+  virtual void turn(bool on_now) {  // while this is off, Python runs everything
     if (on && !on_now) to_python();
     on = on_now;
   }
@@ -151,7 +155,9 @@ class Recorder {
     return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
   }
 
- private:
+ protected:
+  using Places = c10::SmallVector<size_t, 4>;
+
   struct TensorArgument {  // a tensor among the arguments
     size_t argument, item;
     const Tensor* tensor;  // valid until the operation has run
@@ -160,7 +166,7 @@ class Recorder {
 
   void from_python() {
     py::gil_scoped_acquire gil;
-    at_ = PyLong_AsSize_t(classes->director.at(director_));
+    if (!director_.is_none()) at_ = PyLong_AsSize_t(classes->director.at(director_));
     order_ = PyLong_AsLong(classes->tape.order(tape_));
     python_ran_ = false;
   }
@@ -180,6 +186,19 @@ class Recorder {
     uintptr_t key = storage_key(result);
     return std::none_of(tensors_.begin(), tensors_.end(), [key](auto& one) { return one.key == key; });
   }
+
+  // Positions of the results on storages that no argument has, one for each.
+  Places new_among(const Tensors& results) const {
+    Places places;
+    for (size_t at = 0; at < results.size(); ++at) {
+      auto same = [&](size_t place) { return results[place].is_alias_of(results[at]); };
+      if (is_new(results[at]) && std::none_of(places.begin(), places.end(), same)) places.push_back(at);
+    }
+    return places;
+  }
+
+  // An operation has run, and wrote something.
+  virtual void write_down(const Tensors&, const Places&) {}
 
   // ---- operations that are not recorded ----------------------------------------------------------
 
@@ -225,12 +244,9 @@ class Recorder {
       run(op, keys, stack);
     }
     Tensors results = flat_results(*stack, first_);
-    c10::SmallVector<size_t, 4> places;
-    for (size_t at = 0; at < results.size(); ++at) {
-      auto same = [&](size_t place) { return results[place].is_alias_of(results[at]); };
-      if (is_new(results[at]) && std::none_of(places.begin(), places.end(), same)) places.push_back(at);
-    }
+    Places places = new_among(results);
     if (places.empty() && target == nullptr) return true;
+    write_down(results, places);
     if (on_demand()) {
       for (size_t at : places) on_demand()->note_allocated(results[at].storage().nbytes());
     }
@@ -242,7 +258,7 @@ class Recorder {
     c10::SmallVector<py::object, 4> outputs;
     for (size_t at = 0; at < places.size(); ++at) {
       if (same && known.stored[at]) continue;
-      outputs.push_back(py::make_tuple(places[at], weak(register_value(node, results[places[at]]))));
+      outputs.push_back(py::make_tuple(places[at], weak(register_value(node, results[places[at]], 0))));
     }
     classes->node.outputs.set(node, tuple_of(outputs));
     if (target != nullptr) update(node, updated, !same || !known.stored.back());
@@ -250,7 +266,7 @@ class Recorder {
     return true;
   }
 
-  // What the call overwrites, if its value is recomputable and no other argument shows it; or null.
+  // What the call overwrites, if its value is recomputable; or null.
   const TensorArgument* target_of(const Operation& known) const {
     const TensorArgument* target = nullptr;
     for (auto& one : tensors_) {
@@ -258,11 +274,8 @@ class Recorder {
       if (target != nullptr) return nullptr;  // a list
       target = &one;
     }
-    if (target == nullptr) return nullptr;
-    for (auto& one : tensors_) {
-      if (&one != target && one.key == target->key) return nullptr;
-    }
-    return entry_of(replayable_, py::int_(target->key)) ? target : nullptr;
+    bool found = target != nullptr && entry_of(replayable_, py::int_(target->key));
+    return found ? target : nullptr;
   }
 
   // The call has overwritten a value: from here on its tensor shows another.
@@ -275,7 +288,7 @@ class Recorder {
     auto read = py::reinterpret_borrow<py::tuple>(classes->node.inputs(node));
     size_t place = 0;
     while (PyTuple_GET_ITEM(read.ptr(), place) != old.ptr()) ++place;
-    py::object made = register_value(node, tensor);
+    py::object made = register_value(node, tensor, PyLong_AsLongLong(classes->value.extent(old)));
     classes->node.updated.set(node, py::make_tuple(py::make_tuple(place, weak(made))));
   }
 
@@ -297,7 +310,7 @@ class Recorder {
   }
 
   // The present value of a tensor, or null where Python has to find it.
-  py::object value_of(const Tensor& tensor, uintptr_t storage) {
+  virtual py::object value_of(const Tensor& tensor, uintptr_t storage) {
     auto& v = classes->value;
     py::int_ key(storage);
     if (PyObject* entry = entry_of(replayable_, key)) {
@@ -305,13 +318,19 @@ class Recorder {
       bool ours = is_node(v.node(value));
       return ours ? py::reinterpret_borrow<py::object>(value) : py::object();
     }
-    if (PyObject* reference = entry_of(sources_, key)) {
-      py::object value = behind(reference);
-      if (!value.is_none() && v.held(value) != Py_None && is_as_recorded(value)) return value;
-    }
+    if (py::object value = source_of(key)) return value;
     py::object value = held_value(tensor);
     sources_[key] = weak(value);
     return value;
+  }
+
+  // Of a storage that replays start from the value, if it was not written since; or null.
+  py::object source_of(const py::int_& key) const {
+    if (PyObject* reference = entry_of(sources_, key)) {
+      py::object value = behind(reference);
+      if (!value.is_none() && classes->value.held(value) != Py_None && is_as_recorded(value)) return value;
+    }
+    return {};
   }
 
   void skips() {  // another operation ran in place of the program's
@@ -332,8 +351,9 @@ class Recorder {
     n.inputs.set(node, call.inputs);
   }
 
-  // Registers the value of a tensor as recomputable by a node, for as long as its storage lives.
-  py::object register_value(const py::object& node, const Tensor& tensor) {
+  // Registers the value of a tensor as recomputable by a node, for as long as its storage lives; of so many
+  // of its bytes another node has written some.
+  virtual py::object register_value(const py::object& node, const Tensor& tensor, int64_t) {
     py::int_ key(storage_key(tensor));
     auto callback = function_of<&forget>("forget", py::make_tuple(replayable_, key));
     py::object value = new_value(node, tensor);

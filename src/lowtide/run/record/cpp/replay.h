@@ -23,7 +23,12 @@ class Replay {
       : value_(value), on_demand_(std::move(on_demand)) {}
 
   Tensor run() {
-    if (!collect(value_.ptr())) return classes->bring_back(value_, py::cast(on_demand_)).cast<Tensor>();
+    Tensor found = run_here();
+    return found.defined() ? found : classes->bring_back(value_, py::cast(on_demand_)).cast<Tensor>();
+  }
+
+  Tensor run_here() {  // undefined where Python has to
+    if (!collect(value_.ptr())) return {};
     std::sort(order_.begin(), order_.end());
     order_.erase(std::unique(order_.begin(), order_.end()), order_.end());
     for (auto& [_, node] : order_) {

@@ -1,0 +1,96 @@
+"""What the C++ recorder takes over of a profiled step (`run/record/cpp/profile.h`).
+
+A form is an operation with arguments of the same shapes, strides, types and numbers. Calls of one form cost
+the same, and are written down alike. So once Python has measured a few, and seen them reproduce, C++ runs the
+others: it records them and writes them down, and what they read is still compared with what was written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.ops import Call, has_plain_storage
+from lowtide.run.digest import digest_address
+from lowtide.run.profile.costs import Cost, UnderWay
+from lowtide.run.profile.segments import SegmentedTape
+from lowtide.run.record.cpp_recorder import add_plain, cpp_recorder
+from lowtide.trace.traced import TracedOperation
+from lowtide.trace.tracer import Tracer
+
+_ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+def asks(func: Any) -> bool:
+    """Whether an operation asks for values: what the program does next may depend on them."""
+    return not _ASKS.isdisjoint(func.tags)
+
+
+def may_be_meeting(call: Call) -> bool:
+    """Whether a call in a backward may be autograd's engine's: it adds the gradients of two nodes."""
+    return call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs
+
+
+class Forms:
+    """The forms that C++ knows of one profiled step.
+
+    Args:
+        tape: of the step.
+        tracer: writes the step down.
+        under_way: its collectives.
+        notes: functions of the profiler that C++ calls, by their names in ``profile.h``.
+
+    Attributes:
+        cpp: runs calls of these forms; ``None`` on other devices than the CPU, and without a compiler.
+    """
+
+    def __init__(
+        self,
+        tape: SegmentedTape,
+        tracer: Tracer,
+        under_way: UnderWay,
+        notes: dict[str, Callable[..., object]],
+    ) -> None:
+        self.cpp: Any = None
+        self._operations = set[Any]()
+        self._verified = tape.verify
+        module = cpp_recorder() if tracer.device.type == "cpu" else None
+        if module is None or (tape.verify and not digest_address()):
+            return
+        self.cpp = module.Profile(
+            tape=tape,
+            tracer=tracer,
+            begun=under_way.begun,
+            register_storage=tracer.register,
+            end_storage=tracer.end_storage,
+            value_of=tape.value_of,
+            **notes,
+            digest=digest_address() if tape.verify else 0,
+        )
+
+    def learn(
+        self, call: Call, results: list[Any], cost: Cost, operation: TracedOperation | None, recorded: bool
+    ) -> None:
+        """Python has run a call: if it need not run others of its form, C++ does.
+
+        Args:
+            call, results: the call, and what it returned as a flat list.
+            cost: of the calls of this form.
+            operation: as it was written down; ``None`` where all that it returned are views.
+            recorded: it has a node on the tape.
+        """
+        info = call.info
+        verifies = self._verified and recorded and operation is not None
+        if self.cpp is None or not cost.is_known(info.name, recorded, verifies):
+            return
+        if not info.replays_plainly or call.others or (recorded and (info.uninitialized or asks(call.func))):
+            return
+        if not all(has_plain_storage(result) for result in results if isinstance(result, torch.Tensor)):
+            return
+        if call.func not in self._operations:
+            self._operations.add(call.func)
+            add_plain(self.cpp.program, call.func)
+        in_backward = operation is not None and operation.phase == "backward"
+        self.cpp.learn(operation, cost, in_backward and may_be_meeting(call))

@@ -1,0 +1,85 @@
+"""What C++ runs of a profiled step is written down, recorded and compared as Python does it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.graph import StepGraph
+from lowtide.run.profile import forms
+from lowtide.run.record.cpp_recorder import cpp_recorder
+
+pytestmark = pytest.mark.skipif(cpp_recorder() is None, reason="there is no C++ compiler")
+
+
+class Loop(nn.Module):
+    """The same few operations for each step: gates that overwrite parts of one storage, as in a GRU, views,
+    numbers, and a state that two operations read. ``between`` is called with each round and the state.
+    """
+
+    def __init__(self, between: Callable[[int, torch.Tensor], object] = lambda *_: None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.gates, self.out, self.between = nn.Linear(8, 24), nn.Linear(8, 8), between
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state, kept = torch.zeros_like(x[:, 0]), []
+        for t in range(x.shape[1]):
+            reset, update, new = self.gates(x[:, t] + state).unsafe_chunk(3, 1)
+            new.mul_(reset.sigmoid_())
+            state = torch.tanh(new) * update.sigmoid() + 0.5 * state * self.scale
+            self.between(t, state)
+            kept.append(self.out(state))
+        return torch.stack(kept, 1).square().mean()
+
+
+def profiled(
+    monkeypatch: pytest.MonkeyPatch, cpp: bool, model: nn.Module, rounds: int = 20
+) -> tuple[StepGraph, list[torch.Tensor], int, Any]:
+    """The step without times, its gradients, how many operations Python ran, and the handle."""
+    ran: list[str] = []
+    learn = forms.Forms.learn
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(forms.Forms, "learn", lambda *a: (ran.append(a[1].info.name), learn(*a))[1])
+        if not cpp:
+            patch.setattr(forms, "cpp_recorder", lambda: None)
+        handle = lowtide.limit_memory(model, "100%", verify="first")
+        torch.manual_seed(1)
+        model(torch.randn(4, rounds, 8)).backward()
+    assert handle.graph is not None
+    free = {"seconds": 0.0, "scratch_bytes": 0, "blocks": ()}
+    graph = handle.graph.with_operations(lambda op: replace(op, **free), plain_seconds=0.0)
+    return graph, [p.grad for p in model.parameters() if p.grad is not None], len(ran), handle
+
+
+def test_cpp_writes_a_step_down_as_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, gradients, all_of_it, _ = profiled(monkeypatch, False, Loop())
+    same, others, few, handle = profiled(monkeypatch, True, Loop())
+    assert same == graph and len(graph.operations) > 400
+    assert all(map(torch.equal, gradients, others)) and len(gradients) == 5
+    assert all_of_it >= len(graph.operations) > 2.5 * few
+    assert not handle.plan.notes
+
+
+def test_what_is_read_is_compared_there_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unseen(t: int, state: torch.Tensor) -> None:
+        if t == 15:
+            state.detach().numpy()[:] += 1
+
+    model = Loop(unseen)
+    graph, gradients, _, _ = profiled(monkeypatch, True, model)
+    plain = Loop(unseen)
+    torch.manual_seed(1)
+    plain(torch.randn(4, 20, 8)).backward()
+    expected = [p.grad for p in plain.parameters() if p.grad is not None]
+    assert all(map(torch.equal, gradients, expected)) and len(expected) == 5
+    assert any("does not see" in op.reason for op in graph.operations)
