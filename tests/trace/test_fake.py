@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,11 +56,11 @@ def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.Mo
     asked: list[torch.device] = []
 
     @contextmanager
-    def peak(device: torch.device, *_: object) -> Iterator[SimpleNamespace]:
+    def peak(device: torch.device, _: bool) -> Iterator[SimpleNamespace]:
         asked.append(device)
         yield SimpleNamespace(peak_bytes=1000, live_bytes=400)
 
-    monkeypatch.setattr(costs, "peak", peak)
+    monkeypatch.setattr(costs, "peaks", lambda device: partial(peak, device))
     profiler = Profiler(None, torch.device("cuda"))
     profiler.costs.clock = Clock(torch.device("cpu"))
     profiler.tracer.in_forward = False

@@ -25,7 +25,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
-from lowtide.run.hidden_costs import checkpoint_bytes, rise_bytes, with_earlier_gradients
+from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
 from lowtide.run.limit.entry import Entry, Planned, State
 from lowtide.run.record.directors import Directors, PlanDirector
 

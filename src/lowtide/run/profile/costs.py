@@ -10,6 +10,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,9 +112,13 @@ class Costs:
         self.left_bytes = 0
         self.clock = Clock(device)
         # bytes come and go in the memory of the step's device: its own meter reads them
-        self._peaks = peaks(device) if measurable(device) else None
+        self._meters = measurable(device)
         self._lists = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
         self._known: dict[Any, Cost] = {}
+
+    @cached_property
+    def _peaks(self) -> Callable[[bool], Peak]:
+        return peaks(self.device)
 
     def of(self, call: Call) -> Cost:
         """The cost of a call, one for all calls of the same overload whose arguments have the same shapes,
@@ -135,7 +140,7 @@ class Costs:
         runs = cost.warm if warm else cost.cold
         if len(runs) >= RUNS and not cost.is_collective:
             return call()
-        if self._peaks is None:
+        if not self._meters:
             result, seconds = self.clock.time(call)
         else:
             # blocks are CUDA's: what a warm run asks for counts, as its scratch does
