@@ -337,6 +337,24 @@ def refused() -> None:
         model(batch(1)).backward()
 
 
+def refused_by_pytorch() -> None:
+    """A weight that two units share: FSDP2 says so in a step, with a limit as without."""
+    from torch.distributed.fsdp import fully_shard
+
+    def said(limits: bool) -> str:
+        model: Any = Model()
+        model.head.weight = model.tokens.weight
+        for part in (model.tokens, model.head, model):
+            fully_shard(part)
+        if limits:
+            lowtide.limit_memory(model, "90%")
+        with pytest.raises(Exception) as caught:
+            model(batch(0)).backward()
+        return f"{caught.type.__name__}: {caught.value}"
+
+    assert said(True) == said(False)
+
+
 def by_any_method() -> None:
     """The same step, whether units are called or their registered method is."""
     least: list[int] = []
@@ -428,7 +446,16 @@ def several(*bodies: Callable[..., None]) -> None:
 
 
 def test_what_fsdp_is_asked_for() -> None:
-    on_ranks(2, several, partial(compared, list(FAST), ("min",)), refused, by_any_method, automatic, searched)
+    on_ranks(
+        2,
+        several,
+        partial(compared, list(FAST), ("min",)),
+        refused,
+        refused_by_pytorch,
+        by_any_method,
+        automatic,
+        searched,
+    )
 
 
 @pytest.mark.slow
