@@ -38,7 +38,7 @@ from lowtide.compiled.choose import (
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.lower import Generated, Size
+from lowtide.compiled.lower import CutRefused, Generated, Size
 from lowtide.compiled.price import CandidateCut
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
@@ -48,7 +48,6 @@ from lowtide.meter.resident import model_device
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
 from lowtide.progress import current
-from lowtide.trace.costs.roofline import outside_modes
 from lowtide.version import __version__
 
 
@@ -150,7 +149,7 @@ class Partitioner(Cutter):
             while True:
                 try:
                     compiled = compile(inner=unseen.compile)
-                except _CutRefused:
+                except CutRefused:
                     texts.clear()
                     continue
                 if unseen.candidate is not None:
@@ -221,10 +220,6 @@ class Partitioner(Cutter):
         return int(math.log(budgets.available_bytes(device, standing) or 1, 1.05))
 
 
-class _CutRefused(BaseException):
-    """A cut that was compiled unseen is not good. No `Exception`: PyTorch's compiler would catch that."""
-
-
 class _Unseen:
     """Compiles cuts of a graph that is a whole step before they are priced. Each is priced by the text that
     Inductor generates meanwhile, and its compilation ends where it is not good.
@@ -284,35 +279,26 @@ class _Unseen:
         """What Inductor makes of a half.
 
         Raises:
-            _CutRefused: the cut is not good; before the kernels are compiled that the backward's text names.
+            CutRefused: the cut is not good; before the kernels are compiled that the backward's text names.
         """
         if self.candidate is None:
             return inductor.compile_half(half, inputs, **how)
         code = self.candidate.code
         assert isinstance(code, Generated)
-        as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
-
-        def look(text: str) -> None:
-            code.read(text, as_given, strides, bool(how.get("is_backward")))
-            if code.priced:
-                with outside_modes():
-                    self._check()
-
-        with inductor.reading(look):
-            return inductor.compile_half(half, inputs, **how)
+        return code.compile(half, inputs, self._check, **how)
 
     def _check(self) -> None:
         """The candidate is priced.
 
         Raises:
-            _CutRefused: it is not chosen.
+            CutRefused: it is not chosen.
         """
         assert self._search is not None
         following = next(self._search, None)
         if following is not None:
             self._search = chain([following], self._search)
         if self.chosen is None or self.chosen.cuts[0] is not self.candidate:
-            raise _CutRefused
+            raise CutRefused
         self.candidate = None
 
 

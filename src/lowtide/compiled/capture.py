@@ -7,18 +7,22 @@ the step to be recorded, and is compiled as often as the step's plan has cuts fo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from lowtide.compiled.choose import Chosen, Cuts
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.lower import CutRefused, Generated
 from lowtide.compiled.price import CandidateCuts
 from lowtide.compiled.profile import Recording
 from lowtide.errors import PlanError
@@ -162,6 +166,46 @@ def compile_graph(
     )(module, inputs)
 
 
+def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list[Chosen]) -> Chosen:
+    """What a search finds in the end. The cuts that it yields are compiled, and priced by the text that
+    Inductor generates meanwhile; so nothing is lowered twice. The graph with the most calls comes last: where
+    the cuts are refused, the kernels of its backward are not compiled.
+
+    Args:
+        graphs: of each call.
+        search: finds how to cut them.
+        found: holds what it has found, once it ends.
+
+    Raises:
+        BudgetError: no plan is found that fits.
+    """
+    ahead: list[Cuts | Exception | None] = []  # what the search has said while something was compiled
+
+    def check(cuts: Cuts) -> None:
+        if not all(one.code.priced for one in cuts):
+            return
+        try:
+            ahead.extend(itertools.islice(search, 1))
+        except Exception as error:
+            ahead.append(error)  # not through PyTorch's compiler, which would wrap it
+        if not found or found[0].cuts != cuts:
+            raise CutRefused
+
+    while not found:
+        cuts = ahead.pop() if ahead else next(search, None)
+        if isinstance(cuts, Exception):
+            raise cuts
+        if cuts is None or not inductor.writes_python():
+            continue
+        both = sorted(zip(graphs, cuts, strict=True), key=lambda one: len(one[0].joint.calls))
+        with contextlib.suppress(CutRefused):
+            for graph, one in both:
+                if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
+                    inner = functools.partial(one.code.compile, then=functools.partial(check, cuts))
+                    graph.run_as(one.stored, inner, at_once=True)
+    return found[0]
+
+
 class Graph:
     """A captured graph that is a part of a step.
 
@@ -197,6 +241,17 @@ class Graph:
     def __call__(self, *args: Any) -> Any:
         return self._choose(self, tuple(args[at] for at in self._open))(*args)
 
+    @property
+    def joint(self) -> Joint:
+        """Its forward and backward as one graph; there is one where it has a backward."""
+        assert self.candidates is not None
+        return self.candidates.joint
+
+    @property
+    def has_fixed_sizes(self) -> bool:
+        """Whether every call of it has the same sizes."""
+        return not self._open
+
     def candidates_at(self, sizes: Sizes) -> CandidateCuts:
         """The candidate cuts of the graph, with what they take at these sizes."""
         assert self.candidates is not None
@@ -207,14 +262,21 @@ class Graph:
             self._at_sizes = {sizes: CandidateCuts(joint, self.options)}
         return self._at_sizes[sizes]
 
-    def run_as(self, stored: frozenset[Key] | None) -> Run:
-        """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does."""
+    def run_as(
+        self, stored: frozenset[Key] | None, inner: Callable[..., Any] | None = None, at_once: bool = False
+    ) -> Run:
+        """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does.
+
+        Args:
+            stored: storages.
+            inner, at_once: as of `compile_graph`, where it is not compiled so yet.
+        """
         if stored not in self._compiled:
             assert self.candidates is not None
             program, options = self.candidates.joint.program, self.options
             cutter = None if stored is None else cutter_at(stored, program, options)
             self._compiled[stored] = self.captured.compile(
-                lambda module, inputs: compile_graph(module, inputs, options, cutter)
+                lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)
             )
         return self._compiled[stored]
 

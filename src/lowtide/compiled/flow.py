@@ -22,8 +22,8 @@ import torch
 from torch import fx
 
 from lowtide.compiled.alone import Partitioner, Report
-from lowtide.compiled.capture import Graph, Run, Sizes
-from lowtide.compiled.choose import Chosen, choice_of, share_of_largest
+from lowtide.compiled.capture import Graph, Run, Sizes, try_cuts
+from lowtide.compiled.choose import Chosen, choice_of, search_within
 from lowtide.compiled.joint import Key
 from lowtide.compiled.profile import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
@@ -380,8 +380,10 @@ class Flow:
         found = choice(self.budget).again(self.chosen[first]) if self._known.get(first) is known else None
         if found is None:
             with working("planning", "planned") as work:
+                made: list[Chosen] = []
+                search = search_within(lambda one: choice(one).search(), self.budget, before, made.append)
                 try:
-                    found = share_of_largest(lambda budget: choice(budget).choose(), self.budget, before)
+                    found = try_cuts(graphs, search, made)
                 except BudgetError as error:
                     raise self._in_words(error) from None
                 work.done(in_one_line(found.plan))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import builtins
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,7 @@ from lowtide.private import (
 )
 from lowtide.progress import current
 from lowtide.trace.costs.measure import measure_scratch
+from lowtide.trace.costs.roofline import outside_modes
 from lowtide.trace.costs.specs import described_call, runnable
 
 Size = Callable[[Any], int]
@@ -75,6 +76,10 @@ class Profile:
     traffic: Traffic = Traffic()
 
 
+class CutRefused(BaseException):
+    """A cut that was compiled before it was priced is not good. No `Exception`: PyTorch would catch that."""
+
+
 class Generated:
     """Profiles of halves that Inductor generates code for, by the text of that code.
 
@@ -108,6 +113,29 @@ class Generated:
             backward: whether it is the backward.
         """
         self._texts[backward] = text, half, strides
+
+    def compile(
+        self, half: fx.GraphModule, inputs: Sequence[Any], then: Callable[[], None], **how: Any
+    ) -> Any:
+        """What Inductor makes of a half; its text is read meanwhile. When that of both was, ``then`` is
+        called, before the kernels are compiled that the second names; what it raises ends the compilation.
+
+        Args:
+            half: forward or backward, as AOTAutograd hands it over.
+            inputs: its (fake) inputs.
+            then: says no by raising `CutRefused`.
+            how: as of `inductor.compile_half`.
+        """
+        as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
+
+        def look(text: str) -> None:
+            self.read(text, as_given, strides, bool(how.get("is_backward")))
+            if self.priced:
+                with outside_modes():
+                    then()
+
+        with inductor.reading(look):
+            return inductor.compile_half(half, inputs, **how)
 
     def _lower(self) -> None:
         forward, backward = self._halves

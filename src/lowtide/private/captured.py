@@ -7,6 +7,7 @@ Importing it takes seconds; only the compiled engine does.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ class Captured:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._context = TracingContext.try_get()
+        self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
         self._module = _twin(module)
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
         self._inputs = [  # a number that Dynamo has made a tensor of is read, so it has to be there
@@ -48,8 +50,13 @@ class Captured:
         return SizesAt({size.node.expr: n for size, n in pairs if isinstance(size, torch.SymInt)})
 
     def compile(self, backend: Callable[[fx.GraphModule, list[Any]], Any]) -> Any:
-        """What a backend makes of the graph. The graph stays as it is."""
-        with tracing(self._context), preserve_rng_state():
+        """What a backend makes of the graph, in the modes that it was captured in. It stays as it is."""
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(tracing(self._context))
+            modes.enter_context(preserve_rng_state())
+            modes.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, enabled, dtype in self._autocast:
+                modes.enter_context(torch.autocast(kind, dtype, enabled))
             return backend(_twin(self._module), list(self._inputs))
 
 
@@ -70,6 +77,13 @@ def is_whole_step(module: fx.GraphModule) -> bool:
 
 keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore
 """Whether the backward that runs was called with ``retain_graph``."""
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    """Kinds of devices -> whether operations on them run in a lower precision now, and which."""
+    device = torch.accelerator.current_accelerator()
+    kinds = ["cpu", *([device.type] if device is not None else [])]
+    return [(one, torch.is_autocast_enabled(one), torch.get_autocast_dtype(one)) for one in kinds]
 
 
 def _twin(module: fx.GraphModule) -> fx.GraphModule:
