@@ -5,51 +5,58 @@ from __future__ import annotations
 import json
 import sys
 from itertools import pairwise
+from unittest import mock
 
 import torch
 from torch import nn
 
 import lowtide
 from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.choose import Choice
 from lowtide.private import inductor
 
 
 class Model(nn.Module):
-    """A graph that returns its loss."""
+    """A graph that returns its loss, or two."""
 
-    def __init__(self) -> None:
+    def __init__(self, broken: bool) -> None:
         super().__init__()
+        self.broken = broken
         widths = (16, 64, 64, 64, 64)
         layers = (nn.Linear(*pair) for pair in pairwise(widths))
         self.layers = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.broken:
+            x = self.layers[:4](x)
+            torch._dynamo.graph_break()
+            return self.layers[4:](x).square().mean()
         return self.layers(x).square().mean()
 
 
 def step(budget: str, sizes: str = "open", rows: int = 512) -> dict[str, object]:
-    """Compile and step; says whether the partitioner was asked, too."""
-    asked, hits = [], inductor.cache_hits()
-    plans = Partitioner.__call__
-
-    def count(self: Partitioner, *args: object, **kwargs: object) -> object:
-        asked.append(1)
-        return plans(self, *args, **kwargs)
-
-    Partitioner.__call__ = count
+    """Compile and step; says how often cuts were searched for, too."""
+    hits = inductor.cache_hits()
     torch.manual_seed(0)
-    model = Model()
+    model = Model(sizes == "broken")
     compiled = lowtide.compile(model, budget)
     x = torch.randn(rows, 16)
     if sizes == "open":
         torch._dynamo.mark_dynamic(x, 0)
-    compiled(x).backward()
+    with (
+        mock.patch.object(Choice, "search", autospec=True, side_effect=Choice.search) as searched,
+        mock.patch.object(Partitioner, "__call__", autospec=True, side_effect=Partitioner.__call__) as cut,
+    ):
+        for _ in range(2):
+            model.zero_grad()
+            compiled(x).backward()
     handle = lowtide.handle_of(compiled)
-    Partitioner.__call__ = plans
+    asked = searched if sizes == "broken" else cut
     return {
-        "asked": len(asked),
+        "asked": asked.call_count,
         "hits": inductor.cache_hits() - hits,
         "plan": None if handle.plan is None else handle.plan.to_json(),
+        "measured": handle.measured_peak_bytes,
         "predicted": handle.predicted_peak_bytes,
         "gradient": model.layers[0].weight.grad.sum().item(),
     }

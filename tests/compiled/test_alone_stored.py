@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
-from lowtide.compiled.alone import Partitioner, Shelf
+from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.shelf import Shelf
 from lowtide.plan.data import Plan
+from lowtide.private import inductor
 
 ONCE = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
 """Kernels without vectors, and headers as they are. What Inductor compiles for a new folder takes longer than
@@ -23,12 +26,15 @@ the step: ten files that ask which vectors there are, and the headers.
 """
 
 
-@pytest.mark.parametrize("sizes", ["open", pytest.param("fixed", marks=pytest.mark.slow)])
-def test_what_was_compiled_before_is_neither_planned_nor_compiled(sizes: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", ["open", "broken", pytest.param("fixed", marks=pytest.mark.slow)])
+def test_what_was_compiled_before_is_neither_planned_nor_compiled(
+    sizes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Dynamo forgets, as in a new process. A setting that nothing reads here makes the entry on the disk a
     new one; kernels are shared with other tests.
     """
     found = []
+    monkeypatch.setattr(inductor, "cache_folder", lambda: tmp_path)
     with torch._inductor.config.patch({"fx_graph_cache": True, "autoheuristic_log_path": str(tmp_path)}):
         for _ in range(2):
             torch._dynamo.reset()
@@ -38,7 +44,7 @@ def test_what_was_compiled_before_is_neither_planned_nor_compiled(sizes: str, tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", ["open", "fixed"])
+@pytest.mark.parametrize("sizes", ["open", "fixed", "broken"])
 def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), **ONCE}
     found = []
@@ -57,9 +63,9 @@ def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -
 
 def check(cold: dict[str, Any], warm: dict[str, Any], sizes: str) -> None:
     assert cold["asked"] == 1 or (sizes == "fixed" and cold["asked"] == 2)  # a guess may be refused
-    assert (warm["asked"], warm["hits"]) == (0, 1)
+    assert (warm["asked"], warm["hits"]) == (0, 2 if sizes == "broken" else 1)
     assert cold["plan"] == warm["plan"] is not None
-    assert (cold["predicted"], cold["gradient"]) == (warm["predicted"], warm["gradient"])
+    assert all(cold[one] == warm[one] for one in ("predicted", "measured", "gradient"))
 
 
 def plan(seconds: float) -> Plan:
@@ -80,6 +86,17 @@ def test_plans_are_found_by_their_code(tmp_path: Path) -> None:
     assert shelf.find("code") == []
     shelf.keep("code", [one])
     assert shelf.find("code") == [one]
+
+
+def test_cuts_of_a_recorded_step_are_found_where_it_takes_as_much(tmp_path: Path) -> None:
+    shelf = Shelf(tmp_path)
+    cuts = [None, frozenset({"add", "mm"})]
+    large = replace(plan(1.0), budget_bytes=1 << 20)
+    shelf.keep_cuts("step", large, cuts, [1000, 2000])
+    assert shelf.find_cuts("step", [1000, 2024]) == (large, cuts)
+    assert shelf.find_cuts("step", [1000, 20000]) is None
+    assert shelf.find_cuts("step", [1000]) is None
+    assert shelf.find_cuts("other", [1000, 2000]) is None
 
 
 def test_keys_tell_apart_what_plans_follow_from() -> None:

@@ -31,6 +31,25 @@ def test_a_captured_graph_compiles_again_after_its_trace() -> None:
     assert torch.equal(loss, model(x).sum())
 
 
+def test_a_captured_graph_compiles_in_the_modes_of_its_capture() -> None:
+    """A backward, at whose end graphs are compiled, runs without gradients and in full precision."""
+    torch._dynamo.reset()
+    found: list[captured.Captured] = []
+
+    def backend(module, inputs):
+        found.append(captured.Captured(module, inputs))
+        return module.forward
+
+    def modes(*_):
+        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    with torch.autocast("cpu", torch.float16):
+        torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(8, 4))
+    with torch.no_grad():
+        assert found[0].compile(modes) == (True, True, torch.float16)
+        assert modes() == (False, False, torch.bfloat16)
+
+
 def test_a_backward_says_whether_its_graph_is_kept() -> None:
     told: list[bool] = []
     x = torch.ones(2, requires_grad=True)

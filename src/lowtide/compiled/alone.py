@@ -7,24 +7,15 @@ its plan follows from. Where the code is found and its plan is not, it is compil
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-import json
-import math
-import os
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide import accelerator
-from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, compile_graph
 from lowtide.compiled.choose import (
     Choice,
@@ -40,6 +31,7 @@ from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import CutRefused, Generated, Size
 from lowtide.compiled.price import CandidateCut
+from lowtide.compiled.shelf import digest, open_shelf
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
@@ -48,7 +40,6 @@ from lowtide.meter.resident import model_device
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
 from lowtide.progress import current
-from lowtide.version import __version__
 
 
 @dataclass
@@ -116,7 +107,7 @@ class Partitioner(Cutter):
             inputs: its (fake) inputs.
         """
         options, hits, before = self.options, inductor.cache_hits(), len(self._report.planned)
-        folder = None if options is None else inductor.cache_folder()
+        shelf = open_shelf(options)
         fixed = not self.tiers and not any(partitioning.free_sizes_of(inputs))
         compiled, texts = None, list[str]()
         at_once = options is not None and fixed and inductor.writes_python()
@@ -127,9 +118,9 @@ class Partitioner(Cutter):
             if compiled is None:
                 texts.clear()
                 compiled = compile()
-        if options is None or folder is None or not texts:
+        if options is None or shelf is None or not texts:
             return compiled
-        shelf, key = Shelf(folder / "lowtide"), self.uuid() + texts[0]  # the forward says what it saves
+        key = self.uuid() + texts[0]  # the forward says what it saves
         if made := self._report.planned[before:]:
             shelf.keep(key, made)
         elif inductor.cache_hits() > hits:
@@ -200,24 +191,8 @@ class Partitioner(Cutter):
     def uuid(self) -> str:
         """What the cut follows from, beside the graph."""
         standing = None if self._standing is None else self._standing()
-        facts = [
-            own_facts(),
-            str(self.budget),
-            torch.get_num_threads(),
-            [astuple(tier) for tier in self.tiers],
-            standing,
-            self.after_bytes,
-            self._available(standing or 0),
-        ]
-        options = [self.wishes, *sorted((self.options or {}).items())]
-        return hashlib.sha256(json.dumps([*facts, options], default=str).encode()).hexdigest()
-
-    def _available(self, standing: int) -> int | None:
-        """What ``"auto"`` finds, to a twentieth: free memory is never the same twice."""
-        if budgets.asks_for(self.budget) != "auto":
-            return None
-        device = torch.accelerator.current_accelerator() or "cpu"
-        return int(math.log(budgets.available_bytes(device, standing) or 1, 1.05))
+        tiers = [astuple(tier) for tier in self.tiers]
+        return digest(self.budget, self.options, standing, tiers, self.after_bytes, self.wishes)
 
 
 class _Unseen:
@@ -300,60 +275,6 @@ class _Unseen:
         if self.chosen is None or self.chosen.cuts[0] is not self.candidate:
             raise CutRefused
         self.candidate = None
-
-
-# ---- on disk --------------------------------------------------------------------------------------
-
-
-class Shelf:
-    """Keeps plans in a folder, under the code that they are of.
-
-    Args:
-        folder: where files are kept; one that cannot be read or written is as good as none.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def find(self, key: str) -> list[Plan]:
-        """What was planned for code; nothing where that is not known."""
-        try:
-            kept = json.loads(zlib.decompress(self._file(key).read_bytes()))
-            return list(map(Plan.from_json, kept))
-        except (OSError, ValueError, zlib.error, PlanError):
-            return []
-
-    def keep(self, key: str, plans: Sequence[Plan]) -> None:
-        """Keep what was planned for code, the plans of regions within it included."""
-        file = self._file(key)
-        whole = file.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
-            whole.write_bytes(zlib.compress(json.dumps([plan.to_json() for plan in plans]).encode(), 1))
-            os.replace(whole, file)
-
-    def _file(self, key: str) -> Path:
-        return self._folder / hashlib.sha256(key.encode()).hexdigest()
-
-
-@functools.cache
-def own_facts() -> str:
-    """What every plan follows from beside its graph and budget: this machine and this code."""
-    digest = hashlib.sha256(f"{__version__} {torch.__version__} {_machine()}".encode())
-    package = Path(__file__).parents[1]
-    for folder in ("compiled", "plan", "private"):
-        for file in sorted((package / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def _machine() -> str:
-    """The processors that costs are timed on."""
-    names = list(map(accelerator.name_of, accelerator.all_devices()))
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        names += sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
-    return f"{names} {os.cpu_count()}"
 
 
 # ---- without compiling a kernel -------------------------------------------------------------------

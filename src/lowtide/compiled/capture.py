@@ -25,6 +25,7 @@ from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CutRefused, Generated
 from lowtide.compiled.price import CandidateCuts
 from lowtide.compiled.profile import Recording
+from lowtide.compiled.shelf import digest, open_shelf
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
@@ -291,8 +292,14 @@ class Graph:
 
     def _meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
-        self.candidates = CandidateCuts(joint, self.options)
-        return cut(joint, self.candidates.smallest)
+        self.candidates = found = CandidateCuts(joint, self.options)
+        shelf, key = open_shelf(self.options), digest("", self.options, None, joint.facts)
+        known = shelf.find_facts(key) if shelf is not None else None
+        if known is not None:
+            found.smallest = frozenset(known)
+        elif shelf is not None:
+            shelf.keep_facts(key, sorted(found.smallest))
+        return cut(joint, found.smallest)
 
     def _run_by_call(
         self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any

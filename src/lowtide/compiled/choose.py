@@ -382,8 +382,10 @@ class Choice:
         limit, peak = before.plan.budget_bytes, self.peak(before.cuts)
         if limit is None or peak > limit:
             return None
-        plan = replace(before.plan, predicted_peak_bytes=peak, plain_peak_bytes=self.peak(before.plain))
-        return replace(before, plan=plan)
+        plain = before.plan.plain_peak_bytes + peak - before.plan.predicted_peak_bytes
+        if all(one.code.priced for one in before.plain):  # else a forecast, as before
+            plain = self.peak(before.plain)
+        return replace(before, plan=replace(before.plan, predicted_peak_bytes=peak, plain_peak_bytes=plain))
 
 
 def with_prices(

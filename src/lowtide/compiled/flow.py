@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +23,13 @@ from torch import fx
 
 from lowtide.compiled.alone import Partitioner, Report
 from lowtide.compiled.capture import Graph, Run, Sizes, try_cuts
-from lowtide.compiled.choose import Chosen, choice_of, search_within
+from lowtide.compiled.choose import Choice, Chosen, choice_of, search_within
 from lowtide.compiled.joint import Key
+from lowtide.compiled.machine import Action, Evidence, Fact, State, transition
 from lowtide.compiled.profile import Recording, Timeline
+from lowtide.compiled.shelf import digest, open_shelf
 from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
@@ -64,7 +67,7 @@ class _Turn:
 
 
 @dataclass
-class _Known:
+class _Recorded:
     """A step that was recorded.
 
     Attributes:
@@ -76,6 +79,80 @@ class _Known:
     timeline: Timeline
     sizes: list[Sizes]
     gradients: int
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """Those of its calls."""
+        return [call.graph for call in self.timeline.calls]
+
+
+@dataclass
+class _Planned:
+    """A recorded step with its plan.
+
+    Attributes:
+        step: the step.
+        plan: what was planned for it.
+        turns: how its calls run.
+        chosen: what it takes, call by call; ``None`` where the plan was found on disk.
+    """
+
+    step: _Recorded
+    plan: Plan
+    turns: list[_Turn]
+    chosen: Chosen | None
+
+
+@dataclass
+class _Known:
+    """What is known of the steps of several graphs.
+
+    Attributes:
+        planned: their plans, by their first graph.
+        wanted: whether the next step is to be recorded, whatever it is given.
+        missed: what steps were given that went another way than any plan.
+        largest: bytes of what recorded steps were given.
+        forwards: of the last recorded step.
+        several: whether a step had more backwards than any that is known had forwards.
+    """
+
+    planned: dict[Graph, _Planned] = field(default_factory=dict)
+    wanted: bool = True
+    missed: set[Shapes] = field(default_factory=set)
+    largest: int = 0
+    forwards: int = 0
+    several: bool = False
+
+
+@dataclass
+class _Running:
+    """The step that runs.
+
+    Attributes:
+        state: how it runs.
+        shapes, bytes: of what it was given.
+        recording: takes it down, if it is recorded.
+        turns: how its calls run, if it was planned for.
+        sizes: of the calls that there were.
+        forwards, backwards: how many of the model there were.
+        last: of the latest forward.
+    """
+
+    state: State = State.IDLE
+    shapes: Shapes = ()
+    bytes: int = 0
+    recording: Recording | None = None
+    turns: list[_Turn] = field(default_factory=list)
+    sizes: list[Sizes] = field(default_factory=list)
+    forwards: int = 1
+    backwards: int = 0
+    last: weakref.ref[_Begun] | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether the latest forward's result waits for its backward."""
+        last = None if self.last is None else self.last()
+        return last is not None and not last.begun
 
 
 class _Begun:
@@ -108,7 +185,6 @@ class Flow:
 
     Attributes:
         report: the plans of graphs that are a whole step.
-        chosen: those of the other steps, by their first graph.
         graphs: the graphs that are parts of a step.
         mixed: whether a graph came after one that was taken for a whole step.
         codes: how many graphs were captured.
@@ -132,26 +208,12 @@ class Flow:
         self._in_words, self._in_parts = in_words, in_parts
         self.budget, self.options, self.device, self.tiers = budget, options, device, tiers
         self.report = Report()
-        self.chosen: dict[Graph, Chosen] = {}
         self.graphs: list[Graph] = []
         self.mixed = self.ran_uncompiled = False
         self.codes = 0
         self.gradients_bytes = gradients_bytes
         self._standing, self._gradients = standing, gradients
-        self._known: dict[Graph, _Known] = {}
-        self._turns: dict[Graph, list[_Turn]] = {}
-        self._now: list[_Turn] = []  # the turns of the step that runs
-        self._at = 0
-        self._sizes: list[Sizes] = []  # of the calls of the step that is recorded
-        self._wanted = True  # whether the next step is to be recorded, whatever it is given
-        self._missed: set[Shapes] = set()  # of steps that went another way than any plan
-        self._largest = 0  # bytes of what recorded steps were given
-        self._given: tuple[Shapes, int] = ((), 0)  # to the step that runs
-        self._recording: Recording | None = None
-        self._last: weakref.ref[_Begun] | None = None
-        self._forwards = self._planned_forwards = 0  # of a step
-        self._backwards = 0
-        self._several = False  # more forwards before a backward than any plan knows of
+        self._known, self._step = _Known(), _Running()
         self._warn_once = Once()
 
     # ---- what is known ---------------------------------------------------------------------------
@@ -159,17 +221,23 @@ class Flow:
     @property
     def plans(self) -> list[Plan]:
         """The plans that were made."""
-        return self.report.planned + [step.plan for step in self.chosen.values()]
+        return self.report.planned + [one.plan for one in self._known.planned.values()]
+
+    @property
+    def step_graphs(self) -> dict[str, StepGraph]:
+        """The step graphs that plans were made for in this process, by `Plan.graph`."""
+        made = [one.chosen for one in self._known.planned.values() if one.chosen is not None]
+        return self.report.graphs | {one.plan.graph: one.graph for one in made}
 
     @property
     def more_than_planned(self) -> bool:
         """Whether steps run more than the one graph that was planned for."""
-        return self.mixed or (self._several and not self.graphs)
+        return self.mixed or (self._known.several and not self.graphs)
 
     def variants(self) -> list[int]:
         """In how many ways each graph is cut."""
         used: dict[Graph, set[frozenset[Key] | None]] = {}
-        for turn in (turn for turns in self._turns.values() for turn in turns):
+        for turn in (turn for one in self._known.planned.values() for turn in one.turns):
             used.setdefault(turn.graph, set()).add(turn.stored)
         return [len(ways) for ways in used.values()]
 
@@ -189,8 +257,8 @@ class Flow:
         above = any(one.predicted_peak_bytes + more > (one.budget_bytes or 0) for one in planned)
         if not self.plans or open_sizes or above:
             return False
-        for known in list(self._known.values()):
-            self._plan(known, gradients_bytes)
+        for one in list(self._known.planned.values()):
+            self._plan(one.step, gradients_bytes)
         self.gradients_bytes = gradients_bytes
         planned[:] = [
             replace(
@@ -231,7 +299,7 @@ class Flow:
             )
         with self.unseen():
             seen = captured.Captured(module, inputs)
-            graph = Graph(seen, self.options, self._choose, lambda: self._recording, self.device)
+            graph = Graph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
         if graph.candidates is not None:  # else no part of a step
             self.graphs.append(graph)
             self.mixed |= bool(self.report.planned)
@@ -247,31 +315,46 @@ class Flow:
 
     def unseen(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""
-        return nullcontext() if self._recording is None else self._recording.paused()
+        recording = self._step.recording
+        return nullcontext() if recording is None else recording.paused()
 
     # ---- a step ----------------------------------------------------------------------------------
+
+    def _take(self, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> Action:
+        """Move the step that runs to its next state."""
+        true: list[Fact] = [fact for fact, holds in (facts or {}).items() if holds]
+        self._step.state, action = transition(self._step.state, evidence, true)
+        return action
 
     def begin(self, args: Any) -> None:
         """A forward of the model begins."""
         if not torch.is_grad_enabled():
             return
-        last = None if self._last is None else self._last()
-        waits = last is not None and not last.begun
-        if waits and (self._recording is not None or 0 < self._at < len(self._now)):
-            self._forwards += 1  # another one of the same step
+        step, known = self._step, self._known
+        unfinished = 0 < len(step.sizes) < len(step.turns)
+        facts: dict[Fact, bool] = {"waits": step.waits, "unfinished": unfinished}
+        if self._take(Evidence.FORWARD_BEGINS, facts) is Action.GO_ON:
+            step.forwards += 1
             return
-        self._backwards, self._forwards = 0, 1
         self.over()
-        self._now, self._at = [], 0
-        if self._wanted or self.graphs:
-            self._given = shapes, bytes_ = self._describe(args)
-            if self._wanted or shapes in self._missed or bytes_ > self._largest:
-                self._record(bytes_, args)
-
-    def over(self) -> None:
-        """No forward of the step that is recorded, if one is, comes any more."""
-        if self._recording is not None:
-            self._end_recording(complete=self._recording.backwards > 0)
+        self._step = step = _Running(last=step.last)
+        if known.wanted or self.graphs:
+            step.shapes, step.bytes = self._describe(args)
+        wanted = known.wanted or step.shapes in known.missed or step.bytes > known.largest
+        unmeasurable = wanted and not measurable(self.device)
+        action = self._take(Evidence.STEP_BEGINS, {"wanted": wanted, "unmeasurable": unmeasurable})
+        known.wanted &= not wanted
+        if action is Action.WARN:
+            self._warn_once(
+                "unmeasured",
+                f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
+                "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "
+                "this budget is not held",
+            )
+        elif action is Action.RECORD:
+            gc.collect()  # garbage of before would be freed in between
+            stands = self._standing() + step.bytes
+            step.recording = Recording(str(self.device), stands, self._gradients, self._backward_ended, args)
 
     def _describe(self, args: Any) -> tuple[Shapes, int]:
         """What a forward is given: shapes, and bytes on the device."""
@@ -279,13 +362,28 @@ class Flow:
         here = (one.nbytes() for one in storages(given) if one.device.type == self.device.type)
         return tuple(tuple(one.shape) for one in given), sum(here)
 
+    def _choose(self, graph: Graph, sizes: Sizes) -> Run:
+        """What a call of a graph runs."""
+        if graph.candidates is None or not torch.is_grad_enabled():
+            return graph.smallest
+        step, at = self._step, len(self._step.sizes)
+        step.sizes.append(sizes)
+        if at == 0 and graph in self._known.planned:
+            step.turns = self._known.planned[graph].turns
+        turn = step.turns[at] if at < len(step.turns) else None
+        planned = turn is not None and turn.serves(graph, sizes)
+        action = self._take(Evidence.GRAPH_CALLED, {"planned for": planned})
+        if turn is not None and action is Action.RUN_PLANNED:
+            return graph.run_as(turn.stored)
+        if action is Action.MISS:
+            self._known.missed.add(step.shapes)
+        return graph.smallest
+
     def end(self, result: Any, limit_hit: bool = False) -> None:
         """A forward of the model has ended; ``limit_hit``: Dynamo's recompile limit was reached in it."""
-        if self._recording is not None:
-            if self._recording.timeline.calls:
-                gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
-            else:
-                self.stop()
+        if self._step.recording is not None:
+            gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
+        self._finish(self._take(Evidence.FORWARD_ENDED, {"uncalled": not self._step.sizes}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if limit_hit:
@@ -293,13 +391,14 @@ class Flow:
                 self.ran_uncompiled = not (self.codes or limit_hit)
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
-                self._last = weakref.ref(begun)
+                self._step.last = weakref.ref(begun)
                 return
 
     def _backward_begins(self) -> None:
-        self._backwards += 1
-        if self._recording is None and self._backwards > max(self._planned_forwards, 1):
-            self._several = self._wanted = True
+        self._step.backwards += 1
+        more = self._step.backwards > max(self._known.forwards, 1)
+        if self._take(Evidence.BACKWARD_BEGINS, {"more backwards": more}) is Action.LOOK:
+            self._known.several = self._known.wanted = True
         if captured.keeps_graph():
             self._warn_once(
                 "retained",
@@ -307,86 +406,87 @@ class Flow:
                 "budget is planned for steps whose backward runs once, and is not held in this one",
             )
 
-    def _choose(self, graph: Graph, sizes: Sizes) -> Run:
-        """What a call of a graph runs."""
-        if graph.candidates is None or not torch.is_grad_enabled():
-            return graph.smallest
-        if self._recording is not None:
-            self._sizes.append(sizes)
-            return graph.smallest
-        at, self._at = self._at, self._at + 1
-        if at == 0:
-            self._now = self._turns.get(graph, [])
-        if at >= len(self._now) or not self._now[at].serves(graph, sizes):
-            self._missed.add(self._given[0])
-            self._now = []  # not what was planned for: the rest of the step runs in the least memory
-            return graph.smallest
-        return graph.run_as(self._now[at].stored)
+    def _backward_ended(self) -> None:
+        self._finish(self._take(Evidence.BACKWARD_ENDED))
 
-    # ---- recording -------------------------------------------------------------------------------
+    def over(self) -> None:
+        """No forward of the step comes any more."""
+        recording = self._step.recording
+        seen = recording is not None and recording.backwards > 0
+        self._finish(self._take(Evidence.OVER, {"backward seen": seen}))
 
-    def _record(self, bytes_: int, args: Any) -> None:
-        self._wanted = False
-        if not measurable(self.device):
-            self._warn_once(
-                "unmeasured",
-                f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
-                "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "
-                "this budget is not held",
-            )
+    def stop(self) -> None:
+        """The step was left by an error, or is not to be planned for."""
+        self._finish(self._take(Evidence.FAILED))
+
+    def _finish(self, action: Action) -> None:
+        """Do what follows where a recorded step is over.
+
+        Raises:
+            BudgetError: no plan of it is found that fits.
+        """
+        step, known = self._step, self._known
+        if step.recording is None or step.state is State.RECORDED:
             return
-        self._sizes = []
-        gc.collect()  # garbage of before would be freed in between
-        self._recording = Recording(
-            str(self.device), self._standing() + bytes_, self._gradients, self._end_recording, args
-        )
-
-    def stop(self) -> Recording | None:
-        """Record no longer: the step is over, or was left by an error."""
-        recording, self._recording = self._recording, None
-        if recording is not None:
-            recording.close()
-        return recording
-
-    def _end_recording(self, complete: bool = True) -> None:
-        """A recorded step is over."""
-        recording = self.stop()
-        if recording is None:
+        step.recording.close()
+        timeline, step.recording = step.recording.timeline, None
+        if action is not Action.DROP:
+            known.missed.add(step.shapes)  # until it is planned for
+        if action is not Action.PLAN:
             return
-        shapes, bytes_ = self._given
-        self._missed.add(shapes)  # until it is planned for
-        if not complete:
-            return
-        self._planned_forwards = self._forwards
-        graphs = [call.graph for call in recording.timeline.calls]
-        known = self._turns.get(graphs[0], [])
-        if len(known) != len(graphs) or not all(map(_Turn.serves, known, graphs, self._sizes)):
-            self._plan(_Known(recording.timeline, self._sizes, self._gradients()), self.gradients_bytes)
-        self._missed.discard(shapes)
-        self._largest = max(self._largest, bytes_)
+        known.forwards = step.forwards
+        found = _Recorded(timeline, [*step.sizes], self._gradients())
+        if not self._serves(found):
+            self._plan(found, self.gradients_bytes)
+        known.missed.discard(step.shapes)
+        known.largest = max(known.largest, step.bytes)
 
-    def _plan(self, known: _Known, gradients_bytes: int) -> None:
+    def _serves(self, step: _Recorded) -> bool:
+        """Whether there is a plan that serves a step."""
+        planned = self._known.planned.get(step.graphs[0])
+        turns = [] if planned is None else planned.turns
+        return len(turns) == len(step.graphs) and all(map(_Turn.serves, turns, step.graphs, step.sizes))
+
+    # ---- planning --------------------------------------------------------------------------------
+
+    def _plan(self, step: _Recorded, gradients_bytes: int) -> None:
         """Choose the cuts of a recorded step where so many bytes of gradients stand when it begins.
 
         Raises:
             BudgetError: no plan is found that fits.
         """
-        graphs = [call.graph for call in known.timeline.calls]
-        first = graphs[0]
-        timeline = known.timeline.adding_to(gradients_bytes, known.gradients).ending_with(self._after())
-        candidates = list(map(Graph.candidates_at, graphs, known.sizes))
+        graphs, first = step.graphs, step.graphs[0]
+        timeline = step.timeline.adding_to(gradients_bytes, step.gradients).ending_with(self._after())
+        candidates = list(map(Graph.candidates_at, graphs, step.sizes))
         choice = functools.partial(choice_of, timeline, candidates)
-        before = [one.plan for one in self.chosen.values()]
-        found = choice(self.budget).again(self.chosen[first]) if self._known.get(first) is known else None
-        if found is None:
-            with working("planning", "planned") as work:
-                made: list[Chosen] = []
-                search = search_within(lambda one: choice(one).search(), self.budget, before, made.append)
-                try:
-                    found = try_cuts(graphs, search, made)
-                except BudgetError as error:
-                    raise self._in_words(error) from None
-                work.done(in_one_line(found.plan))
-        self.chosen[first], self._known[first] = found, known
-        cuts = [one.stored for one in found.cuts]
-        self._turns[first] = list(map(_Turn, graphs, known.sizes, cuts))
+        before, known = [one.plan for one in self._known.planned.values()], self._known.planned.get(first)
+        facts = timeline.facts, [one.joint.facts for one in candidates], step.sizes
+        limits = [one.budget_bytes for one in before]  # a share may fall back to the largest
+        shelf = open_shelf(self.options)
+        key = digest(self.budget, self.options, timeline.standing_bytes, facts, limits) if shelf else ""
+        found = None
+        if known is not None and known.step is step and known.chosen is not None:
+            found = choice(self.budget).again(known.chosen)
+        kept = shelf.find_cuts(key, timeline.levels) if shelf is not None and found is None else None
+        if kept is not None:
+            plan, cuts = kept
+        else:
+            found = found or self._search(graphs, choice, before)
+            plan, cuts = found.plan, [one.stored for one in found.cuts]
+            if shelf is not None:
+                shelf.keep_cuts(key, plan, cuts, timeline.levels)
+        self._known.planned[first] = _Planned(step, plan, list(map(_Turn, graphs, step.sizes, cuts)), found)
+
+    def _search(
+        self, graphs: list[Graph], choice: Callable[[str | int], Choice], before: list[Plan]
+    ) -> Chosen:
+        """Search for the cuts of these graphs' calls; what is tried is compiled."""
+        found: list[Chosen] = []
+        search = search_within(lambda budget: choice(budget).search(), self.budget, before, found.append)
+        with working("planning", "planned") as work:
+            try:
+                chosen = try_cuts(graphs, search, found)
+            except BudgetError as error:
+                raise self._in_words(error) from None
+            work.done(in_one_line(chosen.plan))
+        return chosen

@@ -139,7 +139,7 @@ class CompiledHandle(LimitHandle):
         plan = self.plan
         known: dict[str, StepGraph] = {}
         for flow in self._flows.values():
-            known |= flow.report.graphs | {one.plan.graph: one.graph for one in flow.chosen.values()}
+            known |= flow.step_graphs
         return known.get(plan.graph) if plan is not None else None
 
     @property

@@ -204,6 +204,12 @@ class Joint:
         facts = [(node.op, node.name, str(node.target)) for node in self.nodes]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
+    @property
+    def facts(self) -> list[Any]:
+        """What a cut follows from: the program, and each storage's bytes and type, in JSON's words."""
+        kinds = [(key, self.bytes[key], str(node.meta["val"].dtype)) for key, node in self.root.items()]
+        return [self.program, self.forward_outputs, sorted(kinds)]
+
     # ---- what never reaches memory ---------------------------------------------------------------
 
     def _find_virtual(self) -> set[fx.Node]:

@@ -369,8 +369,6 @@ class CandidateCuts:
     ) -> None:
         self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
         self._room = room_for_timing(joint, budget, standing_bytes or 0)
-        self.costs = costs_of(joint, memory_limit_bytes=self._room)
-        self._parts = parts_of(self.costs)
         self.device = str(joint.device)
         self._runs_on = str(partitioning.device_of(joint.nodes))
         # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
@@ -378,7 +376,6 @@ class CandidateCuts:
         loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
         self._zeros = frozenset(tangents) - {loss}
         self.timeline = self._alone(standing_bytes or 0, tangents).ending_with(after_bytes)
-        self.step = step_of([joint], [self.costs], self.timeline)
         self._known_scratch: dict[str, int] = {}
         self._found: dict[object, CandidateCut] = {}
         self._by_kept: dict[object, CandidateCut] = {}
@@ -394,6 +391,15 @@ class CandidateCuts:
     def priced(self) -> list[CandidateCut]:
         """The candidates whose halves were lowered, so that their bytes and seconds are known."""
         return [one for one in self._by_kept.values() if one.code.priced]
+
+    @functools.cached_property
+    def costs(self) -> dict[str, CallCost]:
+        """Of its calls, timed when they are first asked for."""
+        return costs_of(self.joint, memory_limit_bytes=self._room)
+
+    @functools.cached_property
+    def step(self) -> Step:
+        return step_of([self.joint], [self.costs], self.timeline)
 
     @functools.cached_property
     def plain(self) -> CandidateCut:
@@ -460,9 +466,9 @@ class CandidateCuts:
 
     def _seconds(self, halves: Halves, more: float, profiles: tuple[Profile, Profile]) -> float:
         """Seconds of two halves, by the traffic of their kernels, plus ``more`` seconds for moves."""
-        both = zip(halves, profiles, strict=True)
+        both, parts = zip(halves, profiles, strict=True), parts_of(self.costs)
         return more + sum(
-            half_seconds(half, seen.traffic, self._parts, self._runs_on, self._room) for half, seen in both
+            half_seconds(half, seen.traffic, parts, self._runs_on, self._room) for half, seen in both
         )
 
     def likely_seconds(self, candidate: CandidateCut) -> float:

@@ -111,6 +111,25 @@ class Timeline:
     calls: list[GraphCall] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
 
+    @property
+    def facts(self) -> list[Any]:
+        """All of it but the bytes of its moments, in JSON's words; graphs by their first call."""
+        first = {id(call.graph): call.number for call in reversed(self.calls)}
+        calls = [(first[id(call.graph)], sorted(call.lies.items())) for call in self.calls]
+        moments = [
+            (
+                *(one.kind, one.call, one.waiting, one.gradients, sorted(one.alive)),
+                *(one.lent if one.lent is None else sorted(one.lent), sorted(one.own.items())),
+            )
+            for one in self.moments
+        ]
+        return [self.device, self.standing_bytes, calls, moments]
+
+    @property
+    def levels(self) -> list[int]:
+        """The bytes of its moments. They differ from process to process, by a number of Python's or two."""
+        return [one.bytes for one in self.moments]
+
     def ending_with(self, after_bytes: int) -> Timeline:
         """The same step with so many live bytes when its backward has ended; with 0 the step itself."""
         if not after_bytes:

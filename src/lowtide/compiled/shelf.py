@@ -1,0 +1,142 @@
+"""Plans on disk, beside the code that PyTorch keeps there: a warm process plans nothing anew."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide import accelerator
+from lowtide import budget as budgets
+from lowtide.compiled.joint import Key
+from lowtide.errors import PlanError
+from lowtide.plan.data import Plan
+from lowtide.private import inductor
+from lowtide.version import __version__
+
+
+class Shelf:
+    """Keeps plans in a folder, under a text that tells them apart.
+
+    Args:
+        folder: where files are kept; one that cannot be read or written is as good as none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def find(self, key: str) -> list[Plan]:
+        """The plans that were kept; nothing where none were."""
+        try:
+            return list(map(Plan.from_json, self.find_facts(key) or ()))
+        except PlanError:
+            return []
+
+    def keep(self, key: str, plans: Sequence[Plan]) -> None:
+        """Keep plans, those of regions within the graph included."""
+        self.keep_facts(key, [plan.to_json() for plan in plans])
+
+    def find_cuts(self, key: str, levels: Sequence[int]) -> tuple[Plan, list[frozenset[Key] | None]] | None:
+        """The plan of a recorded step, and what the cut of each call stores; ``None`` where none was kept, or
+        where more bytes differ than a plan leaves for what no recording shows.
+
+        Args:
+            key: what the plan follows from.
+            levels: the step's bytes, moment by moment.
+        """
+        try:
+            plan, cuts, before = self.find_facts(key)
+            plan = Plan.from_json(plan)
+            far = max(abs(one - other) for one, other in zip(levels, before, strict=True))
+            alike = far <= budgets.slack_bytes(plan.budget_bytes)
+            return (plan, [None if one is None else frozenset(one) for one in cuts]) if alike else None
+        except (PlanError, TypeError, ValueError):
+            return None
+
+    def keep_cuts(
+        self, key: str, plan: Plan, cuts: Sequence[frozenset[Key] | None], levels: Sequence[int]
+    ) -> None:
+        """Keep the plan of a recorded step."""
+        stored = [None if one is None else sorted(one) for one in cuts]
+        self.keep_facts(key, [plan.to_json(), stored, list(levels)])
+
+    def find_facts(self, key: str) -> Any:
+        """What JSON says was kept; ``None`` where nothing was."""
+        try:
+            return json.loads(zlib.decompress(self._file(key).read_bytes()))
+        except (OSError, ValueError, zlib.error):
+            return None
+
+    def keep_facts(self, key: str, facts: Any) -> None:
+        """Keep what JSON can say."""
+        file = self._file(key)
+        whole = file.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            whole.write_bytes(zlib.compress(json.dumps(facts).encode(), 1))
+            os.replace(whole, file)
+
+    def _file(self, key: str) -> Path:
+        return self._folder / hashlib.sha256(key.encode()).hexdigest()
+
+
+def open_shelf(options: dict[str, Any] | None) -> Shelf | None:
+    """Where plans are kept; ``None`` where no compiled code is.
+
+    Args:
+        options: Inductor's settings; ``None`` under ``aot_eager``.
+    """
+    folder = None if options is None else inductor.cache_folder()
+    return None if folder is None else Shelf(folder / "lowtide")
+
+
+def digest(budget: str | int, options: dict[str, Any] | None, standing: int | None, *facts: Any) -> str:
+    """What plans follow from, beside their graphs.
+
+    Args:
+        budget: as of `lowtide.limit_memory`.
+        options: Inductor's settings.
+        standing: bytes that stand beside the graphs.
+        facts: anything else.
+    """
+    settings = sorted((options or {}).items())
+    known = [own_facts(), str(budget), torch.get_num_threads(), settings]
+    said = json.dumps([*known, standing, _available(budget, standing or 0), facts], default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def _available(budget: str | int, standing: int) -> int | None:
+    """What ``"auto"`` finds, to a twentieth: free memory is never the same twice."""
+    if budgets.asks_for(budget) != "auto":
+        return None
+    device = torch.accelerator.current_accelerator() or "cpu"
+    return int(math.log(budgets.available_bytes(device, standing) or 1, 1.05))
+
+
+@functools.cache
+def own_facts() -> str:
+    """What every plan follows from beside its graph and budget: this machine and this code."""
+    found = hashlib.sha256(f"{__version__} {torch.__version__} {_machine()}".encode())
+    package = Path(__file__).parents[1]
+    for folder in ("compiled", "plan", "private"):
+        for file in sorted((package / folder).rglob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def _machine() -> str:
+    """The processors that costs are timed on."""
+    names = list(map(accelerator.name_of, accelerator.all_devices()))
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        names += sorted({line.partition(":")[2].strip() for line in lines if line.startswith("model name")})
+    return f"{names} {os.cpu_count()}"

@@ -1,0 +1,53 @@
+"""The state machine of a step of compiled graphs."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.compiled.machine import TABLE, Action, Evidence, Fact, State, transition
+
+S, E, A = State, Evidence, Action
+
+CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
+    # a forward begins
+    (S.RECORDED, E.FORWARD_BEGINS, ("waits",), S.RECORDED, A.GO_ON),
+    (S.RECORDED, E.FORWARD_BEGINS, (), S.RECORDED, A.NOTHING),
+    (S.PLANNED, E.FORWARD_BEGINS, ("waits", "unfinished"), S.PLANNED, A.GO_ON),
+    (S.PLANNED, E.FORWARD_BEGINS, ("waits",), S.PLANNED, A.NOTHING),
+    (S.STRAYED, E.FORWARD_BEGINS, ("waits", "unfinished"), S.STRAYED, A.NOTHING),
+    (S.IDLE, E.STEP_BEGINS, (), S.PLANNED, A.NOTHING),
+    (S.IDLE, E.STEP_BEGINS, ("wanted",), S.RECORDED, A.RECORD),
+    (S.IDLE, E.STEP_BEGINS, ("wanted", "unmeasurable"), S.PLANNED, A.WARN),
+    # a graph is called
+    (S.PLANNED, E.GRAPH_CALLED, ("planned for",), S.PLANNED, A.RUN_PLANNED),
+    (S.PLANNED, E.GRAPH_CALLED, (), S.STRAYED, A.MISS),
+    (S.STRAYED, E.GRAPH_CALLED, ("planned for",), S.STRAYED, A.RUN_SMALLEST),
+    (S.RECORDED, E.GRAPH_CALLED, ("planned for",), S.RECORDED, A.RUN_SMALLEST),
+    # a step ends
+    (S.RECORDED, E.FORWARD_ENDED, (), S.RECORDED, A.NOTHING),
+    (S.RECORDED, E.FORWARD_ENDED, ("uncalled",), S.IDLE, A.DROP),
+    (S.PLANNED, E.FORWARD_ENDED, ("uncalled",), S.PLANNED, A.NOTHING),
+    (S.PLANNED, E.BACKWARD_BEGINS, ("more backwards",), S.PLANNED, A.LOOK),
+    (S.PLANNED, E.BACKWARD_BEGINS, (), S.PLANNED, A.NOTHING),
+    (S.RECORDED, E.BACKWARD_BEGINS, ("more backwards",), S.RECORDED, A.NOTHING),
+    (S.RECORDED, E.BACKWARD_ENDED, (), S.IDLE, A.PLAN),
+    (S.PLANNED, E.BACKWARD_ENDED, (), S.PLANNED, A.NOTHING),
+    (S.RECORDED, E.OVER, ("backward seen",), S.IDLE, A.PLAN),
+    (S.RECORDED, E.OVER, (), S.IDLE, A.DOUBT),
+    (S.STRAYED, E.OVER, ("backward seen",), S.IDLE, A.NOTHING),
+    (S.RECORDED, E.FAILED, (), S.IDLE, A.DROP),
+    (S.PLANNED, E.FAILED, (), S.IDLE, A.NOTHING),
+]
+
+
+@pytest.mark.parametrize(("state", "evidence", "facts", "then", "action"), CASES)
+def test_what_follows(
+    state: State, evidence: Evidence, facts: tuple[Fact, ...], then: State, action: Action
+) -> None:
+    assert transition(state, evidence, facts) == (then, action)
+
+
+@pytest.mark.parametrize("number", range(len(TABLE)))
+def test_no_row_can_go(number: int) -> None:
+    rest = [*TABLE[:number], *TABLE[number + 1 :]]
+    assert any(transition(*case[:3], table=rest) != case[3:] for case in CASES)
