@@ -29,7 +29,7 @@ from lowtide.compiled.profile import GraphCall, Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
 from lowtide.plan import make
 from lowtide.plan.data import Decision, Offload, Plan
-from lowtide.private import OpOverload, partitioning, tree_leaves
+from lowtide.private import OpOverload, inductor, partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
 from lowtide.trace.costs.specs import OpSpec, described_call
@@ -383,9 +383,9 @@ class CandidateCuts:
     def _alone(self, standing: int, tangents: Sequence[Key]) -> Timeline:
         """The step that is this graph, whose backward is the last to hold the gradients that it is given."""
         lies = {key: number for number, key in enumerate(tangents)}
-        forward = Moment("forward", 0, standing)
         backward = Moment("backward", 0, standing, alive=frozenset(lies.values()), own=lies)
-        return Timeline(self.device, standing, [GraphCall(0, self, lies=lies)], [forward, backward])
+        calls, moments = [GraphCall(0, self, lies=lies)], [Moment("forward", 0, standing), backward]
+        return Timeline(self.device, standing, calls, moments)
 
     @property
     def priced(self) -> list[CandidateCut]:
@@ -453,16 +453,17 @@ class CandidateCuts:
                 if tiers:
                     halves = with_moves(*halves, joint.forward_outputs, tiers, way[1])
                 more = plan.transfer_seconds if plan and moves else 0.0
-                code, price = self._code(halves), functools.partial(self._seconds, halves, more)
+                code, price = self._code(halves, stored), functools.partial(self._seconds, halves, more)
                 at: Profiles = functools.cache(code)
                 self._by_kept[same] = CandidateCut(stored, halves, kept, code, at, joint.size, price)
             self._found[stored, way] = self._by_kept[same]
         return self._found[stored, way]
 
-    def _code(self, halves: Halves) -> ByCall | Generated:
+    def _code(self, halves: Halves, stored: frozenset[Key] | None) -> ByCall | Generated:
         if self.options is None:
             return ByCall(self.joint, self.costs, halves)
-        return Generated(self.joint, self.options, self._known_scratch, halves)
+        more = inductor.UNVECTORISED if stored is None else {}  # lowered where a share asks for its peak
+        return Generated(self.joint, {**self.options, **more}, self._known_scratch, halves)
 
     def _seconds(self, halves: Halves, more: float, profiles: tuple[Profile, Profile]) -> float:
         """Seconds of two halves, by the traffic of their kernels, plus ``more`` seconds for moves."""
@@ -476,20 +477,18 @@ class CandidateCuts:
         be compared with other cuts of the graph.
         """
         alone = {name: cost.seconds for name, cost in self.costs.items()}
-        masks = sum(
-            count
-            for key, count in candidate.kept.items()
-            if self.joint.root[key].meta["val"].dtype == torch.bool
-        )
+        dtypes = {key: self.joint.root[key].meta["val"].dtype for key in candidate.kept}
+        masks = sum(count for key, count in candidate.kept.items() if dtypes[key] == torch.bool)
         both = zip(candidate.halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
         return sum(half_seconds(half, traffic, alone, self._runs_on, self._room) for half, traffic in both)
 
     def zeros_bytes(self, candidate: CandidateCut) -> int:
         """What the gradients that autograd makes up for outputs beside the loss add to a cut's peak."""
+        if not self._zeros:
+            return 0
         inputs = {self.joint.key_of[node] for node in self.joint.primals if node in self.joint.key_of}
-        without = candidate.backward_bytes(frozenset(inputs) | self._zeros) if self._zeros else 0
-        peak = candidate.backward_bytes() if self._zeros else 0
-        return max(0, peak - max(without, candidate.forward_bytes)) if self._zeros else 0
+        without = candidate.backward_bytes(frozenset(inputs) | self._zeros)
+        return max(0, candidate.backward_bytes() - max(without, candidate.forward_bytes))
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
