@@ -176,7 +176,7 @@ def limited_steps(case: Case, budget: str | int) -> tuple[list[dict[str, Any]], 
         except lowtide.BudgetError as error:
             if error.smallest_bytes is None or attempt == TRIES - 1:
                 raise
-            budget = error.smallest_bytes
+            budget = f"{error.smallest_bytes}B"  # a bare number of less than a hundred is refused
     raise AssertionError("unreachable")
 
 
