@@ -35,6 +35,7 @@ FAILS = {
     "run/record/values.py: LiveValue._follow: now.wait_stream(before)": "streams_of_the_user",
     "run/record/values.py: LiveValue._follow: before.wait_stream(now)": "offload_from_two_streams",
     "run/record/values.py: LiveValue._follow: copy.record_stream(now)": "streams_of_the_user",
+    "run/record/values.py: LiveValue._share: held.record_stream(now)": "three_streams_of_the_user",
     "store/disk.py: _Staging.copy: self._lane.copy([(target, source)], held, [ready]).wait()": "offload_disk",
     "store/host.py: Host.read: lane.streams.mark(lane.streams.current())": "offload_wide",
     "store/lanes.py: Transfer.wait: self._done.wait()": "offload_disk",

@@ -155,6 +155,58 @@ def offload_from_two_streams() -> Run:
     return _sides(policies.offload("host", min_bytes=1, window_bytes=20_000, slab=True))
 
 
+class Third(nn.Module):
+    """Three streams: what is made on the first is read on the second, and that on the third, whose backward
+    recomputes it from the first's. Then nobody holds that, and the first stream uses its memory again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(48, 200), nn.Linear(48, 200)
+        self.second, self.third = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def forward(self, x: Tensor) -> Tensor:
+        current = torch.cuda.current_stream()
+        h = self.first(x)
+        self.second.wait_stream(current)
+        with torch.cuda.stream(self.second):
+            y = h * 2.0  # whose backward needs neither
+            h.record_stream(self.second)
+        del h
+        beside = self.last(x).sin().exp().cos().exp().sin()  # whose backward is between the two others
+        self.third.wait_stream(self.second)
+        with torch.cuda.stream(self.third):
+            z = y.sin()
+            y.record_stream(self.third)
+        del y
+        current.wait_stream(self.third)
+        z.record_stream(current)
+        return beside.sum() + z.sum()
+
+
+@scenario
+def three_streams_of_the_user() -> Run:
+    """What a replay on the third stream reads of the first is not used again before."""
+    x = X[:64].cuda()
+    plain, limited = Third().cuda(), Third().cuda()
+    wanted = step(plain, x)
+
+    def keep_sources(graph: StepGraph, budget: int | None = None) -> Plan:
+        made = {w for op in graph.operations if "mul" not in op.name for w in op.writes}
+        return policies.make_plan(graph, stored=made)
+
+    handle = lowtide.limit_memory(limited, policy=keep_sources)
+    step(limited, x)
+    step(limited, x)
+    check(handle.plan and len(handle.plan.replayed) == 1, "not one thing is recomputed")
+
+    def run(seed: int) -> None:
+        check(same(wanted, step(limited, x)), "other gradients than the plain step's")
+
+    return run
+
+
 @scenario
 def retained_graph() -> Run:
     """Backward runs twice: each saved tensor is asked for again."""

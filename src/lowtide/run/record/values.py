@@ -46,7 +46,8 @@ class LiveValue:
         extent: how many of its storage's bytes were written.
         emptied: of a held one whose storage was emptied (`storage.resize_`, as FSDP does) what its bytes were
             then (`lowtide.run.digest.fingerprint`): they have to come back the same before it is read.
-        stream: of an accelerator's cached copy the stream that made it or read it last, else ``None``.
+        stream: of an accelerator's cached copy the stream that made it or read it last; of what is held there
+            the stream on which it was met; else ``None``.
         shown: of an evicted one, a weak reference to the storage that it was evicted from, where that
             outlives the forward. Once code has written to that storage, a tensor over it instead: in a plain
             step autograd's saved tensors would read what was written, so they are unpacked from there.
@@ -77,6 +78,7 @@ class LiveValue:
         value = cls(None, tensor.untyped_storage().nbytes())
         value.held = private.versioned_alias(tensor)
         value.version = private.version(value.held)
+        value.stream = current_stream(tensor.device)
         return value
 
     @classmethod
@@ -119,6 +121,14 @@ class LiveValue:
             copy.record_stream(now)
         self.stream = now
 
+    def _share(self, held: torch.Tensor) -> None:
+        """Let the current stream read what is held, before its memory is used again: the program says so only
+        of the streams that read it in forward, and a replay may run on one that read what was made of it.
+        """
+        now = current_stream(held.device)
+        if now != self.stream:
+            held.record_stream(now)
+
     def reads(self, key: int) -> bool:
         """Whether replays or saved tensors have yet to read this value from the storage with that key."""
         if self.held is None:
@@ -137,6 +147,7 @@ class LiveValue:
         assert self.held is not None
         self.held = on_a_copy(self.held)
         self.version = private.version(self.held)
+        self.stream = current_stream(self.held.device)
 
     def before_change(self, key: int, how: str) -> bool:
         """Its storage is about to change (`lowtide.writes`): the value keeps its bytes while it has readers.
@@ -221,6 +232,8 @@ class LiveValue:
             )
         if not self._is_filled_again():
             raise ReplayError(FILLED_OTHERWISE.format(nbytes=self.nbytes))
+        if self.stream is not None:
+            self._share(self.held)
         return self.held
 
 

@@ -55,11 +55,21 @@ inline py::object new_value(py::object node, const Tensor& shows) {
   return value;
 }
 
+inline c10::Stream stream_of(const Tensor& tensor) {  // on which this thread computes
+  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+}
+
+inline void note_stream(py::handle value, const Tensor& tensor) {
+  if (tensor.is_cpu() || tensor.is_meta()) return;
+  classes->value.stream.set(value, owned(THPStream_Wrap(stream_of(tensor))));
+}
+
 inline py::object held_value(const Tensor& tensor) {  // LiveValue.hold
   auto& v = classes->value;
   py::object value = new_value(py::none(), tensor);
   v.held.set(value, wrapped(alias_of(tensor)));
   if (int64_t version = version_of(tensor)) v.version.set(value, py::int_(version));
+  note_stream(value, tensor);
   return value;
 }
 
@@ -88,14 +98,15 @@ inline bool is_as_recorded(py::handle value) {
   return version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
 }
 
-inline c10::Stream stream_of(const Tensor& tensor) {  // on which this thread computes
-  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
+inline void keep_cached(py::handle value, const Tensor& copy) {  // LiveValue.keep_cached
+  note_stream(value, copy);
+  classes->value.cached.set(value, wrapped(copy));
 }
 
-inline void keep_cached(py::handle value, const Tensor& copy) {  // LiveValue.keep_cached
-  auto& v = classes->value;
-  if (!copy.is_cpu()) v.stream.set(value, owned(THPStream_Wrap(stream_of(copy))));
-  v.cached.set(value, wrapped(copy));
+// Whether the stream on which this thread computes is the value's own.
+inline bool is_on_stream(py::handle value, const Tensor& tensor) {
+  py::handle stream = classes->value.stream(value);
+  return stream.is_none() || stream.cast<c10::Stream>() == stream_of(tensor);
 }
 
 // Undefined where the value has to be replayed, or where Python has to raise an error.
@@ -104,13 +115,14 @@ inline Tensor here(py::handle value) {
   if (v.held(value) != Py_None) {
     const Tensor& tensor = THPVariable_Unpack(v.held(value));
     bool whole = tensor.storage().nbytes() >= PyLong_AsSize_t(v.nbytes(value));
-    return whole && is_as_recorded(value) ? tensor : Tensor();
+    if (!whole || !is_as_recorded(value)) return Tensor();
+    if (tensor.is_cpu() || is_on_stream(value, tensor)) return tensor;
+    return classes->here(value).cast<Tensor>();  // Python says that this stream reads it, too
   }
   PyObject* cached = v.cached(value);
   if (cached == Py_None) return Tensor();
   const Tensor& copy = THPVariable_Unpack(cached);
-  py::handle stream = v.stream(value);
-  if (stream.is_none() || stream.cast<c10::Stream>() == stream_of(copy)) return copy;
+  if (is_on_stream(value, copy)) return copy;
   return classes->here(value).cast<Tensor>();  // Python orders the streams
 }
 
