@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
+import torch._inductor.config
 from torch import nn
 
 from lowtide.private import captured, inductor
@@ -32,7 +35,9 @@ def test_a_captured_graph_compiles_again_after_its_trace() -> None:
 
 
 def test_a_captured_graph_compiles_in_the_modes_of_its_capture() -> None:
-    """A backward, at whose end graphs are compiled, runs without gradients and in full precision."""
+    """A backward, at whose end graphs are compiled, runs without gradients and in full precision; on a card
+    it has a thread of its own, where PyTorch has other settings.
+    """
     torch._dynamo.reset()
     found: list[captured.Captured] = []
 
@@ -41,13 +46,22 @@ def test_a_captured_graph_compiles_in_the_modes_of_its_capture() -> None:
         return module.forward
 
     def modes(*_):
-        return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        lower, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return torch.is_grad_enabled(), lower, dtype, torch._inductor.config.allow_buffer_reuse
 
-    with torch.autocast("cpu", torch.float16):
+    with torch.autocast("cpu", torch.float16), torch._inductor.config.patch(allow_buffer_reuse=False):
         torch.compile(nn.Linear(4, 4), backend=backend)(torch.randn(8, 4))
-    with torch.no_grad():
-        assert found[0].compile(modes) == (True, True, torch.float16)
-        assert modes() == (False, False, torch.bfloat16)
+
+    def elsewhere():
+        with torch.no_grad():
+            told.append(found[0].compile(modes))
+            told.append(modes())
+
+    told: list[object] = []
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert told == [(True, True, torch.float16, False), (False, False, torch.bfloat16, True)]
 
 
 def test_a_backward_says_whether_its_graph_is_kept() -> None:

@@ -8,6 +8,7 @@ Importing it takes seconds; only the compiled engine does.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ class Captured:
 
     def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
         self._context = TracingContext.try_get()
+        self._variables = contextvars.copy_context()
         self._grad, self._autocast = torch.is_grad_enabled(), _autocast()
         self._module = _twin(module)
         given = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -51,13 +53,18 @@ class Captured:
 
     def compile(self, backend: Callable[[fx.GraphModule, list[Any]], Any]) -> Any:
         """What a backend makes of the graph, in the modes that it was captured in. It stays as it is."""
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(tracing(self._context))
-            modes.enter_context(preserve_rng_state())
-            modes.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, enabled, dtype in self._autocast:
-                modes.enter_context(torch.autocast(kind, dtype, enabled))
-            return backend(_twin(self._module), list(self._inputs))
+
+        def in_its_modes() -> Any:
+            with contextlib.ExitStack() as modes:
+                modes.enter_context(tracing(self._context))
+                modes.enter_context(preserve_rng_state())
+                modes.enter_context(torch.set_grad_enabled(self._grad))
+                for kind, enabled, dtype in self._autocast:
+                    modes.enter_context(torch.autocast(kind, dtype, enabled))
+                return backend(_twin(self._module), list(self._inputs))
+
+        # PyTorch's settings are a thread's own, and autograd has threads
+        return self._variables.copy().run(in_its_modes)
 
 
 def is_whole_step(module: fx.GraphModule) -> bool:
