@@ -34,6 +34,17 @@ FOUND = (
         "nothing is under way on a direct link: it waited for nothing",
         "the wait is gone (`optim/stream.py`)",
     ),
+    (
+        "three_streams_of_the_user",
+        "a replay on the third stream read memory of the first that was handed out again: its source was let "
+        "go of with the last saved tensor",
+        "the allocator is told of the stream (`run/record/values.py`)",
+    ),
+    (
+        "second_device",
+        "memory was page-locked with the first device current, by threads too, which sets up CUDA there",
+        "it is asked for with the model's device current (`accelerator.py`)",
+    ),
 )
 """(What showed it, what it was, what was done), of all runs so far."""
 
