@@ -90,6 +90,10 @@ _UNREPLAYABLE = {
     "aten.resize_as_.default": "it resizes a tensor in place",
     "aten._cudnn_init_dropout_state.default": "PyTorch keeps what it makes for all that follows",
 }
+_WHERE = {"index", "start", "end"}
+"""Names of whole numbers that say where in a tensor such operations write, not how much: `_PLACES`."""
+_PLACES = ("_backward", "_scatter")
+"""How their names end: ``select_backward``, ``slice_scatter``."""
 _WITH_STATE = {"dropout", "train", "dropout_state"}
 """Arguments of an RNN's kernel (cuDNN, MIOpen), which draws from the last and overwrites it, whatever its
 schema says.
@@ -124,6 +128,7 @@ class OpInfo:
         waits: it returns its argument, once what is under way on it is done, or in a wrapper that waits.
         state_positions: which arguments are the dropout's probability and training mode, where it draws from
             a state of its own that it overwrites.
+        where: positions of arguments that say where in a tensor it writes, and not how much.
         sends: it sends to another rank or receives from one, which may come to it only after what this rank
             does next: it is never waited for.
     """
@@ -146,6 +151,7 @@ class OpInfo:
     waits: bool = False
     sends: bool = False
     state_positions: tuple[int, int] | None = None
+    where: tuple[int, ...] = ()
 
     @property
     def updates(self) -> bool:
@@ -223,6 +229,13 @@ def op_info(func: private.OpOverload) -> OpInfo:
         waits=name in _WAITS,
         sends=name in _BETWEEN_TWO,
         state_positions=(places["dropout"], places["train"]) if places.keys() >= _WITH_STATE else None,
+        where=tuple(
+            place
+            for place, argument in enumerate(schema.arguments)
+            if argument.name in _WHERE
+            and schema.name.endswith(_PLACES)
+            and "Tensor" not in str(argument.type)
+        ),
     )
 
 

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from types import CodeType
 from typing import Any
 
@@ -74,11 +75,7 @@ class Tracer:
         "storages", "values",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        model: torch.nn.Module | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         private.keep_dynamo_out()
         # autograd's graph holds the tracer, and the model may hold that
         self._model = (lambda: None) if model is None else weakref.ref(model)
@@ -486,6 +483,7 @@ class Tracer:
         return with_gathered(graph, self._gathered) if self._gathered else graph
 
 
+@cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

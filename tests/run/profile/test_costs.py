@@ -13,6 +13,7 @@ import torch
 import lowtide
 from lowtide import meter
 from lowtide.meter.register import Moments, Peak
+from lowtide.ops import Call
 from lowtide.run.profile.costs import Cost, Costs
 
 
@@ -127,3 +128,18 @@ def test_what_others_take_is_no_cost_of_an_operation() -> None:
 
     costs.measure(cost, waiting)
     assert cost.read()[0] < 0.02
+
+
+def test_calls_that_differ_in_where_they_write_cost_the_same() -> None:
+    aten, costs = torch.ops.aten, Costs(torch.device("cpu"))
+
+    def cost(func: Any, *args: Any, **kwargs: Any) -> Cost:
+        return costs.of(Call(func, args, kwargs))
+
+    row, rows = torch.ones(4), torch.ones(2, 4)
+    select, cut, fresh = aten.select_backward.default, aten.slice_backward.default, aten.arange.start
+    assert cost(select, row, [8, 4], 0, 3) is cost(select, row, [8, 4], 0, 5)
+    assert cost(select, row, [8, 4], 0, 3) is not cost(select, row, [9, 4], 0, 3)
+    assert cost(cut, rows, [8, 4], 0, 0, 2, 1) is cost(cut, rows, [8, 4], 0, 2, 4, 1)
+    assert cost(cut, rows, [8, 4], 0, 0, 2, 1) is not cost(cut, rows, [8, 4], 0, 0, 4, 2)
+    assert cost(fresh, 0, 8) is not cost(fresh, 0, 4000), "there it says how much"

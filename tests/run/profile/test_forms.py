@@ -54,7 +54,9 @@ def profiled(
             patch.setattr(forms, "cpp_recorder", lambda: None)
         handle = lowtide.limit_memory(model, "100%", verify="first")
         torch.manual_seed(1)
-        model(torch.randn(4, rounds, 8)).backward()
+        model(
+            torch.randn(4, rounds, 8, requires_grad=True)
+        ).backward()  # the gradient of each round is a slice's
     assert handle.graph is not None
     free = {"seconds": 0.0, "scratch_bytes": 0, "blocks": ()}
     graph = handle.graph.with_operations(lambda op: replace(op, **free), plain_seconds=0.0)

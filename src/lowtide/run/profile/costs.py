@@ -122,10 +122,13 @@ class Costs:
 
     def of(self, call: Call) -> Cost:
         """The cost of a call, one for all calls of the same overload whose arguments have the same shapes,
-        strides and types.
+        strides, types and numbers, wherever in a tensor they write.
         """
         named = tuple([(name, _form(item)) for name, item in call.kwargs.items()]) if call.kwargs else ()
-        key = (call.info.name, tuple([_form(item) for item in call.args]), named)
+        args = [_form(item) for item in call.args]
+        for place in call.info.where:
+            args[place : place + 1] = [None]
+        key = (call.info.name, tuple(args), named)
         found = self._known.get(key)
         if found is None:
             space = call.info.name.partition(".")[0]

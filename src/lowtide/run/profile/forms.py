@@ -7,7 +7,7 @@ others: it records them and writes them down, and what they read is still compar
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -51,7 +51,7 @@ class Forms:
         tape: SegmentedTape,
         tracer: Tracer,
         under_way: UnderWay,
-        notes: dict[str, Callable[..., object]],
+        notes: Mapping[str, Callable[..., object]],
     ) -> None:
         self.cpp: Any = None
         self._operations = set[Any]()

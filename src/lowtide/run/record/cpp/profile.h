@@ -5,6 +5,8 @@
 
 #include <torch/csrc/DynamicTypes.h>
 
+#include <string_view>
+
 #include "recorder.h"
 
 namespace lowtide {
@@ -88,7 +90,9 @@ class Profile : public Recorder {
     note(&schema);
     note(forward + 2 * backward_);
     for (size_t at = first_; at < stack->size(); ++at) {
-      if (note_argument((*stack)[at], at - first_, 0)) continue;
+      const IValue& argument = (*stack)[at];
+      bool where = (argument.isInt() || argument.isNone()) && says_where(schema, at - first_);
+      if (where || note_argument(argument, at - first_, 0)) continue;
       form_.clear();
       return false;
     }
@@ -332,6 +336,13 @@ class Profile : public Recorder {
   void note(at::IntArrayRef numbers) {
     note(numbers.size());
     form_.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+  }
+
+  // Whether an argument says where in a tensor the operation writes, not how much: lowtide.ops.
+  static bool says_where(const c10::FunctionSchema& schema, size_t at) {
+    std::string_view name = schema.arguments()[at].name(), op = schema.name();
+    bool places = op.ends_with("_backward") || op.ends_with("_scatter");
+    return places && (name == "index" || name == "start" || name == "end");
   }
 
   // Adds an argument to the form; false where there is more to it than is noted here.
