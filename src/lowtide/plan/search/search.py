@@ -28,9 +28,6 @@ from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.simulator import simulator_of
 from lowtide.progress import current
 
-_THRESHOLDS = (0.5, 0.99, 0.1)
-"""Shares of a value, in the relaxed decisions, above which it is stored."""
-
 _NEAR_GAP = 0.0025
 """Distance to the bound, as a share of the step's time, at which decisions that were rounded once will do."""
 
@@ -182,8 +179,7 @@ class Search:
         """Plans, the cheapest to find first; ``wanted`` says how many are looked for by descending."""
         current().say("rounding the best possible")
         bound, point = self.relaxation.solve(budget)
-        rounded = _round(self.relaxation, self.local, point) if bound < float("inf") else []
-        yield [*self.baselines, *self._lower(rounded, budget)]
+        yield [*self.baselines, *(self._rounded(point, budget) if bound < float("inf") else [])]
         current().say("searching")
         spent = sum(descent.spent for descent in self.descents)
         lows = (low for descent in self.descents if (low := descent.within(budget)))
@@ -200,15 +196,13 @@ class Search:
         gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
         return gap > share * self.graph.plain_seconds
 
-    def _lower(self, found: list[Candidate], budget: int) -> list[Candidate]:
-        """``found``, and what is slightly too high of it after decisions at the peak were changed: the
-        lowest, and others while that leaves most of the effort."""
-        most, lowered = budget * (1 + _OVER), list[Candidate]()
-        for low in sorted(found, key=lambda c: c.height):
-            early = not lowered or self.effort.spent < self.effort.limit / 3
-            if early and budget < low.simulation.peak_bytes < most:
-                lowered.append(self.local.lower(low, budget))
-        return found + lowered
+    def _rounded(self, point: Floats, budget: int) -> list[Candidate]:
+        """The relaxed decisions, rounded; and, if that is slightly too high, the same after decisions at the
+        peak were changed.
+        """
+        rounded = _round(self.relaxation, self.local, point)
+        near = budget < rounded.simulation.peak_bytes < budget * (1 + _OVER)
+        return [rounded, self.local.lower(rounded, budget)] if near else [rounded]
 
 
 class Descent:
@@ -244,10 +238,9 @@ class Descent:
         return self._seen[-1]
 
 
-def _round(relaxation: Relaxation, local: LocalSearch, point: Floats) -> list[Candidate]:
-    """Candidates that store the values of which the relaxed decisions store most."""
-    wishes = [frozenset(v for v, k in relaxation.column.items() if point[k] > least) for least in _THRESHOLDS]
-    return [local.candidate(wish) for wish in dict.fromkeys(wishes)]
+def _round(relaxation: Relaxation, local: LocalSearch, point: Floats) -> Candidate:
+    """The candidate that stores the values of which the relaxed decisions store more than half."""
+    return local.candidate(frozenset(v for v, k in relaxation.column.items() if point[k] > 0.5))
 
 
 def _correct(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterator[list[Candidate]]:
@@ -262,9 +255,9 @@ def _correct(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterato
                 return
             beside //= 2
             continue
-        found = _round(relaxation, local, point)
-        low = local.lower(min(found, key=lambda c: c.height), budget)
-        yield [*found, low]
+        rounded = _round(relaxation, local, point)
+        low = local.lower(rounded, budget)
+        yield [rounded, low]
         point = relaxation.point_of(low.stored, low.simulation.replayed)
         counted = relaxation.fixed + relaxation.occupancy(point)
         missed = np.maximum(0, low.simulation.top_bytes - counted).astype(np.int64)
