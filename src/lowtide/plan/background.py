@@ -46,7 +46,7 @@ class BackgroundSearch:
             line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         self._said: list[bytes] = []
-        given = self._process, pickle.dumps((graph, budget, policy, least)), self._said
+        given = self._process, (graph, budget, policy, least), self._said
         self._thread = threading.Thread(target=_converse, args=given, daemon=True)
         self._thread.start()
         self._end = weakref.finalize(self, _kill, self._process, os.getpid())
@@ -68,10 +68,10 @@ class BackgroundSearch:
         self._thread.join()
 
 
-def _converse(process: subprocess.Popen[bytes], given: bytes, said: list[bytes]) -> None:
+def _converse(process: subprocess.Popen[bytes], given: tuple[object, ...], said: list[bytes]) -> None:
     """Give the process what it needs, and take down what it says. It does not hold the search."""
     with suppress(OSError, ValueError):  # it was stopped
-        said.append(process.communicate(given)[0])
+        said.append(process.communicate(pickle.dumps(given))[0])
 
 
 def _kill(process: subprocess.Popen[bytes], owner: int) -> None:
