@@ -8,6 +8,7 @@ others: it records them and writes them down, and what they read is still compar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from lowtide.trace.tracer import Tracer
 _ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
+@cache
 def asks(func: Any) -> bool:
     """Whether an operation asks for values: what the program does next may depend on them."""
     return not _ASKS.isdisjoint(func.tags)
