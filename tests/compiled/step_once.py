@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.compiled import price
 from lowtide.compiled.alone import Partitioner
 from lowtide.compiled.choose import Choice
 from lowtide.private import inductor
@@ -45,6 +46,7 @@ def step(budget: str, sizes: str = "open", rows: int = 512) -> dict[str, object]
         torch._dynamo.mark_dynamic(x, 0)
     with (
         mock.patch.object(Choice, "search", autospec=True, side_effect=Choice.search) as searched,
+        mock.patch.object(price, "costs_of", side_effect=price.costs_of) as timed,
         mock.patch.object(Partitioner, "__call__", autospec=True, side_effect=Partitioner.__call__) as cut,
     ):
         for _ in range(2):
@@ -54,6 +56,7 @@ def step(budget: str, sizes: str = "open", rows: int = 512) -> dict[str, object]
     asked = searched if sizes == "broken" else cut
     return {
         "asked": asked.call_count,
+        "timed": timed.call_count,
         "hits": inductor.cache_hits() - hits,
         "plan": None if handle.plan is None else handle.plan.to_json(),
         "measured": handle.measured_peak_bytes,

@@ -34,7 +34,8 @@ def test_what_was_compiled_before_is_neither_planned_nor_compiled(
     new one; kernels are shared with other tests.
     """
     found = []
-    monkeypatch.setattr(inductor, "cache_folder", lambda: tmp_path)
+    folder = inductor.cache_folder
+    monkeypatch.setattr(inductor, "cache_folder", lambda: folder() and tmp_path)
     with torch._inductor.config.patch({"fx_graph_cache": True, "autoheuristic_log_path": str(tmp_path)}):
         for _ in range(2):
             torch._dynamo.reset()
@@ -64,6 +65,7 @@ def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -
 def check(cold: dict[str, Any], warm: dict[str, Any], sizes: str) -> None:
     assert cold["asked"] == 1 or (sizes == "fixed" and cold["asked"] == 2)  # a guess may be refused
     assert (warm["asked"], warm["hits"]) == (0, 2 if sizes == "broken" else 1)
+    assert cold["timed"] and not warm["timed"]
     assert cold["plan"] == warm["plan"] is not None
     assert all(cold[one] == warm[one] for one in ("predicted", "measured", "gradient"))
 

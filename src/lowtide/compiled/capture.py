@@ -235,6 +235,7 @@ class Graph:
         self.candidates: CandidateCuts | None = None  # none for what has no backward
         self._at_sizes: dict[Sizes, CandidateCuts] = {}
         self._compiled: dict[frozenset[Key] | None, Run] = {}
+        self._shelf = open_shelf(options)  # there is none while it is compiled call by call, uncached
         self.smallest: Run = self._compile_call_by_call()
         if self.candidates is None:
             self.smallest = captured.compile(lambda module, inputs: compile_graph(module, inputs, options))
@@ -293,7 +294,7 @@ class Graph:
     def _meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self.candidates = found = CandidateCuts(joint, self.options)
-        shelf, key = open_shelf(self.options), digest("", self.options, None, joint.facts)
+        shelf, key = self._shelf, digest("", self.options, None, joint.facts)
         known = shelf.find_facts(key) if shelf is not None else None
         if known is not None:
             found.smallest = frozenset(known)
