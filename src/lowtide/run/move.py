@@ -41,7 +41,7 @@ class OnDevice:
         self._parts = [part.view(torch.uint8) for part in parts]
 
     def begin(self) -> None:
-        """They are here."""
+        """Nothing to start: the parts never left the device."""
 
     def get(self) -> list[torch.Tensor]:
         """The parts."""

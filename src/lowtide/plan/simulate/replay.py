@@ -269,7 +269,7 @@ class Walk:
         self.tops.append((event, most, most_op))
 
     def _drop(self, value: int) -> None:
-        """Let a copy go that nobody waits for or has."""
+        """Free a replayed copy that has no readers left and that backward does not hold."""
         if value in self.cached and not self.left[value] and not self.handed[value]:
             self.cached.discard(value)
             self.there[value] = 0

@@ -71,9 +71,9 @@ class Planned:
     _for_varying: tuple[dict[int | None, float], AnyProgram] | None = None
 
     def better(self) -> Planned | None:
-        """The plan that the search has found by now, if that adds less time and holds as much, or takes less
-        memory where that is searched for: by as much the budget is smaller then. Asked for once the search is
-        over.
+        """A better plan than this one, once the search is over and if it has found one; it is handed out
+        once. A search for less time has found one that adds less within the same budget; a search for less
+        memory one with a smaller peak, and the budget falls by the difference.
         """
         if self.search is None or not self.search.is_over:
             return None

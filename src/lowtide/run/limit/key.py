@@ -53,7 +53,7 @@ class StepKey(NamedTuple):
 
 
 def _leaf(item: Any) -> Any:
-    """What two arguments share that may differ in size, and in the value of a number."""
+    """The form of one argument: equal for two that differ only in a tensor's size or a number's value."""
     if isinstance(item, torch.Tensor):
         if item.is_nested:
             return "nested"

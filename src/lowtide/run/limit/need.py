@@ -80,8 +80,8 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
 
 
 def _as_chosen(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options, without its parameters; where their type rules out ``foreach``, which a fake's does
-    not, it is off.
+    """The options of a parameter group, without the parameters. ``foreach`` is off where the parameters' type
+    rules it out, since the type of the fake tensors that stand for them does not.
     """
     options = {**group, "params": ()}
     if options.get("foreach", True) is None and not all(map(private.has_foreach, group["params"])):
@@ -90,7 +90,7 @@ def _as_chosen(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def depends_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What its need depends on, to be compared: options, parameters, and how many have state."""
+    """What an optimizer's need depends on, for comparison: options, parameters, how many have state."""
     parameters = [(id(p), p.requires_grad) for p in _parameters(optimizer)]
     host = getattr(optimizer, "host_fraction", None)  # of an optimizer whose state is partly elsewhere
     return id(optimizer), repr(optimizer), parameters, len(optimizer.state), host
@@ -101,7 +101,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def missing_gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of the gradients that its trainable parameters do not have yet."""
+    """Bytes of the gradients that the optimizer's trainable parameters do not have yet."""
     return sum(
         own_share(p).nbytes
         for p in _parameters(optimizer)

@@ -6,6 +6,6 @@ operations), then `tape.py` (how they are recorded), `recorder.py` (when), `hand
 in place of a saved tensor) and `replay.py` (how a value comes back, random numbers included).
 
 Why there are two recorders: `cpp/` takes a plan's plain operations, most of any step, in little of the host's
-time, and evicts on demand; everything else is Python's, on the same tape: random numbers, writes to known
-values, moves, collectives, subclasses, scopes, and whatever is verified.
+time (in a profiled step, too: `cpp/profile.h`), and evicts on demand. Everything else is Python's, on the
+same tape: random numbers, writes to known values, moves, collectives, subclasses, scopes, verifying.
 """
