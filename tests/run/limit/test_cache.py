@@ -13,7 +13,13 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
+from lowtide.graph import StepGraph
+from lowtide.run.limit.cache import MOST_ENTRIES
+from lowtide.run.limit.entry import Planned, State
+from lowtide.run.limit.key import StepKey
 from lowtide.run.profile.profiler import Profiler
+
+EMPTY = StepGraph((), (), (), (), ())
 
 
 class Net(nn.Module):
@@ -168,6 +174,24 @@ def test_plans_of_old_kinds_of_steps_go(monkeypatch: pytest.MonkeyPatch) -> None
     for count in (128, 256, 512, 640):
         step(net, count)
     assert len(handle.plans) <= 2
+
+
+def test_the_plan_of_the_commonest_kind_of_steps_stays() -> None:
+    """The oldest one went, however often it was used: after 24 more kinds it was profiled again."""
+    handle = lowtide.limit_memory(nn.Linear(4, 1), "100%", progress=False)
+    cache = handle._limiter.cache
+    kind = lambda rows, like="": StepKey(((rows, 4),), (), like, 0, (), 0, 0, 0)  # noqa: E731
+    common, largest = cache.find(kind(64)), cache.find(kind(4096, "other"))
+    largest.state, largest.planned = (
+        State.PLANNED,
+        Planned(largest.key, EMPTY, EMPTY, lowtide.policies.make_plan(EMPTY, stored=())),
+    )
+    seldom = cache.find(kind(1))
+    for rows in range(100, 100 + MOST_ENTRIES):
+        cache.find(kind(rows))
+        assert cache.find(kind(64)) is common
+        assert cache.find(kind(8, "other")) is largest, "whose plan serves smaller steps"
+    assert len(cache.known) == MOST_ENTRIES and seldom.key not in cache.known and seldom.state is State.GONE
 
 
 def deep() -> nn.Sequential:

@@ -36,7 +36,7 @@ class Cache:
         verify: as of `limit_memory`.
 
     Attributes:
-        known: the entries by key, the latest last.
+        known: the entries by key, the latest used last.
         latest: the plan of the latest step, or ``None``.
         lock: held while an entry changes.
     """
@@ -54,12 +54,13 @@ class Cache:
     def find(self, key: StepKey) -> Entry:
         """The entry of steps with this key: their own, else the smallest one whose plan serves them, else a
         new one. The new one begins from a sibling, where one is known: an entry whose steps differ from these
-        only in the gradients that exist before them.
+        only in the gradients that exist before them. Of too many, the least recently used one goes.
         """
         with self.lock:
-            serving = [entry for entry in self.known.values() if entry.serves(key)]
-            if (own := self.known.get(key)) is not None or serving:
-                return own or min(serving, key=lambda entry: entry.key.elements())
+            found = self.known.get(key) or self._serving(key)
+            if found is not None:
+                self.known[found.key] = self.known.pop(found.key)  # now the latest used
+                return found
             refuse_first_fsdp(self.maker.model)
             refuse_several_devices(self.maker.model)
             sibling = self._sibling(key)
@@ -69,6 +70,11 @@ class Cache:
             if len(self.known) > MOST_ENTRIES:
                 machine.on_removed(self.known.pop(next(iter(self.known))))
             return entry
+
+    def _serving(self, key: StepKey) -> Entry | None:
+        """The smallest entry whose plan serves steps with this key."""
+        serving = (entry for entry in self.known.values() if entry.serves(key))
+        return min(serving, key=lambda entry: entry.key.elements(), default=None)
 
     def _sibling(self, key: StepKey) -> Entry | None:
         """An entry whose step graph is known, of steps that differ from those with this key only in gradients

@@ -236,7 +236,7 @@ class Handle(LimitHandle):
         """The budget in bytes, one for all kinds of steps: of ``"60%"``, ``"min"`` or ``"auto"`` the most
         that any kind was planned for since it was given; ``None`` before, and without a budget. A kind's own
         is its `Plan.budget_bytes`."""
-        maker, known = self._limiter.maker, self._limiter.cache.known.values()
+        maker, known = self._limiter.maker, list(self._limiter.cache.known.values())
         in_force = (
             entry.planned for entry in known if entry.planned_for and entry.planned_for[0] == maker.version
         )
@@ -262,8 +262,8 @@ class Handle(LimitHandle):
     @_of_engine
     def plans(self) -> dict[StepKey, Plan]:
         """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
-        known = self._limiter.cache.known
-        return {key: entry.planned.calibrated() for key, entry in known.items() if entry.planned is not None}
+        known = list(self._limiter.cache.known.items())  # a thread that trains may begin a step meanwhile
+        return {key: entry.planned.calibrated() for key, entry in known if entry.planned is not None}
 
     @property
     @_of_engine
