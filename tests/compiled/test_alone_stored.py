@@ -16,6 +16,7 @@ from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
 from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.choose import ROUNDS
 from lowtide.compiled.shelf import Shelf
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
@@ -63,7 +64,7 @@ def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -
 
 
 def check(cold: dict[str, Any], warm: dict[str, Any], sizes: str) -> None:
-    assert cold["asked"] == 1 or (sizes == "fixed" and cold["asked"] == 2)  # a guess may be refused
+    assert 0 < cold["asked"] <= (1 if sizes == "open" else ROUNDS)  # guesses may be refused
     assert (warm["asked"], warm["hits"]) == (0, 2 if sizes == "broken" else 1)
     assert cold["timed"] and not warm["timed"]
     assert cold["plan"] == warm["plan"] is not None
