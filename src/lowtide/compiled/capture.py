@@ -23,7 +23,7 @@ from lowtide.compiled.choose import Chosen, Cuts
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CutRefused, Generated
-from lowtide.compiled.price import CandidateCuts
+from lowtide.compiled.price import CandidateCut, CandidateCuts
 from lowtide.compiled.profile import Recording
 from lowtide.compiled.shelf import digest, open_shelf
 from lowtide.errors import PlanError
@@ -182,14 +182,14 @@ def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list
     """
     ahead: list[Cuts | Exception | None] = []  # what the search has said while something was compiled
 
-    def check(cuts: Cuts) -> None:
+    def check(cuts: Cuts, this: CandidateCut) -> None:
         if not all(one.code.priced for one in cuts):
             return
         try:
             ahead.extend(itertools.islice(search, 1))
         except Exception as error:
             ahead.append(error)  # not through PyTorch's compiler, which would wrap it
-        if not found or found[0].cuts != cuts:
+        if not found or this not in found[0].cuts:
             raise CutRefused
 
     while not found:
@@ -202,7 +202,7 @@ def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list
         with contextlib.suppress(CutRefused):
             for graph, one in both:
                 if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
-                    inner = functools.partial(one.code.compile, then=functools.partial(check, cuts))
+                    inner = functools.partial(one.code.compile, then=functools.partial(check, cuts, one))
                     graph.run_as(one.stored, inner, at_once=True)
     return found[0]
 
