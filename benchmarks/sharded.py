@@ -15,8 +15,8 @@ import statistics
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +29,29 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 import lowtide
-from benchmarks.common import RESULTS, UNSETTLED, kept_rows, median_difference, quick, run_key, save
-from benchmarks.sharded_models import BATCH, FAMILIES, LAYERS, SEQUENCE, WAYS, WIDTH, Model, batch, build
+from benchmarks import sharded_models
+from benchmarks.common import (
+    RESULTS,
+    UNSETTLED,
+    keep_pages,
+    kept_rows,
+    median_difference,
+    quick,
+    run_key,
+    save,
+)
+from benchmarks.sharded_models import (
+    BATCH,
+    FAMILIES,
+    LARGER,
+    LAYERS,
+    SEQUENCE,
+    WAYS,
+    WIDTH,
+    Model,
+    batch,
+    build,
+)
 from benchmarks.tables import table, where, yes
 from lowtide import meter, private
 
@@ -38,8 +59,8 @@ STEPS = 4
 BUDGETS = ("checkpoint", "70%", "min")
 SECONDS = 900
 """A row that takes longer hangs."""
-TIMED = "FSDP2"
-"""With `--quick` only models that are shared in this way are timed."""
+LARGE = "FSDP2, larger"
+"""Models that are shared in this way are larger, and held against checkpointing at its peak."""
 LATE_SECONDS = 0.5
 """At most so long a collective waits for Gloo's threads to let go of what they moved."""
 _COLLECTIVES = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor")
@@ -63,26 +84,30 @@ class Gathers:
         groups.foreach_all_gather = counted
 
 
-def settle() -> None:
-    """From here on collectives of FSDP and of DTensors return when Gloo's threads hold nothing of what
+@contextmanager
+def settled() -> Iterator[None]:
+    """Within the block collectives of FSDP and of DTensors return when Gloo's threads hold nothing of what
     they moved.
 
     A thread that has told that a collective is done lets go of its buffers when it runs next. On a busy
     machine that is milliseconds later, in whatever stands at its peak then, with a limit or without. NCCL has
     no such threads.
     """
-    for name in _COLLECTIVES:
-        if (own := getattr(dist, name, None)) is not None:
-            setattr(dist, name, partial(_settled, own))
-    functional.wait_tensor = partial(_settled, functional.wait_tensor)
-    private.wait_for_collective = partial(_settled, private.wait_for_collective)
+    places = [(dist, name) for name in _COLLECTIVES if hasattr(dist, name)]
+    places += [(functional, "wait_tensor"), (private, "wait_for_collective")]
+    with ExitStack() as stack:
+        for place, name in places:
+            own = getattr(place, name)
+            setattr(place, name, partial(_settled, own))
+            stack.callback(setattr, place, name, own)
+        yield
 
 
 def _settled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = own(*args, **kwargs)
     end, asleep = time.monotonic() + LATE_SECONDS, 0
     while asleep < 2 and not isinstance(result, dist.Work) and time.monotonic() < end:
-        time.sleep(0)
+        time.sleep(0.001)  # which takes no time on a processor
         asleep = asleep + 1 if _gloo_sleeps() else 0
     return result
 
@@ -111,7 +136,7 @@ class Run:
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained)
         rank = dist.get_rank()
-        self.data = {"FSDP2": rank, "HSDP": rank, "tp x FSDP2": rank // 2}.get(way, 0)
+        self.data = {"FSDP2": rank, LARGE: rank, "HSDP": rank, "tp x FSDP2": rank // 2}.get(way, 0)
         self.tokens = self.batch(0)
 
     def batch(self, number: int) -> Tensor:
@@ -166,7 +191,16 @@ def most(count: int) -> int:
 
 def rows_of(family: str, way: str) -> list[dict[str, Any]]:
     """A model without a limit, with each block checkpointed, and within budgets."""
-    settle()
+    if way == LARGE:
+        sharded_models.make_larger()
+    with settled():  # in timed steps, too: one that takes more may be planned for again
+        runs, rows = _trained(family, way)
+        if way in ("FSDP2", LARGE):
+            _time(runs, rows)
+    return rows
+
+
+def _trained(family: str, way: str) -> tuple[list[Run], list[dict[str, Any]]]:
     gathers = Gathers()
     plain = Run(family, way)
     expected, plain_peak = plain.train()
@@ -174,7 +208,7 @@ def rows_of(family: str, way: str) -> list[dict[str, Any]]:
     checkpointed = Run(family, way, checkpoints=True)
     checkpoint_peak = most(checkpointed.train()[1])
     rows, runs = list[dict[str, Any]](), [plain, checkpointed]
-    for budget in BUDGETS:
+    for budget in BUDGETS[:1] if way == LARGE else BUDGETS:
         run = Run(family, way)
         handle = lowtide.limit_memory(
             run.model,
@@ -207,14 +241,12 @@ def rows_of(family: str, way: str) -> list[dict[str, Any]]:
             }
         )
         runs.append(run)
-    if way == TIMED or not quick():
-        _time(runs, rows)
-    return rows
+    return runs, rows
 
 
 def _time(runs: list[Run], rows: list[dict[str, Any]]) -> None:
     """Add what each budget costs beside the plain step: medians of the differences within rounds, of this
-    process's seconds on a processor, since a rank that waits for others takes none.
+    thread's seconds on a processor, since a rank that waits for others takes none.
     """
     for run in runs:
         run.tokens = run.batch(0)
@@ -223,13 +255,13 @@ def _time(runs: list[Run], rows: list[dict[str, Any]]) -> None:
             run.step()
     seconds: list[list[float]] = [[] for _ in runs]
     draw, order = random.Random(0), list(range(len(runs)))  # on all ranks alike
-    for _ in range(3 if quick() else 11):
+    for _ in range(5 if quick() else 11):
         draw.shuffle(order)
         for which in order:
             dist.barrier()
-            begin = time.process_time()
+            begin = time.thread_time()
             runs[which].step()
-            seconds[which].append(time.process_time() - begin)
+            seconds[which].append(time.thread_time() - begin)
     base = statistics.median(seconds[0])
     extra = [median_difference(found, seconds[0]) / base for found in seconds]
     for row, own in zip(rows, extra[2:], strict=True):
@@ -242,6 +274,7 @@ def _time(runs: list[Run], rows: list[dict[str, Any]]) -> None:
 def _rank(rank: int, ranks: int, folder: str, family: str, way: str, results: Any) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
+    keep_pages()
     said = list[str]()
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
@@ -317,13 +350,14 @@ def page(found: dict[str, Any]) -> str:
         "",
         where(found),
         "",
-        f"{LAYERS} blocks of width {WIDTH}, {BATCH} x {SEQUENCE} tokens a rank, AdamW, Gloo, {STEPS} steps; "
+        f"{LAYERS} blocks of width {WIDTH}, {BATCH} x {SEQUENCE} tokens a rank; larger: width "
+        f"{LARGER['WIDTH']}, {LARGER['BATCH']} x {LARGER['SEQUENCE']}. AdamW, Gloo, {STEPS} steps; "
         "`python -m benchmarks sharded`. Peaks are all that a rank holds, in KiB: plain, with every block "
         "under `torch.utils.checkpoint`, and within the budget (the most of the steps after the first, which "
         "is profiled); of all ranks, those of the one that is furthest from its prediction. *Off*: measured "
         "over predicted. *Bitwise*: losses and gradients of all steps, on every rank. *Extra*: medians of "
-        "differences between steps in turn, in seconds on a processor. *Predicted*: of it by the plan. *No "
-        "plan below*: with the same operations. *Gap*: the difference of these two.",
+        "differences between steps in turn, in seconds of its thread on a processor. *Predicted*: of it by "
+        "the plan. *No plan below*: with the same operations. *Gap*: the difference of these two.",
         "",
     ]
     head = ["family", "shared by", "ranks", "budget", "plain", "checkpoint", "limited", "off", "within"]
