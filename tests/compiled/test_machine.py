@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from thinned_tables import thinned
 
-from lowtide.compiled.machine import TABLE, Action, Evidence, Fact, State, transition
+from lowtide.compiled.machine import TABLE, Action, Evidence, Fact, Row, State, transition
 
 S, E, A = State, Evidence, Action
 
@@ -14,6 +15,7 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.RECORDED, E.FORWARD_BEGINS, (), S.RECORDED, A.NOTHING),
     (S.PLANNED, E.FORWARD_BEGINS, ("waits", "unfinished"), S.PLANNED, A.GO_ON),
     (S.PLANNED, E.FORWARD_BEGINS, ("waits",), S.PLANNED, A.NOTHING),
+    (S.PLANNED, E.FORWARD_BEGINS, ("unfinished",), S.PLANNED, A.NOTHING),
     (S.STRAYED, E.FORWARD_BEGINS, ("waits", "unfinished"), S.STRAYED, A.NOTHING),
     (S.IDLE, E.STEP_BEGINS, (), S.PLANNED, A.NOTHING),
     (S.IDLE, E.STEP_BEGINS, ("wanted",), S.RECORDED, A.RECORD),
@@ -28,6 +30,8 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.RECORDED, E.FORWARD_ENDED, ("uncalled",), S.IDLE, A.DROP),
     (S.PLANNED, E.FORWARD_ENDED, ("uncalled",), S.PLANNED, A.NOTHING),
     (S.PLANNED, E.BACKWARD_BEGINS, ("more backwards",), S.PLANNED, A.LOOK),
+    (S.STRAYED, E.BACKWARD_BEGINS, ("more backwards",), S.STRAYED, A.LOOK),
+    (S.IDLE, E.BACKWARD_BEGINS, ("more backwards",), S.IDLE, A.LOOK),  # its first was planned for
     (S.PLANNED, E.BACKWARD_BEGINS, (), S.PLANNED, A.NOTHING),
     (S.RECORDED, E.BACKWARD_BEGINS, ("more backwards",), S.RECORDED, A.NOTHING),
     (S.RECORDED, E.BACKWARD_ENDED, (), S.IDLE, A.PLAN),
@@ -47,7 +51,6 @@ def test_what_follows(
     assert transition(state, evidence, facts) == (then, action)
 
 
-@pytest.mark.parametrize("number", range(len(TABLE)))
-def test_no_row_can_go(number: int) -> None:
-    rest = [*TABLE[:number], *TABLE[number + 1 :]]
-    assert any(transition(*case[:3], table=rest) != case[3:] for case in CASES)
+@pytest.mark.parametrize("less", thinned(TABLE))
+def test_nothing_of_the_table_can_be_missed(less: list[Row]) -> None:
+    assert any(transition(*case[:3], less) != case[3:] for case in CASES)

@@ -48,7 +48,7 @@ Fact = Literal[
     "waits",  # the latest forward's result waits for its backward
     "unfinished",  # the plan has more calls than there were
     "wanted",  # a step like this one is to be recorded
-    "unmeasurable",  # memory on this device cannot be measured
+    "unmeasurable",  # it is wanted, and memory on this device cannot be measured
     "planned for",  # the call is the one that the plan has there, or a smaller one
     "uncalled",  # the step has called no graph
     "backward seen",  # the backward of a call has run
@@ -84,7 +84,7 @@ class Row(NamedTuple):
     true.
 
     Attributes:
-        states: the states that it is for.
+        states: the states that it is for; empty for any.
         evidence: what happened.
         facts: what has to be true of it.
         then: the next state; ``None`` is the same one.
@@ -103,20 +103,20 @@ _S, _E, _A = State, Evidence, Action
 TABLE: tuple[Row, ...] = (
     Row((_S.RECORDED,), _E.FORWARD_BEGINS, ("waits",), None, _A.GO_ON),
     Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("waits", "unfinished"), None, _A.GO_ON),
-    Row((_S.IDLE,), _E.STEP_BEGINS, ("wanted", "unmeasurable"), _S.PLANNED, _A.WARN),
+    Row((_S.IDLE,), _E.STEP_BEGINS, ("unmeasurable",), _S.PLANNED, _A.WARN),
     Row((_S.IDLE,), _E.STEP_BEGINS, ("wanted",), _S.RECORDED, _A.RECORD),
     Row((_S.IDLE,), _E.STEP_BEGINS, (), _S.PLANNED, _A.NOTHING),
     Row((_S.PLANNED,), _E.GRAPH_CALLED, ("planned for",), None, _A.RUN_PLANNED),
     Row((_S.PLANNED,), _E.GRAPH_CALLED, (), _S.STRAYED, _A.MISS),
-    Row((_S.IDLE, _S.RECORDED, _S.STRAYED), _E.GRAPH_CALLED, (), None, _A.RUN_SMALLEST),
+    Row((), _E.GRAPH_CALLED, (), None, _A.RUN_SMALLEST),
     Row((_S.RECORDED,), _E.FORWARD_ENDED, ("uncalled",), _S.IDLE, _A.DROP),
     Row((_S.IDLE, _S.PLANNED, _S.STRAYED), _E.BACKWARD_BEGINS, ("more backwards",), None, _A.LOOK),
     Row((_S.RECORDED,), _E.BACKWARD_ENDED, (), _S.IDLE, _A.PLAN),
     Row((_S.RECORDED,), _E.OVER, ("backward seen",), _S.IDLE, _A.PLAN),
     Row((_S.RECORDED,), _E.OVER, (), _S.IDLE, _A.DOUBT),
-    Row((_S.PLANNED, _S.STRAYED), _E.OVER, (), _S.IDLE, _A.NOTHING),
+    Row((), _E.OVER, (), _S.IDLE, _A.NOTHING),
     Row((_S.RECORDED,), _E.FAILED, (), _S.IDLE, _A.DROP),
-    Row((_S.PLANNED, _S.STRAYED), _E.FAILED, (), _S.IDLE, _A.NOTHING),
+    Row((), _E.FAILED, (), _S.IDLE, _A.NOTHING),
 )
 """The first row that fits holds; where none does, nothing follows."""
 
@@ -134,6 +134,7 @@ def transition(
     """
     true = set(facts)
     for row in table:
-        if state in row.states and evidence is row.evidence and true.issuperset(row.facts):
+        fits = evidence is row.evidence and (not row.states or state in row.states)
+        if fits and true.issuperset(row.facts):
             return row.then or state, row.action
     return state, Action.NOTHING

@@ -115,7 +115,7 @@ class Row(NamedTuple):
     are true.
 
     Attributes:
-        states: the states that it is for.
+        states: the states that it is for; empty for any.
         evidence: what happened.
         facts: what has to be true of it.
         then: the next state; ``None`` is the same one.
@@ -130,8 +130,6 @@ class Row(NamedTuple):
 
 
 _S, _E, _A = State, Evidence, Action
-_ALIVE = (_S.NEW, _S.REFUSED, _S.DOUBTED, _S.STALE, _S.PLANNED, _S.VARYING)
-_IN_FORCE = (_S.DOUBTED, _S.STALE, _S.PLANNED, _S.VARYING)
 
 TABLE: tuple[Row, ...] = (
     Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
@@ -142,10 +140,11 @@ TABLE: tuple[Row, ...] = (
     Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
     Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
-    Row(_ALIVE, _E.PROFILED, ("unverified",), None, _A.PROFILE),
-    Row(_ALIVE, _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
-    Row(_ALIVE, _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
-    Row(_ALIVE, _E.PROFILED, (), _S.STALE, _A.PLAN),
+    Row((_S.GONE,), _E.PROFILED, (), None, _A.NOTHING),
+    Row((), _E.PROFILED, ("unverified",), None, _A.PROFILE),
+    Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
+    Row((), _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
+    Row((), _E.PROFILED, (), _S.STALE, _A.PLAN),
     Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
     Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
     Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
@@ -155,17 +154,18 @@ TABLE: tuple[Row, ...] = (
     Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
     Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
     Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
-    Row(_IN_FORCE, _E.ENDED, ("excused",), None, _A.NOTHING),
-    Row(_IN_FORCE, _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT),
+    Row((_S.GONE,), _E.ENDED, (), None, _A.NOTHING),
+    Row((), _E.ENDED, ("excused",), None, _A.NOTHING),
+    Row((), _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT),
     Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING),
-    Row(_IN_FORCE, _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT),
+    Row((), _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT),
     Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE),
-    Row(_IN_FORCE, _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT),
-    Row(_IN_FORCE, _E.ENDED, ("above", "passing"), None, _A.WAIT),
-    Row(_IN_FORCE, _E.ENDED, ("above",), None, _A.LEAVE_MARGIN),
+    Row((), _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT),
+    Row((), _E.ENDED, ("above", "passing"), None, _A.WAIT),
+    Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN),
     Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
     Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
-    Row(_ALIVE, _E.REMOVED, (), _S.GONE, _A.CLOSE),
+    Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
 )
 """The first row that fits holds; where none does, nothing follows."""
 
@@ -187,7 +187,8 @@ def transition(
     """
     true = set(facts)
     for row in table:
-        if state in row.states and evidence is row.evidence and true.issuperset(row.facts):
+        fits = evidence is row.evidence and (not row.states or state in row.states)
+        if fits and true.issuperset(row.facts):
             return row.then or state, row.action
     return state, Action.NOTHING
 
