@@ -148,14 +148,14 @@ def _update(thread: Any, change: Callable[[list[Any]], list[Any]]) -> None:
             return
 
 
-def settle() -> None:
+def drop_idle_key() -> None:
     """Take the key out of this thread where no interceptor is active: autograd puts back what was let in when
     a backward began, and until the next operation Dynamo would guard on it.
     """
     thread = _known_thread()
     if thread is not None and not thread.active and _RUNNING.level < 0:
         _include(_PARSED, False)
-    writes.settle()
+    writes.drop_idle_key()
 
 
 def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -195,8 +195,8 @@ class unseen:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """The interceptors that are active now do not see what runs in the block; those that become active in it
-    do.
+    """Suspend the active interceptors for the block. Interceptors that become active within the block see its
+    operations.
     """
     thread, included = _thread(), _included(_PARSED)
     before, thread.active = thread.active, []

@@ -12,6 +12,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
+from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import (
     check_arguments,
     no_replicas,
@@ -21,7 +22,6 @@ from lowtide.run.limit.arguments import (
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.pipeline import PipelineLimiter, module_of
-from lowtide.run.limit.planning import Policy
 from lowtide.run.limit.reserved import holds_reserved
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.verify import Verify, check_verify
@@ -37,7 +37,7 @@ def limit_memory(
     model: torch.nn.Module | Any,
     budget: str | int | None = None,
     *,
-    policy: Policy | None = None,
+    policy: str | Callable[..., Plan] | None = None,
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     verify: Verify = "first",
@@ -48,11 +48,11 @@ def limit_memory(
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
 
-    The first step with inputs of a new kind is looked at while it runs: in about the memory that
-    checkpointing every block takes, with every operation run twice, to see that it reproduces and how long it
-    takes. When its backward has ended a plan is made, and later steps run under it. A plan for a larger step
-    serves smaller ones; other kinds (evaluation, autocast, other parameters that train) get plans of their
-    own. Called again for a limited model, it replaces the limit.
+    The first step is profiled while it runs: in about the memory that checkpointing every block takes, with
+    every operation run twice, to see that it reproduces and how long it takes. When its backward has ended a
+    plan is made, and later steps run under it. The plan of a larger step serves smaller ones; steps in
+    another mode, in autocast, in other dtypes or with other parameters that train are profiled and get plans
+    of their own. Called again for a limited model, it replaces the limit.
 
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``. What

@@ -61,7 +61,7 @@ def _end(tables: list[dict[int, weakref.ref[Any]]]) -> None:
     if watched.native is not None:
         for table in tables:
             watched.native.unwatch(list(table))
-    settle()
+    drop_idle_key()
 
 
 class _Watched:
@@ -93,7 +93,7 @@ def any_watched() -> bool:
     return len(_watched().watches) > 0
 
 
-def settle() -> None:
+def drop_idle_key() -> None:
     """Take the key out of this thread where no storage is watched."""
     if not any_watched():
         private.include_key(PARSED, False)

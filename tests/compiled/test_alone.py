@@ -1,4 +1,4 @@
-"""Under Inductor the first cut for fixed sizes is compiled unseen, and its peak is read meanwhile."""
+"""Under Inductor the first cut for fixed sizes is compiled before it is priced: its peak is read then."""
 
 from __future__ import annotations
 

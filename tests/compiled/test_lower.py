@@ -12,8 +12,8 @@ import lowtide
 from lowtide.compiled import lower, price
 from lowtide.compiled.capture import Graph
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.lower import profile_generated
-from lowtide.compiled.price import profile
+from lowtide.compiled.lower import memory_of_generated
+from lowtide.compiled.price import memory_by_call
 from lowtide.private import FakeTensorMode, partitioning
 from lowtide.private.captured import Captured
 from lowtide.trace.costs.specs import OpCost
@@ -56,8 +56,8 @@ def call(args):
 def test_tensors_of_the_host_take_no_memory_of_the_card_in_either_ledger(device: torch.device) -> None:
     module, beside = graph_of(device), 2 * 4000 if device == HOST else 0
     text = TEXT.format(kind=device.type)
-    generated = profile_generated(text, module, device, (), lambda *_: 0, partitioning.hint)
-    by_call, joint = profile(module, device, ()), Joint(module, 2, ())
+    generated = memory_of_generated(text, module, device, (), lambda *_: 0, partitioning.hint)
+    by_call, joint = memory_by_call(module, device, ()), Joint(module, 2, ())
     assert generated.peak_bytes == 3 * 4000 + beside
     assert generated.end_bytes == by_call.end_bytes == 4000 + beside // 2
     assert by_call.peak_bytes == 2 * 4000 + beside // 2
@@ -67,8 +67,8 @@ def test_tensors_of_the_host_take_no_memory_of_the_card_in_either_ledger(device:
 
 def test_a_graph_on_the_host_takes_nothing_of_the_card_whose_step_it_is_a_part_of() -> None:
     module, text = graph_of(HOST), TEXT.format(kind="cpu")
-    generated = profile_generated(text, module, GPU, (), lambda *_: 0, partitioning.hint)
-    by_call, joint = profile(module, GPU, ()), Joint(module, 2, (), counted=GPU)
+    generated = memory_of_generated(text, module, GPU, (), lambda *_: 0, partitioning.hint)
+    by_call, joint = memory_by_call(module, GPU, ()), Joint(module, 2, (), counted=GPU)
     assert (generated.peak_bytes, generated.end_bytes, generated.traffic.bytes) == (0, 0, 2 * 12000)
     assert (by_call.peak_bytes, by_call.end_bytes) == (0, 0)
     assert joint.device == GPU and set(joint.bytes.values()) == {0}
@@ -87,7 +87,7 @@ def test_a_captured_graph_on_the_host_takes_nothing_of_the_card() -> None:
     torch.compile(lambda x: (x @ x.t()).sin() * 2, backend=backend)(x).sum().backward()
     candidates = found[0].candidates
     assert candidates is not None and candidates.device == "cuda:0"
-    assert candidates.plain.kept and not any(candidates.plain.kept.values())
+    assert candidates.plain.saved_bytes and not any(candidates.plain.saved_bytes.values())
     assert candidates.plain.forward_bytes == candidates.plain.backward_bytes() == 0
     assert candidates.plain.seconds > 0  # of the host
 
@@ -123,15 +123,15 @@ def test_memory_that_nobody_predicts_is_refused(made: str, says: str) -> None:
     )
     assert made in text
     with pytest.raises(lowtide.PlanError, match=says):
-        profile_generated(text.format(kind="cuda"), graph_of(GPU), GPU, (), lambda *_: 0, partitioning.hint)
+        memory_of_generated(text.format(kind="cuda"), graph_of(GPU), GPU, (), lambda *_: 0, partitioning.hint)
 
 
 def test_what_lies_askew_is_copied_for_a_kernel_that_takes_it_for_aligned() -> None:
     module = graph_of(GPU)
     x = next(node for node in module.graph.nodes if node.name == "primals_2")
     text = TEXT.format(kind="cuda")
-    plain = profile_generated(text, module, GPU, ("primals_2",), lambda *_: 0, partitioning.hint)
+    plain = memory_of_generated(text, module, GPU, ("primals_2",), lambda *_: 0, partitioning.hint)
     with x.meta["val"].fake_mode:
         x.meta["val"] = torch.empty(1001, device=GPU).as_strided((50, 20), (20, 1), 1)
-    askew = profile_generated(text, module, GPU, ("primals_2",), lambda *_: 0, partitioning.hint)
+    askew = memory_of_generated(text, module, GPU, ("primals_2",), lambda *_: 0, partitioning.hint)
     assert (plain.peak_bytes, askew.peak_bytes) == (2 * 4000, 3 * 4000)

@@ -53,7 +53,7 @@ class Look(inductor.CustomPartitionerFn):
         self.joint = joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
         self.costs = costs_of(joint)
         self.halves = partitioning.min_cut(joint.module, num_fwd_outputs, ())
-        self.profiles = Generated(joint, {}, {}, self.halves)(joint.size)
+        self.memory = Generated(joint, {}, {}, self.halves)(joint.size)
         raise Seen
 
     def uuid(self) -> None:
@@ -94,7 +94,7 @@ class Words(nn.Module):
 def test_what_a_backward_computes_within_its_readers_takes_no_memory() -> None:
     x = torch.randn(ROWS, 16, dtype=torch.bfloat16, requires_grad=True)
     found = look_at(Words(), x, torch.randint(2048, (ROWS,)))
-    joint, (_, backward) = found.joint, found.profiles
+    joint, (_, backward) = found.joint, found.memory
     writes = [joint.bytes[key] for call in joint.calls if not call.forward for key in call.writes]
     assert max(writes) == 2 * ROWS * 2048  # the logits' gradient, and not its float32 before it
     assert backward.peak_bytes < 3 * 2 * ROWS * 2048
@@ -145,7 +145,7 @@ def test_what_a_kernel_writes_over_what_it_reads_counts_once() -> None:
 
 
 def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: Look) -> None:
-    forward, backward = (profile.traffic for profile in look.profiles)
+    forward, backward = (half.traffic for half in look.memory)
     assert (forward.masks_written, forward.masks_read) == (ROWS * WIDTH, 0)
     assert (backward.masks_written, backward.masks_read) == (0, ROWS * WIDTH)
     assert forward.bytes >= 4 * ROWS * WIDTH  # the ReLU, in place

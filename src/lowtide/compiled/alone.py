@@ -92,10 +92,10 @@ class Partitioner(Cutter):
         self.budget, self.tiers, self.wishes = budget, tiers, wishes
         self._standing = standing
         self._report = Report() if report is None else report
-        self._unseen: _Unseen | None = None
+        self._compiled_first: _CompiledFirst | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_standing": None, "_report": Report(), "_unseen": None}
+        return {**self.__dict__, "_standing": None, "_report": Report(), "_compiled_first": None}
 
     def compile(self, module: Any, inputs: Any) -> Any:
         """Compile a graph that is a whole step. Where compiled code comes from the disk, so does its plan.
@@ -114,7 +114,7 @@ class Partitioner(Cutter):
         compile = functools.partial(compile_graph, module, inputs, options, self, at_once=at_once)
         with inductor.reading(texts.append):
             if at_once:
-                compiled = self._unseen_first(compile, texts)
+                compiled = self._compile_first(compile, texts)
             if compiled is None:
                 texts.clear()
                 compiled = compile()
@@ -131,25 +131,25 @@ class Partitioner(Cutter):
             self._report.planned += known
         return compiled
 
-    def _unseen_first(self, compile: Callable[..., Any], texts: list[str]) -> Any:
+    def _compile_first(self, compile: Callable[..., Any], texts: list[str]) -> Any:
         """What is compiled by the first cut that proves good; nothing where no text was generated to see that
         by.
         """
-        self._unseen = unseen = _Unseen()
+        self._compiled_first = first = _CompiledFirst()
         try:
             while True:
                 try:
-                    compiled = compile(inner=unseen.compile)
+                    compiled = compile(inner=first.compile)
                 except CutRefused:
                     texts.clear()
                     continue
-                if unseen.candidate is not None:
+                if first.candidate is not None:
                     return None
-                if unseen.chosen is not None:
-                    self._report.add(unseen.chosen)
+                if first.chosen is not None:
+                    self._report.add(first.chosen)
                 return compiled
         finally:
-            self._unseen = None
+            self._compiled_first = None
 
     def halves(self, joint: Joint) -> Halves:
         """Forward and backward within the budget."""
@@ -172,12 +172,12 @@ class Partitioner(Cutter):
             standing = standing_at(at.size)
             return choice_alone(at, budget, standing, self.options, self.tiers, self.after_bytes)
 
-        if self._unseen is not None and fixed:
+        if self._compiled_first is not None and fixed:
 
             def search(budget: str | int) -> Search:
                 return choice(budget, joint).search()
 
-            return self._unseen.begin(joint, search, self.budget, self._report.planned)
+            return self._compiled_first.begin(joint, search, self.budget, self._report.planned)
 
         def plan_at(size_of: Size) -> Chosen:
             at = joint if size_of is joint.size else replace(joint, size=size_of)
@@ -195,7 +195,7 @@ class Partitioner(Cutter):
         return digest(self.budget, self.options, standing, tiers, self.after_bytes, self.wishes)
 
 
-class _Unseen:
+class _CompiledFirst:
     """Compiles cuts of a graph that is a whole step before they are priced. Each is priced by the text that
     Inductor generates meanwhile, and its compilation ends where it is not good.
 

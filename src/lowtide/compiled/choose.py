@@ -55,9 +55,9 @@ DOUBT = 0.1
 """Share by which a plain peak from single calls may be off: a budget so near to it prices the plain cut."""
 
 ABOVE_LEAST = (1.01, 1.03)
-"""Of the smallest peak that the planner finds, what is asked for under Inductor, too: what is allocated does
-not rise with that. The smallest budget became 0.5 % less for a T5 by the first, 6 % on blocks of width 32 by
-the second, and the same on others.
+"""Peaks that the planner is asked for under Inductor, too, as factors of the smallest that it finds: a plan
+with a higher peak by single calls may allocate less. The smallest budget became 0.5 % less for a T5 by the
+first factor, 6 % less on blocks of width 32 by the second, and stayed as it was on other models.
 """
 
 SURE = 1.001
@@ -173,7 +173,7 @@ class Choice:
         """The most live bytes at each moment when each call is cut so."""
         calls, found = self.timeline.calls, []
         for moment in self.timeline.moments:
-            lent = moment.lent_beside((calls[n], cuts[n].kept) for n in moment.waiting)
+            lent = moment.lent_beside((calls[n], cuts[n].saved_bytes) for n in moment.waiting)
             takes = (self._bytes(moment, number, cuts[number], lent) for number in moment.calls)
             found.append(moment.bytes + sum(takes))
         return found
@@ -193,7 +193,7 @@ class Choice:
         """
         call = self.timeline.calls[number]
         if number != moment.call:
-            return moment.held_bytes(call, cut.kept) + cut.copied_bytes
+            return moment.held_bytes(call, cut.saved_bytes) + cut.copied_bytes
         if moment.kind == "forward":
             return cut.forward_bytes
         return cut.backward_bytes(lent)
@@ -217,13 +217,13 @@ class Choice:
         return _at_once(self.search())
 
     def search(self) -> Search:
-        """As `chosen`, step by step.
+        """The search of `choose`, step by step: it yields cuts that are to be priced, or ``None``.
 
         Raises:
             BudgetError: none are found that fit.
         """
         for one in dict.fromkeys(one for one in self.candidates if self.candidates.count(one) > 1):
-            one.look()  # layers that share a graph are cut in few ways, so these are mixed
+            one.price_extremes()  # layers that share a graph are cut in few ways, so these are mixed
         if self._share and budgets.parse(self.budget, 100) >= 100:
             yield self._plain
         exact = not self.fused or self._share
@@ -248,7 +248,7 @@ class Choice:
         if plan is None:
             asked = next(iter(self.tried.values()))
             bound = Bound(asked.bound_extra_seconds, asked.bound_peak_bytes)
-            values = {value for (n, key), value in self.step.value_of.items() if key in best[n].kept}
+            values = {value for (n, key), value in self.step.value_of.items() if key in best[n].saved_bytes}
             plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
         return self._result(best, plan, limit, plain_peak)
 
@@ -310,7 +310,7 @@ class Choice:
     def _least(self) -> Generator[Cuts | None, None, int]:
         """As `_smallest`, step by step."""
         for one in dict.fromkeys(self.candidates) if self.candidates[0].standing_bytes is None else ():
-            one.look()
+            one.price_extremes()
         plan = at_or_smallest(self.step.graph, 1, self.policy)
         cuts = self._meant(plan)
         yield cuts

@@ -283,7 +283,7 @@ class Flow:
         """
         self.codes += 1
         if not (self.graphs or self._in_parts()) and captured.is_whole_step(module):
-            with self.unseen(), working("compiling", "compiled within the budget") as work:
+            with self.outside_step(), working("compiling", "compiled within the budget") as work:
                 before = len(self.report.planned)
                 try:
                     compiled = self._partitioner(module).compile(module, inputs)
@@ -297,7 +297,7 @@ class Flow:
                 "tiers are for a model that is one graph and returns its loss alone: leave tiers out, or "
                 "compile the model together with its loss (fullgraph=True names graph breaks)"
             )
-        with self.unseen():
+        with self.outside_step():
             seen = captured.Captured(module, inputs)
             graph = Graph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
         if graph.candidates is not None:  # else no part of a step
@@ -313,7 +313,7 @@ class Flow:
         rest = self.report, self.tiers, wishes, self._after()
         return Partitioner(self.budget, standing, self.options, *rest)
 
-    def unseen(self) -> AbstractContextManager[None]:
+    def outside_step(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""
         recording = self._step.recording
         return nullcontext() if recording is None else recording.paused()

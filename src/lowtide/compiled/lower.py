@@ -38,9 +38,9 @@ from lowtide.trace.costs.specs import described_call, runnable
 Size = Callable[[Any], int]
 """A size as a number."""
 
-Profiles = Callable[..., "tuple[Profile, Profile]"]
-"""What two halves do to memory, for sizes as numbers, and by what others hold to its end of what the backward
-is handed: storages by name, or the graph's inputs.
+HalvesBytes = Callable[..., "tuple[HalfBytes, HalfBytes]"]
+"""From sizes as numbers to what forward and backward do to memory. A second argument names the storages that
+the backward is handed and others hold until it has ended; without it these are the graph\'s inputs.
 """
 
 
@@ -60,7 +60,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Profile:
+class HalfBytes:
     """What a forward or backward does to memory.
 
     Attributes:
@@ -81,7 +81,7 @@ class CutRefused(BaseException):
 
 
 class Generated:
-    """Profiles of halves that Inductor generates code for, by the text of that code.
+    """What halves do to memory that Inductor generates code for, by the text of that code.
 
     Args:
         joint: the graph.
@@ -96,7 +96,7 @@ class Generated:
         self._joint, self._options, self._halves = joint, options, halves
         self._scratch = Scratch(known_scratch), Scratch(known_scratch)
         self._texts: dict[bool, tuple[str, fx.GraphModule, inductor.Strides]] = {}  # by whether of backward
-        self._forward: dict[Size, Profile] = {}
+        self._forward: dict[Size, HalfBytes] = {}
 
     @property
     def priced(self) -> bool:
@@ -146,23 +146,23 @@ class Generated:
         text, _ = inductor.generated(backward, True, self._options, strides, donated)
         self.read(text, backward, strides, True)
 
-    def forward_at(self, size_of: Size) -> Profile:
+    def forward_at(self, size_of: Size) -> HalfBytes:
         """The forward alone, whose text is known."""
         if size_of not in self._forward:
             text, half, strides = self._texts[False]
             lent, device = self._joint.inputs_in(), self._joint.device
             scratch = self._scratch[0].run(device)
-            self._forward[size_of] = profile_generated(text, half, device, lent, scratch, size_of, strides)
+            self._forward[size_of] = memory_of_generated(text, half, device, lent, scratch, size_of, strides)
         return self._forward[size_of]
 
-    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
+    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[HalfBytes, HalfBytes]:
         if not self.priced:
             self._lower()
         one, (text, half, strides) = self.forward_at(size_of), self._texts[True]
         held = self._joint.inputs_in(lent) - one.copied.keys()
         device = self._joint.device
         scratch = self._scratch[1].run(device)
-        return one, profile_generated(text, half, device, held, scratch, size_of, strides)
+        return one, memory_of_generated(text, half, device, held, scratch, size_of, strides)
 
 
 # ---- of generated text ----------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class _Ledger(TorchDispatchMode):
             self.filled.discard(key)  # addresses are used again
 
 
-def profile_generated(
+def memory_of_generated(
     text: str,
     module: fx.GraphModule,
     device: torch.device,
@@ -325,7 +325,7 @@ def profile_generated(
     scratch: Ask,
     size_of: Callable[[Any], int],
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
-) -> Profile:
+) -> HalfBytes:
     """Live bytes of a half, by the text that Inductor generates for it.
 
     Args:
@@ -361,7 +361,7 @@ def profile_generated(
         copied = _copied(returned, kept, lent, ledger)
         del kept
     traffic = Traffic(ledger.moved, ledger.masks_written, ledger.masks_read)
-    return Profile(ledger.peak, end, copied, traffic)
+    return HalfBytes(ledger.peak, end, copied, traffic)
 
 
 def _copied(names: list[str], kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:

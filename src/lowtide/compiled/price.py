@@ -23,7 +23,7 @@ from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
 from lowtide.compiled.kernels import kernel_costs
-from lowtide.compiled.lower import Generated, Profile, Profiles, Size, Traffic
+from lowtide.compiled.lower import Generated, HalfBytes, HalvesBytes, Size, Traffic
 from lowtide.compiled.moving import arriving_bytes, with_moves
 from lowtide.compiled.profile import GraphCall, Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
@@ -174,14 +174,14 @@ def parts_of(costs: Mapping[str, CallCost]) -> dict[str, float]:
 # ---- halves that run call by call ------------------------------------------------------------------
 
 
-def profile(
+def memory_by_call(
     module: fx.GraphModule,
     device: torch.device,
     lent: Collection[str],
     scratch: Callable[[fx.Node], int] = lambda node: 0,
     size_of: Callable[[Any], int] = partitioning.hint,
     surplus: Mapping[str, int] = MappingProxyType({}),
-) -> Profile:
+) -> HalfBytes:
     """Live bytes of ``module`` run call by call.
 
     Args:
@@ -236,7 +236,7 @@ def profile(
                 let_go(source)
         if not node.users:
             let_go(node)
-    return Profile(peak, live)
+    return HalfBytes(peak, live)
 
 
 def _storages(value: Any, size_of: Callable[[Any], int], device: torch.device) -> dict[int, int]:
@@ -250,7 +250,7 @@ def _storages(value: Any, size_of: Callable[[Any], int], device: torch.device) -
 
 
 class ByCall:
-    """Profiles of halves that run call by call.
+    """What halves do to memory that run call by call.
 
     Args:
         joint: the graph.
@@ -264,7 +264,7 @@ class ByCall:
         self._joint, self._costs, self._halves = joint, costs, halves
         self._calls = {call.node.name: call for call in joint.calls}
 
-    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
+    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[HalfBytes, HalfBytes]:
         joint, calls, (forward, backward) = self._joint, self._calls, self._halves
 
         def at(count: int, call: JointCall) -> int:
@@ -284,10 +284,10 @@ class ByCall:
         }
         handed = {node.name for node in backward.graph.nodes}
         returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
-        unseen = returned.difference(handed, lent or ())
-        loss = sum(count for key, count in surplus.items() if key in unseen)
-        first = profile(forward, joint.device, joint.inputs_in(), scratch, size_of, surplus)
-        second = profile(backward, joint.device, joint.inputs_in(lent), scratch, size_of, surplus)
+        not_handed = returned.difference(handed, lent or ())
+        loss = sum(count for key, count in surplus.items() if key in not_handed)
+        first = memory_by_call(forward, joint.device, joint.inputs_in(), scratch, size_of, surplus)
+        second = memory_by_call(backward, joint.device, joint.inputs_in(lent), scratch, size_of, surplus)
         return first, replace(second, peak_bytes=second.peak_bytes + loss)
 
 
@@ -303,7 +303,7 @@ class CandidateCut:
     Attributes:
         stored: storages that forward hands to backward; ``None`` for the cut of `torch.compile` itself.
         halves: forward and backward.
-        kept: the storages that are handed over -> bytes, inputs of the graph among them.
+        saved_bytes: the storages that forward hands to backward -> bytes, inputs of the graph among them.
         code: what the backend runs for the halves.
         at: what the halves do to memory, for sizes as numbers.
         size: those at hand.
@@ -312,11 +312,11 @@ class CandidateCut:
 
     stored: frozenset[Key] | None
     halves: Halves
-    kept: dict[Key, int]
+    saved_bytes: dict[Key, int]
     code: ByCall | Generated
-    at: Profiles
+    at: HalvesBytes
     size: Size
-    price: Callable[[tuple[Profile, Profile]], float]
+    price: Callable[[tuple[HalfBytes, HalfBytes]], float]
 
     @functools.cached_property
     def seconds(self) -> float:
@@ -378,7 +378,7 @@ class CandidateCuts:
         self.timeline = self._alone(standing_bytes or 0, tangents).ending_with(after_bytes)
         self._known_scratch: dict[str, int] = {}
         self._found: dict[object, CandidateCut] = {}
-        self._by_kept: dict[object, CandidateCut] = {}
+        self._by_saved: dict[object, CandidateCut] = {}
 
     def _alone(self, standing: int, tangents: Sequence[Key]) -> Timeline:
         """The step that is this graph, whose backward is the last to hold the gradients that it is given."""
@@ -390,7 +390,7 @@ class CandidateCuts:
     @property
     def priced(self) -> list[CandidateCut]:
         """The candidates whose halves were lowered, so that their bytes and seconds are known."""
-        return [one for one in self._by_kept.values() if one.code.priced]
+        return [one for one in self._by_saved.values() if one.code.priced]
 
     @functools.cached_property
     def costs(self) -> dict[str, CallCost]:
@@ -411,7 +411,7 @@ class CandidateCuts:
         """What is stored where the graph alone takes the least memory."""
         return frozenset(self.step.keys_of(make(self.step.graph, None, progress=False).stored, 0))
 
-    def look(self) -> None:
+    def price_extremes(self) -> None:
         """Price the cut of `torch.compile`, the smallest one, and that which stores all that backward
         reads.
         """
@@ -446,17 +446,17 @@ class CandidateCuts:
                 halves = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
             else:
                 halves = cut(joint, stored)
-            kept = kept_by(joint, halves[0])
-            same = frozenset(kept), way  # sets that differ in what backward never reads are one cut
-            if same not in self._by_kept:
+            saved_bytes = saved_by(joint, halves[0])
+            same = frozenset(saved_bytes), way  # sets that differ in what backward never reads are one cut
+            if same not in self._by_saved:
                 tiers = {key: how for key, how in moves.items() if isinstance(how, Offload)}
                 if tiers:
                     halves = with_moves(*halves, joint.forward_outputs, tiers, way[1])
                 more = plan.transfer_seconds if plan and moves else 0.0
                 code, price = self._code(halves, stored), functools.partial(self._seconds, halves, more)
-                at: Profiles = functools.cache(code)
-                self._by_kept[same] = CandidateCut(stored, halves, kept, code, at, joint.size, price)
-            self._found[stored, way] = self._by_kept[same]
+                at: HalvesBytes = functools.cache(code)
+                self._by_saved[same] = CandidateCut(stored, halves, saved_bytes, code, at, joint.size, price)
+            self._found[stored, way] = self._by_saved[same]
         return self._found[stored, way]
 
     def _code(self, halves: Halves, stored: frozenset[Key] | None) -> ByCall | Generated:
@@ -465,20 +465,20 @@ class CandidateCuts:
         more = inductor.UNVECTORISED if stored is None else {}  # lowered where a share asks for its peak
         return Generated(self.joint, {**self.options, **more}, self._known_scratch, halves)
 
-    def _seconds(self, halves: Halves, more: float, profiles: tuple[Profile, Profile]) -> float:
+    def _seconds(self, halves: Halves, more: float, memory: tuple[HalfBytes, HalfBytes]) -> float:
         """Seconds of two halves, by the traffic of their kernels, plus ``more`` seconds for moves."""
-        both, parts = zip(halves, profiles, strict=True), parts_of(self.costs)
+        both, parts = zip(halves, memory, strict=True), parts_of(self.costs)
         return more + sum(
             half_seconds(half, seen.traffic, parts, self._runs_on, self._room) for half, seen in both
         )
 
     def likely_seconds(self, candidate: CandidateCut) -> float:
-        """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
-        be compared with other cuts of the graph.
+        """Seconds of a cut whose kernels have not been generated: of its single calls, and of the masks that
+        forward hands to backward. To be compared with those of other cuts of the graph.
         """
         alone = {name: cost.seconds for name, cost in self.costs.items()}
-        dtypes = {key: self.joint.root[key].meta["val"].dtype for key in candidate.kept}
-        masks = sum(count for key, count in candidate.kept.items() if dtypes[key] == torch.bool)
+        dtypes = {key: self.joint.root[key].meta["val"].dtype for key in candidate.saved_bytes}
+        masks = sum(count for key, count in candidate.saved_bytes.items() if dtypes[key] == torch.bool)
         both = zip(candidate.halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
         return sum(half_seconds(half, traffic, alone, self._runs_on, self._room) for half, traffic in both)
 
@@ -491,7 +491,7 @@ class CandidateCuts:
         return max(0, candidate.backward_bytes() - max(without, candidate.forward_bytes))
 
 
-def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
+def saved_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
     """The storages that a forward hands to its backward -> bytes."""
     output = next(iter(reversed(forward.graph.nodes)))
     saved = [joint.names.get(getattr(node, "name", "")) for node in output.args[0][joint.forward_outputs :]]

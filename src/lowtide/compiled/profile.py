@@ -36,14 +36,14 @@ class GraphCall:
     Attributes:
         number: position among the step's forwards.
         graph: what was called.
-        kept: what the recorded cut keeps for backward -> bytes.
+        saved_bytes: what the recorded cut saves for backward -> bytes.
         lies: the graph's inputs and outputs -> numbers of the storages that they lie in.
         saved: addresses of what backward is handed, by which it is known again.
     """
 
     number: int
     graph: Any
-    kept: Mapping[Key, int] = field(default_factory=dict)
+    saved_bytes: Mapping[Key, int] = field(default_factory=dict)
     lies: dict[Key, int] = field(default_factory=dict)
     saved: tuple[int, ...] = ()
 
@@ -55,13 +55,14 @@ class Moment:
     Attributes:
         kind: a ``forward`` or ``backward`` of a compiled graph, or what runs in a ``gap`` between them.
         call: whose it is.
-        bytes: what stands when it begins without what compiled graphs keep; of a gap the most at any time.
+        bytes: live when it begins, of a gap the most at any time; without what compiled graphs save
+            for backward.
         waiting: calls, other than its own, whose backward is to come.
-        alive: numbers of storages that go in and out of graphs and are there.
-        lent: of a backward, what others hold beyond it of its graph's inputs and outputs; ``None`` where
-            that is the inputs.
-        own: of a backward, what it is handed of these and nobody holds when it has ended, and the numbers of
-            these storages; no part of ``bytes``.
+        alive: numbers of the live storages among those that are inputs or outputs of compiled graphs.
+        lent: of a backward, the inputs and outputs of its graph that others hold when it has ended; ``None``
+            for the inputs.
+        own: of a backward, the inputs and outputs of its graph that it is handed and nobody holds when it has
+            ended, with the numbers of their storages; no part of ``bytes``.
         gradients: how many of ``bytes`` are parameters' gradients when it begins.
     """
 
@@ -79,10 +80,10 @@ class Moment:
         """The calls that take memory: those whose backward is to come, and the call that runs."""
         return self.waiting if self.call is None else (*self.waiting, self.call)
 
-    def held_bytes(self, call: GraphCall, kept: Mapping[Key, int]) -> int:
+    def held_bytes(self, call: GraphCall, saved_bytes: Mapping[Key, int]) -> int:
         """Bytes that a call whose backward is to come holds at this moment, and that nobody else holds."""
         standing = self.alive.difference(self.own.values())
-        return sum(count for key, count in kept.items() if call.lies.get(key) not in standing)
+        return sum(count for key, count in saved_bytes.items() if call.lies.get(key) not in standing)
 
     def lent_beside(self, others: Iterable[tuple[GraphCall, Mapping[Key, int]]]) -> frozenset[Key] | None:
         """The storages of a backward's inputs that others hold until the backward has ended.
@@ -90,7 +91,7 @@ class Moment:
         Args:
             others: calls whose backward is to come, and what each keeps for it.
         """
-        held = {call.lies[key] for call, kept in others for key in kept if key in call.lies}
+        held = {call.lies[key] for call, saved_bytes in others for key in saved_bytes if key in call.lies}
         more = {key for key, number in self.own.items() if number in held}
         return self.lent | more if more and self.lent is not None else self.lent
 
@@ -233,7 +234,7 @@ class Recording:
     ) -> None:
         """A forward has ended, with these outputs and these tensors for its backward."""
         self._watch(call, returned)
-        call.kept = {key: self._bytes(tensor) for key, tensor in saved.items()}
+        call.saved_bytes = {key: self._bytes(tensor) for key, tensor in saved.items()}
         call.saved = tuple(storage_key(tensor) for tensor in saved.values())
         self._waiting[call.number] = call
         self._go_on()
@@ -249,7 +250,9 @@ class Recording:
             self._queued = True
             at_backward_end(self._end_of_backward)
         self._gap()
-        tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
+        tangents = {
+            key: one for key, one in given.items() if key not in call.lies and key not in call.saved_bytes
+        }
         self._watch(call, tangents)
         self._handed = {key: self._bytes(one) for key, one in given.items() if key in call.lies}
         self._add("backward", call, self._live)
@@ -302,8 +305,8 @@ class Recording:
         waiting = tuple(number for number in self._waiting if call is None or number != call.number)
         number = None if call is None else call.number
         moment = Moment(kind, number, bytes_, waiting, alive, gradients=self._begun_with)
-        kept = sum(moment.held_bytes(one, one.kept) for one in self._waiting.values())
-        self.timeline.moments.append(replace(moment, bytes=bytes_ - kept))
+        saved = sum(moment.held_bytes(one, one.saved_bytes) for one in self._waiting.values())
+        self.timeline.moments.append(replace(moment, bytes=bytes_ - saved))
 
     def _bytes(self, tensor: torch.Tensor) -> int:
         """What a tensor holds of the device whose memory counts."""

@@ -80,8 +80,10 @@ def block_changes(
 
 
 def _within(operation: Operation | None, made: dict[BlockName, int]) -> Iterator[tuple[BlockName, int]]:
-    """The blocks of one operation, which leaves those that it ``made``. Where its blocks were not recorded,
-    its scratch is there beside these: what is left over 512 bytes is a counter or a flag, a block of its own.
+    """What one operation asks of the allocator: names of blocks with their bytes, 0 where one is given back.
+    The blocks in ``made`` are its results, and stay. Where the operation's blocks were not recorded, its
+    scratch is asked for beside the results, in one block; scratch bytes beyond a multiple of 512 are a
+    counter or a flag, in a second block.
     """
     blocks, left = operation.blocks if operation is not None else (), defaultdict[int, list[BlockName]](list)
     if blocks:

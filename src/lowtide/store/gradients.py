@@ -64,7 +64,9 @@ class GradientSlab:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_into, view)))
 
     def remove(self) -> None:
-        """Let gradients live where backward makes them again; those that are there stay."""
+        """From now on gradients stay where backward makes them. Those in the slab stay in it, until set to
+        ``None``.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

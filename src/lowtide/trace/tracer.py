@@ -465,9 +465,9 @@ class Tracer:
             operations.append(Operation(*head, not why, why, seconds, scratch, op.source, op.region, blocks))
         values: list[Value] = []
         for number, v in enumerate(self.values):
-            stands = number in storable or v.storage in stays
+            is_storable = number in storable or v.storage in stays
             dtype = _name_of(v.dtype)
-            values.append(Value(number, v.storage, v.version, v.producer, stands, v.shape, dtype))
+            values.append(Value(number, v.storage, v.version, v.producer, is_storable, v.shape, dtype))
         fixed = behind | resized
         graph = StepGraph(
             tuple(operations),

@@ -132,7 +132,7 @@ def test_a_step_above_a_plan_that_changes_nothing_is_not_said_to_have_run_other_
         loss.backward()
     said = [str(one.message) for one in caught if "above the budget" in str(one.message)]
     assert x is not None and handle.plan is not None
-    assert len(said) == 1 and "it ran other operations" not in said[0] and "looks at the next one" in said[0]
+    assert len(said) == 1 and "it ran other operations" not in said[0] and "profiles the next one" in said[0]
 
 
 @pytest.mark.skipif(not meter.available(), reason="needs the counting allocator")

@@ -113,7 +113,7 @@ SAID: list[tuple[State, tuple[Fact, ...], str]] = [
     (S.PLANNED, ("longer", "profiles left"), "plans again with that much less"),
     (S.VARYING, ("longer", "departed", "differs", "late buffer"), "later steps leave"),
     (S.PLANNED, ("differs", "departed", "longer", "profiles left"), "other operations each time"),
-    (S.DOUBTED, ("differs", "departed", "profiles left", "more backwards"), "lowtide looks at the next"),
+    (S.DOUBTED, ("differs", "departed", "profiles left", "more backwards"), "lowtide profiles the next"),
     (S.PLANNED, ("departed", "more backwards", "late buffer"), "retain_graph=True"),
     (S.PLANNED, ("late buffer",), "a thread of the process group"),
     (S.DOUBTED, ("differs", "unrecorded"), "plans again with that much less"),

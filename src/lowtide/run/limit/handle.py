@@ -21,7 +21,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.graph import StepGraph
-from lowtide.interception import settle
+from lowtide.interception import drop_idle_key
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import check_optimizer
@@ -337,7 +337,7 @@ class Handle(LimitHandle):
         limiter.uninstall()
         if limiter.own_stores:
             limiter.stores.close()
-        settle()
+        drop_idle_key()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ import torch
 from lowtide import accelerator, private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph, no_collection
-from lowtide.interception import alone, settle
+from lowtide.interception import alone, drop_idle_key
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
@@ -280,8 +280,8 @@ class Limiter:
 
     @contextmanager
     def _metering_gathered(self) -> Iterator[None]:
-        """Have main memory's meter count what FSDP gathers weights into, in later steps, too: a storage that
-        is filled again asks the allocator that it first had.
+        """Have main memory's meter count the storages that FSDP gathers weights into. The meter is their
+        allocator, and a storage keeps the allocator of its first step, a step without a limit included.
         """
         seen = open_peak(torch.device("cpu")) if private.units(self.model) else None
         try:
@@ -304,7 +304,7 @@ class Limiter:
         """
         self.engagement.end()
         self.visible = False
-        settle()
+        drop_idle_key()
         step = self.local.step
         if step is None:
             return None
@@ -440,7 +440,7 @@ class Limiter:
             profiler.close()
             return
         twice = "every operation ran twice" if profiler.verified else "no operation ran twice"
-        took("looked at a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
+        took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         with no_collection():  # of the many small objects that describe the step, none is garbage
             self._take_in(entry, profiler, profiler.graph(), users=True)
 

@@ -53,8 +53,6 @@ from lowtide.run.messages import LEAST, Once, warn
 from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text
 
-Policy = str | Callable[..., Plan]
-
 _SEARCH_SECONDS = 1.0
 """How long a search may take that a step waits for."""
 
@@ -95,7 +93,7 @@ class PlanMaker:
         model: torch.nn.Module,
         groups: Callable[[], Mapping[str, Any]],
         budget: str | int | None,
-        policy: Policy,
+        policy: str | Callable[..., Plan],
         optimizer: torch.optim.Optimizer | None = None,
         progress: bool | None = None,
         reserved: bool | None = None,
@@ -367,7 +365,7 @@ class PlanMaker:
         target = max(1, most - left if evicts else most)
         return choose(graph, most, policy=self._policies(graph)[0], target=target)
 
-    def _policies(self, graph: StepGraph) -> tuple[Policy, Callable[..., Plan] | None]:
+    def _policies(self, graph: StepGraph) -> tuple[str | Callable[..., Plan], Callable[..., Plan] | None]:
         """The policy, with an end to its search: a training step waits for it. And the one that goes on in a
         process of its own, or ``None``.
         """

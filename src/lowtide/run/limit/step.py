@@ -57,7 +57,7 @@ class Why(NamedTuple):
     states: tuple[State, ...] = ()
 
 
-_DEPARTED = "it ran other operations than the step that was planned for, and lowtide looks at the next one"
+_DEPARTED = "it ran other operations than the step that was planned for, and lowtide profiles the next one"
 
 WHY: tuple[Why, ...] = (
     Why(
@@ -78,7 +78,7 @@ WHY: tuple[Why, ...] = (
     Why(
         ("unrecorded", "profiles left"),
         "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
-        "lowtide looks at the next one",
+        "lowtide profiles the next one",
     ),
     Why(("longer", "profiles left"), _DEPARTED, (State.VARYING,)),
     Why((), "later steps leave that much more free", (State.VARYING,)),

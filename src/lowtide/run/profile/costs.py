@@ -152,7 +152,7 @@ class Costs:
                 result, seconds = self.clock.time(call)
                 left = max(0, seen.live_bytes)
                 if self.device.type == "cpu" and cost.in_place:
-                    left = self.left_bytes = _settled(seen)
+                    left = self.left_bytes = _bytes_left(seen)
                 elif self.device.type == "cpu" and cost.is_collective:  # Gloo's threads; NCCL has streams
                     left = 0 if cost.writes else sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
@@ -277,7 +277,7 @@ def _await_threads(seen: Peak, left: int) -> None:
         time.sleep(0)
 
 
-def _settled(seen: Peak) -> int:
+def _bytes_left(seen: Peak) -> int:
     """Bytes that are left once the threads that carried out a collective have let go of their buffers."""
     left, same = max(0, seen.live_bytes), 0
     for _ in range(_POLLS):

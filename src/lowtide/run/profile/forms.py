@@ -61,7 +61,7 @@ class Forms:
         module = cpp_recorder() if tracer.device.type == "cpu" else None
         if module is None or (tape.verify and not digest_address()):
             return
-        self.cpp = module.Profile(
+        self.cpp = module.ProfileRecorder(
             tape=tape,
             tracer=tracer,
             begun=under_way.begun,

@@ -383,7 +383,7 @@ class Profiler(Interceptor):
             return Wrapped(tensor, self.pack)
         if self.tracer.closed or not has_plain_storage(tensor):
             return Kept(tensor)
-        self.settle()
+        self.keep_overwritten()
         with unseen():
             number, droppable = self.tracer.packs(tensor)
             packed = SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable))
@@ -403,14 +403,14 @@ class Profiler(Interceptor):
 
     def note_overwritten(self, written: list[torch.Tensor]) -> None:
         """An operation has written to what may have been saved; version counters have not moved yet."""
-        self.settle()
+        self.keep_overwritten()
         for tensor in written:
             number = self.tracer.number_of(tensor)
             if number in self._saved_in:
                 where = (weakref.ref(tensor.untyped_storage()), Geometry(tensor))
                 self._written += [(one, *where) for one in self._saved_in[number]]
 
-    def settle(self) -> None:
+    def keep_overwritten(self) -> None:
         """Keep what was saved and then overwritten past its version counter, which has moved by now if it
         does: a plain step reads what was written.
         """

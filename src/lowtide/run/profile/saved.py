@@ -38,7 +38,7 @@ class SavedTensor:
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
         self.profiler.watch.backward_begins()
-        self.profiler.settle()
+        self.profiler.keep_overwritten()
         try:
             with unseen():
                 return self._unpack()

@@ -46,7 +46,7 @@ struct Traced {  // the classes of what is written down, and slots of lowtide.tr
 };
 inline Traced* traced = nullptr;  // set once per process
 
-struct Profiler {  // functions of Python, which do not hold the profiler
+struct ProfilerCalls {  // functions of Python, which do not hold the profiler
   py::object register_storage;  // a tensor's, that is there already: returns the reference to it
   py::object end_storage;       // which has ended
   py::object value_of;          // a tensor that a replay will read
@@ -55,18 +55,18 @@ struct Profiler {  // functions of Python, which do not hold the profiler
   py::object note_overwritten;  // a list of tensors
 };
 
-class Profile : public Recorder {
+class ProfileRecorder : public Recorder {
  public:
   using Digest = int64_t (*)(const void*, int64_t);
 
   // Of a profiler in Python: its tape and tracer; collectives under way; its functions. `digest` is the
   // address of a function of bytes and how many; 0 where nothing is verified.
-  Profile(py::object tape, py::object tracer, py::dict begun, const Profiler& profiler, uintptr_t digest)
+  ProfileRecorder(py::object tape, py::object tracer, py::dict begun, const ProfilerCalls& profiler, uintptr_t digest)
       : Recorder(std::move(tape), py::none(), py::none(), std::make_shared<Program>(true), nullptr),
         digest_(reinterpret_cast<Digest>(digest)),
         parts_(std::make_unique<Parts>(std::move(tracer), std::move(begun), profiler)) {}
 
-  ~Profile() override {
+  ~ProfileRecorder() override {
     py::gil_scoped_acquire gil;
     parts_.reset();
   }
@@ -189,7 +189,7 @@ class Profile : public Recorder {
   struct Parts {  // goes where the interpreter's lock is held
     py::object tracer;
     py::dict begun;
-    Profiler profiler;
+    ProfilerCalls profiler;
     py::dict known{of(traced->tracer.known)}, handed_out{of(traced->tracer.handed_out)},
         files{of(traced->tracer.files)};
     py::list scopes{of(traced->tracer.scopes)}, modules{of(traced->tracer.modules)},
@@ -202,7 +202,7 @@ class Profile : public Recorder {
     Tensors overwritten;
     Tensor first;
 
-    Parts(py::object tracer, py::dict begun, const Profiler& profiler)
+    Parts(py::object tracer, py::dict begun, const ProfilerCalls& profiler)
         : tracer(std::move(tracer)), begun(std::move(begun)), profiler(profiler) {}
 
     py::object of(const Slot& slot) const { return py::reinterpret_borrow<py::object>(slot(tracer)); }

@@ -1,7 +1,7 @@
 // The C++ recorder: it does what lowtide.run.record does in Python, for the plain operations
 // of a plan's program. Everything else (another operation than the program has next, writes to known values,
 // random numbers, subclasses) goes to Python, which is the reference. Both halves work on the same objects:
-// slots of five classes, which tape.h lists.
+// slots of four classes, which tape.h lists.
 //
 //   recorder.h   the operations of a forward, and its saved tensors
 //   profile.h    the operations of a profiled step: lowtide.run.profile
@@ -118,18 +118,18 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("pack", [](std::shared_ptr<Recorder> recorder) {
         return function_of<&packed>("pack", Packer::of(std::move(recorder)));
       });
-  py::class_<Profile, Recorder, std::shared_ptr<Profile>>(m, "Profile")
+  py::class_<ProfileRecorder, Recorder, std::shared_ptr<ProfileRecorder>>(m, "ProfileRecorder")
       .def(py::init([](py::object tape, py::object tracer, py::dict begun, py::object register_storage,
                        py::object end_storage, py::object value_of, py::object note_node,
                        py::object note_meeting, py::object note_overwritten, uintptr_t digest) {
-             Profiler profiler{register_storage, end_storage,  value_of,
+             ProfilerCalls profiler{register_storage, end_storage,  value_of,
                                note_node,        note_meeting, note_overwritten};
-             return std::make_shared<Profile>(tape, tracer, begun, profiler, digest);
+             return std::make_shared<ProfileRecorder>(tape, tracer, begun, profiler, digest);
            }),
            py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "register_storage"_a, "end_storage"_a, "value_of"_a,
            "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "digest"_a)
-      .def("learn", &Profile::learn)
-      .def_property_readonly("program", &Profile::program);
+      .def("learn", &ProfileRecorder::learn)
+      .def_property_readonly("program", &ProfileRecorder::program);
   m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });
   m.def("know", [](py::object value, py::object node, py::object tape, py::object director,
                    py::object here, py::object unpack, py::object bring_back, py::object overwritten) {

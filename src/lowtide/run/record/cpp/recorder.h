@@ -351,8 +351,8 @@ class Recorder {
     n.inputs.set(node, call.inputs);
   }
 
-  // Registers the value of a tensor as recomputable by a node, for as long as its storage lives; of so many
-  // of its bytes another node has written some.
+  // Registers the value of a tensor as recomputable by the node that wrote it, for as long as its storage lives.
+  // The number, which only a profiled step uses, is the extent: bytes of the storage that were written.
   virtual py::object register_value(const py::object& node, const Tensor& tensor, int64_t) {
     py::int_ key(storage_key(tensor));
     auto callback = function_of<&forget>("forget", py::make_tuple(replayable_, key));
