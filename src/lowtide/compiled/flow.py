@@ -25,9 +25,9 @@ from lowtide.compiled.alone import Partitioner, Report
 from lowtide.compiled.capture import Graph, Run, Sizes, try_cuts
 from lowtide.compiled.choose import Choice, Chosen, choice_of, search_within
 from lowtide.compiled.joint import Key
-from lowtide.compiled.machine import Action, Evidence, Fact, State, transition
 from lowtide.compiled.profile import Recording, Timeline
 from lowtide.compiled.shelf import digest, open_shelf
+from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import measurable, storages
@@ -323,7 +323,7 @@ class Flow:
     def _take(self, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> Action:
         """Move the step that runs to its next state."""
         true: list[Fact] = [fact for fact, holds in (facts or {}).items() if holds]
-        self._step.state, action = transition(self._step.state, evidence, true)
+        self._step.state, action = TABLE.transition(self._step.state, evidence, true)
         return action
 
     def begin(self, args: Any) -> None:

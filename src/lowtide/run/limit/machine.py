@@ -1,9 +1,10 @@
 """The state machine of cached plans: what follows from what happened.
 
-`TABLE` is all that is decided, `transition` looks it up and changes nothing. Each function
-`on_...` takes one piece of evidence (`on_called`, `on_profiled`, `on_ended`): it works out the facts, asks
-`transition`, and writes down what the evidence says. The other functions write down what changes no state. No
-other file assigns an entry's fields.
+`TABLE` decides an entry's next state, and what follows; `Table.transition` looks it up. Each function
+`on_...` takes one piece of evidence (`on_called`, `on_profiled`, `on_ended`): it works out the facts, has the
+table decide, and writes down what the evidence says. The other functions write down what changes no state. No
+other file assigns an entry's fields. How a step is profiled is not decided here: `Limiter` may profile one of
+lowtide's own in place of the user's.
 
 ```text
  NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
@@ -16,7 +17,7 @@ other file assigns an entry's fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
 from typing import Literal, NamedTuple, Protocol
@@ -28,6 +29,7 @@ from lowtide.graph import StepGraph
 from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
 from lowtide.run.limit.entry import Entry, Planned, State
 from lowtide.run.record.directors import Directors, PlanDirector
+from lowtide.transitions import Row, Table
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
 _MOST_RESERVE = 1 / 4  # of the budget
@@ -49,6 +51,8 @@ class Evidence(Enum):
     """A search that went on has found a better plan."""
     ENDED = auto()
     """A backward of a planned step has ended."""
+    RETAINED = auto()
+    """Backward ran through it again, more often than through the profiled one."""
     REMOVED = auto()
     """The limit was removed, or the entry made room for another."""
 
@@ -66,11 +70,9 @@ Fact = Literal[
     "planned",  # there is a plan in force
     "borrowed",  # the entry's step graph is a sibling's
     "above",  # the step took more than its budget
-    "excused",  # replaced, or above and one of the next two: it teaches nothing
     "replaced",  # the step ran under an earlier plan than the one in force
     "second derivatives",  # a backward ran with create_graph=True, and none of the profiled step did
     "accepted",  # the step took no more than was accepted, since no plan leaves that much free
-    "passing",  # one of the next two: what the step took more asks for no other plan
     "more backwards",  # more backwards ran through the step than through the profiled one
     "late buffer",  # what the step took more may be a collective's buffer that a thread held for longer
     "unrecorded",  # the step's operations were not recorded, since nothing had to be recomputed
@@ -108,94 +110,67 @@ class Action(Enum):
     """Leave it free in steps that vary."""
     WAIT = auto()
     """Take no margin for this step, unless the same comes again."""
-
-
-class Row(NamedTuple):
-    """One line of the table. It fits an entry in one of its states, on its evidence, where all of its facts
-    are true.
-
-    Attributes:
-        states: the states that it is for; empty for any.
-        evidence: what happened.
-        facts: what has to be true of it.
-        then: the next state; ``None`` is the same one.
-        action: what follows.
-    """
-
-    states: tuple[State, ...]
-    evidence: Evidence
-    facts: tuple[Fact, ...]
-    then: State | None
-    action: Action
+    TAKE_BACK = auto()
+    """Leave nothing free for this step: only a kept graph made it take more."""
 
 
 _S, _E, _A = State, Evidence, Action
 
-TABLE: tuple[Row, ...] = (
-    Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
-    Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
-    Row((_S.NEW, _S.REFUSED, _S.DOUBTED), _E.CALLED, (), None, _A.PROFILE),
-    Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
-    Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
-    Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
-    Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
-    Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
-    Row((_S.GONE,), _E.PROFILED, (), None, _A.NOTHING),
-    Row((), _E.PROFILED, ("unverified",), None, _A.PROFILE),
-    Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
-    Row((), _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
-    Row((), _E.PROFILED, (), _S.STALE, _A.PLAN),
-    Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
-    Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
-    Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
-    Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
-    Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
-    Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
-    Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
-    Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
-    Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
-    Row((_S.GONE,), _E.ENDED, (), None, _A.NOTHING),
-    Row((), _E.ENDED, ("excused",), None, _A.NOTHING),
-    Row((), _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT),
-    Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING),
-    Row((), _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT),
-    Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE),
-    Row((), _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT),
-    Row((), _E.ENDED, ("above", "passing"), None, _A.WAIT),
-    Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN),
-    Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
-    Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
-    Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
+TABLE: Table[State, Evidence, Fact, Action] = Table(
+    (
+        Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
+        Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
+        Row((_S.NEW, _S.REFUSED, _S.DOUBTED), _E.CALLED, (), None, _A.PROFILE),
+        Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
+        Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
+        Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
+        Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
+        Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
+        Row((_S.GONE,), _E.PROFILED, (), None, _A.NOTHING),
+        Row((), _E.PROFILED, ("unverified",), None, _A.PROFILE),
+        Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
+        Row((), _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
+        Row((), _E.PROFILED, (), _S.STALE, _A.PLAN),
+        Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
+        Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
+        Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
+        Row((_S.GONE,), _E.ENDED, (), None, _A.NOTHING),
+        Row((), _E.ENDED, ("replaced",), None, _A.NOTHING),
+        Row((), _E.ENDED, ("above", "second derivatives"), None, _A.NOTHING),
+        Row((), _E.ENDED, ("above", "accepted"), None, _A.NOTHING),
+        Row((), _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT),
+        Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING),
+        Row((), _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT),
+        Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE),
+        Row((), _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT),
+        Row((), _E.ENDED, ("above", "more backwards"), None, _A.NOTHING),
+        Row((), _E.ENDED, ("above", "late buffer"), None, _A.WAIT),
+        Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN),
+        Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
+        Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
+        Row((), _E.RETAINED, (), None, _A.TAKE_BACK),
+        Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
+    ),
+    nothing=Action.NOTHING,
 )
-"""The first row that fits holds; where none does, nothing follows."""
-
-
-def transition(
-    state: State, evidence: Evidence, facts: Iterable[Fact] = (), table: Iterable[Row] = TABLE
-) -> tuple[State, Action]:
-    """The next state, and what follows from this evidence in this state.
-
-    Args:
-        state: the entry's.
-        evidence: what happened.
-        facts: what is true of it; others are not.
-        table: the rows to look it up in.
-
-    Example:
-        >>> transition(State.PLANNED, Evidence.CALLED, ["outdated"])
-        (<State.STALE: 'waits for a plan'>, <Action.PLAN: 3>)
-    """
-    true = set(facts)
-    for row in table:
-        fits = evidence is row.evidence and (not row.states or state in row.states)
-        if fits and true.issuperset(row.facts):
-            return row.then or state, row.action
-    return state, Action.NOTHING
 
 
 def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool]) -> Action:
-    """Move the entry to its next state."""
-    entry.state, action = transition(entry.state, evidence, [fact for fact, true in facts.items() if true])
+    """Move the entry to its next state. Where steps vary from here on, they have a reserve in place of a
+    margin, and no use for a better plan.
+    """
+    before = entry.state
+    entry.state, action = TABLE.transition(before, evidence, [fact for fact, true in facts.items() if true])
+    if entry.state is State.VARYING and before is not State.VARYING:
+        assert entry.planned is not None and entry.planned_for is not None
+        entry.planned.stop()
+        entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
     return action
 
 
@@ -301,8 +276,6 @@ def on_profiled(
         entry.room.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
         entry.seen.profiled_ran = ran
-    elif entry.state is State.VARYING:
-        _enter_varying(entry)
     return action
 
 
@@ -317,10 +290,7 @@ def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
         entry.planned.stop()
     entry.planned, entry.planned_for = planned, (version, entry.room.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
-    action = _take(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed})
-    if entry.state is State.VARYING:
-        _enter_varying(entry)
-    return action
+    return _take(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed})
 
 
 def on_plan_refused(entry: Entry, version: int) -> Action:
@@ -395,32 +365,60 @@ def on_ended(entry: Entry, step: EndedStep) -> Ending:
     """A backward of a planned step has ended; what it took above its prediction is left free by the next
     plan, unless the reason is another.
     """
-    room, seen = entry.room, entry.seen
+    seen = entry.seen
     facts, before = _facts_at_end(entry, step), entry.state
+    if facts["more backwards"] and not facts["replaced"]:
+        _DONE_AT_END[_take(entry, Evidence.RETAINED, {})](entry, step)
     action = _take(entry, Evidence.ENDED, facts)
     ending = Ending(before, frozenset(fact for fact, true in facts.items() if true), action)
     if facts["replaced"]:
         return ending
-    seen.was_late = action is Action.WAIT and not facts["more backwards"]
-    plan, limit, took = step.planned.plan, step.planned.plan.budget_bytes, step.measured_bytes
-    more = 0
-    if action is Action.LEAVE_MARGIN:
-        assert limit is not None and took is not None
-        more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    if action is Action.LEAVE_MARGIN or facts["more backwards"]:  # only a kept graph made it take more
-        room.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
-        step.margin_bytes = more
-    if entry.state is State.VARYING and not entry.traits.differed:
-        _enter_varying(entry)
-    if action is Action.LEAVE_RESERVE:
-        assert limit is not None and took is not None
-        more = max(took - limit + budgets.slack_bytes(limit), room.reserve_bytes)
-        # what else a process did meanwhile shall not make all later steps slow
-        room.reserve_bytes = min(room.reserve_bytes + more, int(_MOST_RESERVE * limit))
+    seen.was_late = False
+    if action in _DONE_AT_END:
+        _DONE_AT_END[action](entry, step)
     seen.ran, seen.can_evict = step.ran or seen.ran, step.can_evict
     entry.traits.differed |= facts["differs"]
-    seen.may_differ |= step.extra > 0 or action is Action.DOUBT
+    seen.may_differ |= step.extra > 0
     return ending
+
+
+def _leave_margin(entry: Entry, step: EndedStep) -> None:
+    plan, limit, took = step.planned.plan, step.planned.plan.budget_bytes, step.measured_bytes
+    assert limit is not None and took is not None
+    more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
+    entry.room.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
+    step.margin_bytes = more
+
+
+def _take_back(entry: Entry, step: EndedStep) -> None:
+    # another plan may have had to do without the margin meanwhile
+    entry.room.margin_bytes = max(0, entry.room.margin_bytes - step.margin_bytes)
+    step.margin_bytes = 0
+
+
+def _leave_reserve(entry: Entry, step: EndedStep) -> None:
+    room, limit, took = entry.room, step.planned.plan.budget_bytes, step.measured_bytes
+    assert limit is not None and took is not None
+    more = max(took - limit + budgets.slack_bytes(limit), room.reserve_bytes)
+    # what else a process did meanwhile shall not make all later steps slow
+    room.reserve_bytes = min(room.reserve_bytes + more, int(_MOST_RESERVE * limit))
+
+
+def _wait(entry: Entry, step: EndedStep) -> None:
+    entry.seen.was_late = True
+
+
+def _doubt(entry: Entry, step: EndedStep) -> None:
+    entry.seen.may_differ = True
+
+
+_DONE_AT_END = {
+    Action.LEAVE_MARGIN: _leave_margin,
+    Action.TAKE_BACK: _take_back,
+    Action.LEAVE_RESERVE: _leave_reserve,
+    Action.WAIT: _wait,
+    Action.DOUBT: _doubt,
+}
 
 
 def _facts_at_end(entry: Entry, step: EndedStep) -> dict[Fact, bool]:
@@ -432,18 +430,12 @@ def _facts_at_end(entry: Entry, step: EndedStep) -> dict[Fact, bool]:
     # the first step of a model may be unlike all others, which its next profile shows
     differs = other_program or (above and seen.may_differ and seen.profiles > 1)
     late = above and not seen.was_late and took is not None and _may_be_late(step.planned, took)
-    replaced = entry.planned is not step.planned
-    second = step.makes_graph and not entry.traits.makes_graph
-    accepted = (took or 0) <= entry.accepted_bytes
-    more_backwards = step.backwards > entry.traits.backwards
     return {
         "above": above,
-        "excused": replaced or (above and (second or accepted)),
-        "replaced": replaced,
-        "second derivatives": second,
-        "accepted": accepted,
-        "passing": more_backwards or late,
-        "more backwards": more_backwards,
+        "replaced": entry.planned is not step.planned,
+        "second derivatives": step.makes_graph and not entry.traits.makes_graph,
+        "accepted": (took or 0) <= entry.accepted_bytes,
+        "more backwards": step.backwards > entry.traits.backwards,
         "late buffer": late,
         "unrecorded": plan.changes_nothing and step.director is None,
         "departed": step.departed,
@@ -466,13 +458,6 @@ def _may_be_late(planned: Planned, took: int) -> bool:
         if op.name.startswith("c10d.")
     )
     return torch.device(graph.device).type == "cpu" and more <= max(moved, default=0)
-
-
-def _enter_varying(entry: Entry) -> None:
-    """From here on the entry's steps have a reserve in place of a margin, and no use for a better plan."""
-    assert entry.planned is not None and entry.planned_for is not None
-    entry.planned.stop()
-    entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
 
 
 def on_removed(entry: Entry) -> None:

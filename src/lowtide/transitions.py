@@ -1,0 +1,66 @@
+"""Tables of state machines: those of cached plans and of compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+State = TypeVar("State")
+Evidence = TypeVar("Evidence")
+Fact = TypeVar("Fact", bound=str)
+Action = TypeVar("Action")
+
+
+class Row(NamedTuple, Generic[State, Evidence, Fact, Action]):
+    """One line of a table. It fits what is in one of its states, on its evidence, where all of its facts are
+    true.
+
+    Attributes:
+        states: the states that it is for; empty for any.
+        evidence: what happened.
+        facts: what has to be true of it.
+        then: the next state; ``None`` is the same one.
+        action: what follows.
+    """
+
+    states: tuple[State, ...]
+    evidence: Evidence
+    facts: tuple[Fact, ...]
+    then: State | None
+    action: Action
+
+
+@dataclass(frozen=True)
+class Table(Generic[State, Evidence, Fact, Action]):
+    """What follows from what happened: the first row that fits holds.
+
+    Attributes:
+        rows: its lines.
+        nothing: what follows where no row fits.
+    """
+
+    rows: tuple[Row[State, Evidence, Fact, Action], ...]
+    nothing: Action
+
+    def transition(
+        self, state: State, evidence: Evidence, facts: Iterable[Fact] = ()
+    ) -> tuple[State, Action]:
+        """The next state, and what follows from this evidence in this state. It changes nothing.
+
+        Args:
+            state: the present one.
+            evidence: what happened.
+            facts: what is true of it; others are not.
+
+        Example:
+            >>> door = Table((Row(("open",), "push", ("unlocked",), "shut", "ring"),), nothing="")
+            >>> door.transition("open", "push", ["unlocked"]), door.transition("open", "push")
+            (('shut', 'ring'), ('open', ''))
+        """
+        true = set(facts)
+        for row in self.rows:
+            fits = evidence == row.evidence and (not row.states or state in row.states)
+            if fits and true.issuperset(row.facts):
+                return row.then or state, row.action
+        return state, self.nothing
