@@ -174,6 +174,11 @@ def test_only_the_state_machine_assigns_the_fields_of_an_entry() -> None:
                 if part.attr not in others or name in ("entry", "sibling", *records)
             ]
     assert set(found) == {"machine.py"}
+    written = ast.walk(ast.parse((package / "run" / "limit" / "entry.py").read_text()))
+    own = {one.name: one for one in written if isinstance(one, ast.ClassDef)}
+    for record in (Entry, *records.values()):
+        parts = [part for part in ast.walk(own[record.__name__]) if isinstance(part, ast.Attribute)]
+        assert not [part.attr for part in parts if isinstance(part.ctx, ast.Store)], "to ask changes nothing"
 
 
 def _called(part: ast.expr) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from lowtide.graph import StepGraph
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
-from lowtide.run.hidden_costs import rates, rise_bytes
+from lowtide.run.hidden_costs import rates
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
 from lowtide.run.watch import StepWatch
@@ -168,22 +168,16 @@ class Room:
     Attributes:
         margin_bytes: by how much a step was seen to exceed its prediction.
         unseen_bytes: what steps hold that their graph does not show (collectives, random states).
-        profiled: steps that were profiled, until someone asks for `rise_bytes`.
         reserve_bytes: what varying steps leave free, since they took more.
+        rise_bytes: the most that live bytes rose between two looks, in the profiled steps so far but these:
+        profiled: steps that nobody has gone through for it yet (`machine.find_rise`).
     """
 
     margin_bytes: int = 0
     unseen_bytes: int = 0
     reserve_bytes: int = 0
+    rise_bytes: int = 0
     profiled: tuple[StepGraph, ...] = field(default=(), repr=False)
-    _rise_bytes: int = 0
-
-    @property
-    def rise_bytes(self) -> int:
-        """The most that live bytes rose between two looks, in any profiled step."""
-        self._rise_bytes = max(self._rise_bytes, *map(rise_bytes, self.profiled), 0)
-        self.profiled = ()
-        return self._rise_bytes
 
     @property
     def free_bytes(self) -> int:

@@ -26,7 +26,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
-from lowtide.run.hidden_costs import checkpoint_bytes, with_earlier_gradients
+from lowtide.run import hidden_costs
 from lowtide.run.limit.entry import Entry, Planned, State
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.transitions import Row, Table
@@ -177,7 +177,7 @@ def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool]) -> Action:
 def borrow(entry: Entry, sibling: Entry) -> None:
     """A new entry begins from what is known of a sibling, whose steps found no gradients."""
     assert sibling.graph is not None
-    entry.graph = with_earlier_gradients(sibling.graph)
+    entry.graph = hidden_costs.with_earlier_gradients(sibling.graph)
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
@@ -224,6 +224,16 @@ def pop_taken(entry: Entry) -> int:
     """The most that profiled steps took since this was asked, or 0."""
     taken, entry.seen.unwarned_bytes = entry.seen.unwarned_bytes, 0
     return taken
+
+
+def find_rise(entry: Entry) -> int:
+    """The most that live bytes rose between two looks, in any profiled step. A step is gone through when this
+    is first asked: of most entries nobody asks.
+    """
+    room = entry.room
+    profiled, room.profiled = room.profiled, ()
+    room.rise_bytes = max([room.rise_bytes, *map(hidden_costs.rise_bytes, profiled)])
+    return room.rise_bytes
 
 
 def note_unseen_backward(entry: Entry) -> None:
@@ -273,7 +283,7 @@ def on_profiled(
         entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
         entry.graph, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
-        entry.room.unseen_bytes = collectives_bytes + checkpoint_bytes(graph, checkpoints)
+        entry.room.unseen_bytes = collectives_bytes + hidden_costs.checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
         entry.seen.profiled_ran = ran
     return action

@@ -24,6 +24,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.forwards import Forwards
+from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry, State
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.machine import Ending, Fact
@@ -362,7 +363,7 @@ class PlannedStep(StepWatch):
         limit = planned.plan.budget_bytes
         assert limit is not None
         rates, program = planned.for_varying()
-        spare = self.entry.room.rise_bytes + self.entry.room.reserve_bytes
+        spare = machine.find_rise(self.entry) + self.entry.room.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
         return cpp_recorder().OnDemand(self.live_source(), most - spare, rates, program.learn)
 
