@@ -31,7 +31,7 @@ import torch
 import lowtide
 from benchmarks.cases import gpt, gpt2, llama3
 from benchmarks.common import Case, keep_pages, median_difference, paired, quick, save, step_of
-from lowtide.compiled import choose
+from lowtide.compiled import choose_cuts
 from lowtide.compiled.alone import Partitioner
 from lowtide.compiled.flow import Flow
 from lowtide.compiled.lower import Generated
@@ -82,7 +82,7 @@ def child(which: str, backend: str, budget: str) -> dict[str, Any]:
         mock.patch.object(Flow, "_plan", watch.of("planning", Flow._plan)),
         mock.patch.object(Generated, "__call__", watch.of("reading", Generated.__call__)),
         mock.patch.object(inductor, "generated", watch.of("lowering", inductor.generated)),
-        mock.patch.object(choose, "make", watch.of("solving", choose.make)),
+        mock.patch.object(choose_cuts, "make", watch.of("solving", choose_cuts.make)),
     ):
         begin = time.perf_counter()
         if budget:

@@ -386,7 +386,7 @@ def main() -> None:
     found = load("planning_time")
     if found:
         text = (
-            "The first step is looked at while it runs, and planned for at its end. Planning is solving and "
+            "The first step is profiled while it runs, and planned for at its end. Planning is solving and "
             "bounding. What the first plan of a process "
             "imports and measures once, whatever it is for, comes on top: "
             f"{found['first_of_process_seconds']:.1f} s for a tiny model."

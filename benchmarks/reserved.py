@@ -26,7 +26,7 @@ from benchmarks.common import RESULTS, Case, machine
 from benchmarks.tables import mib, percent, table
 from lowtide import meter
 from lowtide.meter.cuda import caching_allocator, workspace_bytes
-from lowtide.plan.reserved import reserved_after
+from lowtide.plan.reserved_bytes import reserved_after
 
 BUDGETS = ("65%", "min")
 SHARE = 0.85

@@ -15,7 +15,7 @@ from lowtide import budget as budgets
 from lowtide import limit_memory, private
 from lowtide.budget import format_bytes, parse, resolve, rounded_up, too_small
 from lowtide.errors import BudgetError
-from lowtide.meter.machine import free_main_memory
+from lowtide.meter.main_memory import free_main_memory
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def free_on(root: Path, files: dict[str, str]) -> int | None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    with patch("lowtide.meter.machine._ROOT", root):
+    with patch("lowtide.meter.main_memory._ROOT", root):
         return free_main_memory()
 
 

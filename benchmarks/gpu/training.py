@@ -28,7 +28,7 @@ from benchmarks.curve_engines import OwnBackend, checkpoint_blocks, shared_copy
 from benchmarks.gpu.parts import AS_PER_BLOCK, Row, Where
 from lowtide import meter
 from lowtide.meter.cuda import caching_allocator, workspace_bytes
-from lowtide.plan.reserved import reserved_after
+from lowtide.plan.reserved_bytes import reserved_after
 
 Gradients = list[torch.Tensor]
 

@@ -192,7 +192,7 @@ def _reserved_by_a_step() -> tuple[int, int, int]:
     from lowtide.models import build_model
     from lowtide.models.build import untouched
     from lowtide.plan import make
-    from lowtide.plan.reserved import reserved_either_way
+    from lowtide.plan.reserved_bytes import reserved_either_way
     from lowtide.trace.fake import trace_fake
 
     model = untouched(lambda: build_model("gpt2").bfloat16(), torch.device("cpu"))

@@ -22,7 +22,7 @@ from lowtide.run.limit.arguments import (
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.pipeline import PipelineLimiter, module_of
-from lowtide.run.limit.reserved import holds_reserved
+from lowtide.run.limit.within_reserved import holds_reserved
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores

@@ -13,7 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.compiled import price
 from lowtide.compiled.alone import Partitioner
-from lowtide.compiled.choose import Choice
+from lowtide.compiled.choose_cuts import Choice
 from lowtide.private import inductor
 
 

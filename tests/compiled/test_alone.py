@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled import choose
+from lowtide.compiled import choose_cuts
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
@@ -71,7 +71,7 @@ def test_bytes_are_held_by_a_cut_that_nobody_looked_at_before(whole: Compiled) -
     assert handle.plan.replayed and len(handle.plans) == 1
     assert abs(real - handle.plan.predicted_peak_bytes) <= 16
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
-    assert handle.plain_peak_bytes == pytest.approx(plain.plain_peak_bytes, rel=choose.DOUBT)
+    assert handle.plain_peak_bytes == pytest.approx(plain.plain_peak_bytes, rel=choose_cuts.DOUBT)
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
@@ -90,10 +90,10 @@ def test_a_guess_that_is_refused_is_followed_by_another_and_nothing_is_lowered_t
     first: float, monkeypatch: pytest.MonkeyPatch, whole: Compiled
 ) -> None:
     _, most, _, _ = whole
-    monkeypatch.setattr(choose, "FIRST", first)
+    monkeypatch.setattr(choose_cuts, "FIRST", first)
     with (
         mock.patch.object(inductor, "compile_half", side_effect=inductor.compile_half) as halves,
-        mock.patch.object(choose, "CandidateCuts", side_effect=choose.CandidateCuts) as timed,
+        mock.patch.object(choose_cuts, "CandidateCuts", side_effect=choose_cuts.CandidateCuts) as timed,
     ):
         handle, real, lowered, _ = compiled(int(0.8 * most))
     assert lowered == 0 and halves.call_count == 4, "each cut is lowered as it is compiled"
@@ -151,7 +151,7 @@ def test_cuts_of_a_recorded_step_are_compiled_before_they_are_priced() -> None:
 def test_a_guess_for_a_recorded_step_that_is_refused_is_followed_by_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(choose, "FIRST", 1.15)
+    monkeypatch.setattr(choose_cuts, "FIRST", 1.15)
     with mock.patch.object(inductor, "compile_half", side_effect=inductor.compile_half) as halves:
         handle, lowered = recorded(5_452_595)
     assert lowered == 0 and halves.call_count > 4, "more than one try"

@@ -16,7 +16,7 @@ from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
 from lowtide.compiled.alone import Partitioner
-from lowtide.compiled.choose import ROUNDS
+from lowtide.compiled.choose_cuts import ROUNDS
 from lowtide.compiled.shelf import Shelf
 from lowtide.plan.data import Plan
 from lowtide.private import inductor

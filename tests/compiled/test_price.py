@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from lowtide.compiled import price
 from lowtide.compiled.alone import forecast
-from lowtide.compiled.choose import Choice, with_prices
+from lowtide.compiled.choose_cuts import Choice, with_prices
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.kernels import KernelCosts
 from lowtide.compiled.lower import Generated, Traffic

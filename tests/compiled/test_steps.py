@@ -16,7 +16,7 @@ from torch import nn
 
 import lowtide
 from lowtide.compiled import flow, price
-from lowtide.compiled.choose import Choice, choice_of
+from lowtide.compiled.choose_cuts import Choice, choice_of
 from lowtide.plan.simulate import Simulator
 
 SHARES = 0.0, 0.3, 0.6, 0.8, 1.0

@@ -16,7 +16,7 @@ from lowtide.errors import PlanError
 from lowtide.meter.reserved import CachingAllocator
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
-from lowtide.plan.reserved import reserved_after
+from lowtide.plan.reserved_bytes import reserved_after
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

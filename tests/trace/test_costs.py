@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import accelerator
 from lowtide.meter import available, peak
 from lowtide.trace.clock import Clock
-from lowtide.trace.costs import measure, roofline
-from lowtide.trace.costs.measure import Bench, estimate, measure_costs
+from lowtide.trace.costs import roofline, timing
 from lowtide.trace.costs.roofline import Roofline, calibrate
 from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, likely_flops, runnable
+from lowtide.trace.costs.timing import Bench, estimate, measure_costs
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -137,7 +137,7 @@ def test_lengths_are_one() -> None:
     lengths = spec_of(5, dtype=torch.int64)
     args = (torch.zeros(5, dtype=torch.int64),)
     spec = OpSpec(aten.repeat_interleave.Tensor, (lengths,))
-    measure._fit(spec, args)
+    timing._fit(spec, args)
     assert args[0].tolist() == [1] * 5 and one(spec).source == "measured"
 
 
@@ -341,8 +341,8 @@ class FakeClock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     found = FakeClock({})
-    monkeypatch.setattr(measure, "Clock", found.of)
-    monkeypatch.setattr(measure, "time", found)
+    monkeypatch.setattr(timing, "Clock", found.of)
+    monkeypatch.setattr(timing, "time", found)
     return found
 
 
@@ -379,7 +379,7 @@ def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(
         yield SimpleNamespace(source="profiler", live_bytes=0, peak_bytes=1 << 20)
         clock.seconds[aten.neg.default] = 0.5
 
-    monkeypatch.setattr(measure, "peak", profiled)
+    monkeypatch.setattr(timing, "peak", profiled)
     assert one(OpSpec(aten.neg.default, (spec_of(4, 4),)), roofline=LINE).seconds == 0.5
 
 

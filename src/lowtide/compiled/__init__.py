@@ -2,6 +2,6 @@
 
 In: a model and a budget. Out: what `torch.compile` returns, each graph cut between forward and backward where
 a plan says. Begin with `flow.py`: capture a graph (`capture.py`, as `joint.py` sees it), profile its step
-(`profile.py`, `steps.py`), choose its candidate cut (`choose.py`), which is priced (`price.py`, `lower.py`),
-cut and compile.
+(`timeline.py`, `steps.py`), choose its candidate cut (`choose_cuts.py`), which is priced (`price.py`,
+`lower.py`), cut and compile.
 """

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.capture import FREES_AT_ONCE, Cutter, compile_graph
-from lowtide.compiled.choose import (
+from lowtide.compiled.choose_cuts import (
     Choice,
     Chosen,
     Cuts,

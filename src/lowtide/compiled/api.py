@@ -13,12 +13,12 @@ from lowtide.compiled.capture import FREES_AT_ONCE
 from lowtide.compiled.handle import CompiledHandle
 from lowtide.compiled.moving import check_tiers
 from lowtide.errors import PlanError, expect
+from lowtide.marked_regions import honour_regions
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload
 from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled
 from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.handle import handle_of
-from lowtide.traced import honour_regions
 
 BACKENDS = ("inductor", "aot_eager")
 

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.choose import Chosen, Cuts
+from lowtide.compiled.choose_cuts import Chosen, Cuts
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CutRefused, Generated
 from lowtide.compiled.price import CandidateCut, CandidateCuts
-from lowtide.compiled.profile import Recording
 from lowtide.compiled.shelf import digest, open_shelf
+from lowtide.compiled.timeline import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured

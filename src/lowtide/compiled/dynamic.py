@@ -14,7 +14,7 @@ from collections.abc import Callable
 from scipy.optimize import brentq
 
 from lowtide import budget as budgets
-from lowtide.compiled.choose import Chosen
+from lowtide.compiled.choose_cuts import Chosen
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Size
 from lowtide.compiled.price import CandidateCut

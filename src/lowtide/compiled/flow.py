@@ -3,8 +3,8 @@
 A graph that is a whole step, its loss included, needs no profile: what stands beside it is known when it is
 captured, so it is planned for, cut and compiled at once (`lowtide.compiled.alone`). Of any other step the
 first one runs every graph call by call under the cut that takes the least memory, and is recorded
-(`lowtide.compiled.profile`). When its backward has ended the cuts of all its calls are chosen together
-(`lowtide.compiled.choose`), and from the next step on each call runs its graph compiled so.
+(`lowtide.compiled.timeline`). When its backward has ended the cuts of all its calls are chosen together
+(`lowtide.compiled.choose_cuts`), and from the next step on each call runs its graph compiled so.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torch import fx
 
 from lowtide.compiled.alone import Partitioner, Report
 from lowtide.compiled.capture import Graph, Run, Sizes, try_cuts
-from lowtide.compiled.choose import Choice, Chosen, choice_of, search_within
+from lowtide.compiled.choose_cuts import Choice, Chosen, choice_of, search_within
 from lowtide.compiled.joint import Key
-from lowtide.compiled.profile import Recording, Timeline
 from lowtide.compiled.shelf import digest, open_shelf
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
+from lowtide.compiled.timeline import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
 from lowtide.progress import working
 from lowtide.run.messages import Once
-from lowtide.traced import wishes_of
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""

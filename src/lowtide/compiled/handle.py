@@ -13,9 +13,10 @@ from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, refuse_cuda_graphs
 from lowtide.compiled.flow import UNCOMPILED, Flow
 from lowtide.compiled.moving import stores
-from lowtide.compiled.profile import Stood
+from lowtide.compiled.timeline import Stood
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import OUTSIDE, StepGraph
+from lowtide.marked_regions import honour_regions
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
 from lowtide.meter.resident import innermost, model_device
@@ -46,7 +47,6 @@ from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned
 from lowtide.trace.untouched import untouched, without_history
-from lowtide.traced import honour_regions
 
 T = TypeVar("T")
 

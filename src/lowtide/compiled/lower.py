@@ -31,9 +31,9 @@ from lowtide.private import (
     tree_leaves,
 )
 from lowtide.progress import current
-from lowtide.trace.costs.measure import measure_scratch
 from lowtide.trace.costs.roofline import outside_modes
 from lowtide.trace.costs.specs import described_call, runnable
+from lowtide.trace.costs.timing import measure_scratch
 
 Size = Callable[[Any], int]
 """A size as a number."""

@@ -25,14 +25,14 @@ from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
 from lowtide.compiled.kernels import kernel_costs
 from lowtide.compiled.lower import Generated, HalfBytes, HalvesBytes, Size, Traffic
 from lowtide.compiled.moving import arriving_bytes, with_moves
-from lowtide.compiled.profile import GraphCall, Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
+from lowtide.compiled.timeline import GraphCall, Moment, Timeline
 from lowtide.plan import make
 from lowtide.plan.data import Decision, Offload, Plan
 from lowtide.private import OpOverload, inductor, partitioning, tree_leaves
-from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
 from lowtide.trace.costs.specs import OpSpec, described_call
+from lowtide.trace.costs.timing import measure_costs
 
 
 def room_for_timing(joint: Joint, budget: str | int | None = None, standing_bytes: int = 0) -> int:

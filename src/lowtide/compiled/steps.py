@@ -16,7 +16,7 @@ from typing import Literal
 from torch import fx
 
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, lazily
-from lowtide.compiled.profile import Moment, Timeline
+from lowtide.compiled.timeline import Moment, Timeline
 from lowtide.graph import OUTSIDE, Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
 

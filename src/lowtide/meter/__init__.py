@@ -10,7 +10,7 @@ counts).
 from lowtide.errors import MeterError
 
 from .allocator import CountingAllocator, available, counting_allocator
-from .machine import free_main_memory
+from .main_memory import free_main_memory
 from .measure import Measurement, measurable, measure, peak, peaks
 from .register import LiveSource, Peak
 from .resident import resident_bytes, resident_tensors, storages

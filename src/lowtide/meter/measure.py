@@ -17,7 +17,7 @@ from lowtide.errors import MeterError, expect, is_count
 
 from .allocator import AllocatorPeak, ProfilerPeak, available, counting_allocator
 from .cuda import CudaPeak
-from .machine import device_of
+from .main_memory import device_of
 from .register import Peak, Source
 
 

@@ -10,7 +10,7 @@ import torch
 from lowtide import private
 from lowtide.errors import MeterError, expect
 
-from .machine import device_of
+from .main_memory import device_of
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -76,8 +76,8 @@ def measure_links(
         >>> sorted(measure_links("int8"))
         ['int8']
     """
-    from lowtide.meter.machine import device_of
-    from lowtide.store.measure import measure_codec, measure_group, measure_tier
+    from lowtide.meter.main_memory import device_of
+    from lowtide.store.speeds import measure_codec, measure_group, measure_tier
     from lowtide.store.stores import Stores
 
     given = stores is None or isinstance(stores, Stores)

@@ -15,7 +15,7 @@ from lowtide.budget import would_reserve
 from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
-from lowtide.plan.reserved import reserved_either_way
+from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import planned_holders
 from lowtide.remedies import Holder, in_lines

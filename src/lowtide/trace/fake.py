@@ -22,8 +22,8 @@ from lowtide.graph import StepGraph
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_wrapper_type, op_info, tensors_of
 from lowtide.private import FakeTensor, TorchDispatchMode
-from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.specs import OpCost, OpSpec, Signature, signature_of
+from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import Gradients, same_attributes, same_random
 

@@ -22,10 +22,10 @@ from lowtide.models import build_model
 from lowtide.models.build import untouched
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
-from lowtide.plan.reserved import reserved_either_way
+from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.progress import working
 from lowtide.run.hidden_costs import with_overhead
-from lowtide.trace.costs.measure import measure_costs
+from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require

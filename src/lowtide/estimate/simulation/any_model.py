@@ -27,7 +27,7 @@ from lowtide.estimate.simulation.pieces import DTYPES
 from lowtide.estimate.simulation.traced import default_dtype, precision
 from lowtide.estimate.states import model_states
 from lowtide.models.build import config_from_file, untouched
-from lowtide.plan.reserved import reserved_either_way
+from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.plan.simulate import plain
 from lowtide.trace.fake import trace_fake
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from lowtide.estimate.devices import Device
 from lowtide.estimate.speed import efficiencies
-from lowtide.trace.costs.measure import estimate
 from lowtide.trace.costs.roofline import Roofline
 from lowtide.trace.costs.specs import OpCost, OpSpec
+from lowtide.trace.costs.timing import estimate
 
 CALL_SECONDS = 5e-6
 """What launching one operation takes at least."""

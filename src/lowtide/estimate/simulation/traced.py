@@ -22,9 +22,9 @@ from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.simulation.pricing import CALL_SECONDS, pricer
 from lowtide.graph import StepGraph
 from lowtide.plan.blocks import block_of
-from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import Roofline
 from lowtide.trace.costs.specs import OpCost, Signature, runnable, staging_bytes
+from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import FakeTracer
 from lowtide.trace.transforms import with_collectives
 

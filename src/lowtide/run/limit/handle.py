@@ -27,7 +27,7 @@ from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.reserved import holds_reserved
+from lowtide.run.limit.within_reserved import holds_reserved
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
 

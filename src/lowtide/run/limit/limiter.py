@@ -43,8 +43,8 @@ from lowtide.run.limit.unlimited import (
     why_unlimited,
 )
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
+from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.profile.step import profile_aside
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.verify import Verify

@@ -48,7 +48,7 @@ from lowtide.run.limit.ranks import (
     agreement_over,
 )
 from lowtide.run.limit.refusal import Demand, Shortage, in_words
-from lowtide.run.limit.reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
+from lowtide.run.limit.within_reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
 from lowtide.run.messages import LEAST, Once, warn
 from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text

@@ -12,7 +12,7 @@ import lowtide
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan, make
-from lowtide.run.limit.reserved import within_reserved
+from lowtide.run.limit.within_reserved import within_reserved
 
 MIB = 1 << 20
 GRAPH = random_graph(1)

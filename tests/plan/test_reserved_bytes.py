@@ -12,7 +12,7 @@ from synthetic import transformer
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.reserved import CachingAllocator
-from lowtide.plan.reserved import (
+from lowtide.plan.reserved_bytes import (
     allocator_before_step,
     block_changes,
     reserved_after,

@@ -21,7 +21,7 @@ from lowtide.meter.resident import model_device
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan
 from lowtide.plan.policies.build import Policy
-from lowtide.plan.reserved import reserved_after
+from lowtide.plan.reserved_bytes import reserved_after
 from lowtide.run.limit.need import OptimizerNeed
 
 _STEPS = 3

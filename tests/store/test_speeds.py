@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowtide.links import Link
-from lowtide.store import measure
+from lowtide.store import speeds
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Lease
 from lowtide.store.tier import StoreError
@@ -60,9 +60,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measure:
     """Measures a tier beside a computation, on the tier's clock."""
 
     def measure_tier(tier: Slow, compute: Callable[[], None]) -> Link:
-        monkeypatch.setattr(measure, "_kernels", lambda: compute)
-        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=tier.clock))
-        return measure.measure_tier(tier, torch.device("cpu"))  # type: ignore[arg-type]
+        monkeypatch.setattr(speeds, "_kernels", lambda: compute)
+        monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=tier.clock))
+        return speeds.measure_tier(tier, torch.device("cpu"))  # type: ignore[arg-type]
 
     return measure_tier
 

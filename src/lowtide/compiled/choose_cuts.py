@@ -24,8 +24,8 @@ from lowtide import budget as budgets
 from lowtide.budget import with_slack
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.price import CandidateCut, CandidateCuts
-from lowtide.compiled.profile import Moment, Timeline
 from lowtide.compiled.steps import Step, step_of
+from lowtide.compiled.timeline import Moment, Timeline
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
