@@ -1,4 +1,4 @@
-"""A limited model's one-line description, and its warnings."""
+"""A limited model's one-line description, its warnings, and what a profiled forward cannot do."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections import Counter
 import torch
 
 from lowtide import budget as budgets
+from lowtide.errors import TraceError
 from lowtide.plan.data import Plan
 from lowtide.words import count_text
 
@@ -160,3 +161,19 @@ def limit_line(model: torch.nn.Module, budget: str | int | None, kinds: int, lat
     if latest is not None:
         words.append(f"latest predicted peak {budgets.format_bytes(latest.predicted_peak_bytes)}")
     return f"<lowtide.Handle of {type(model).__name__}: {', '.join(words)}>"
+
+
+def unsupported_forward(error: BaseException) -> TraceError | None:
+    """What to raise in place of an error of a profiled forward; ``None`` for the error itself."""
+    if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+        return TraceError(
+            "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), under which "
+            "PyTorch allows no hooks on saved tensors: use torch.autograd.grad(..., create_graph=True) "
+            "there, or put the limit on the modules around it"
+        )
+    if "HigherOrderOp" in type(error).__name__:
+        return TraceError(
+            "the model's forward calls torch.cond or another higher-order operator on its submodules, which "
+            "PyTorch compiles, and not with hooks on them: put the limit on the modules around it"
+        )
+    return None

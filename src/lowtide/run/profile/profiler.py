@@ -28,12 +28,11 @@ from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_w
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, digest, reach
 from lowtide.run.forwards import Forwards
+from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
 from lowtide.run.profile.forms import Forms, asks, may_be_meeting
-from lowtide.run.profile.refusals import refusal_of
-from lowtide.run.profile.saved import SavedTensor
 from lowtide.run.profile.segments import SegmentedTape, blocks_in
-from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
+from lowtide.run.record.handles import Attributed, Kept, SavedTensor, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.values import Node
@@ -167,7 +166,7 @@ class Profiler(Interceptor):
             self.watch.forward_ends(tensors_returned(result))
         except BaseException as error:
             self.close()
-            if (refused := refusal_of(error)) is not None:
+            if (refused := unsupported_forward(error)) is not None:
                 raise refused from error
             raise
         if self._forwards is not None:
