@@ -422,7 +422,9 @@ def main() -> None:
             "it would allocate, reading the one in which what it generates is read. The budget is a share "
             "of the plain step's peak, or the same in bytes, for which that need not be known. GPT-2 and "
             "Llama 3 are those of transformers, called with labels; GPT-2's loss is a graph of its own, so "
-            "its first step is recorded, and planned for in every process. The aim is 1.3 of plain."
+            "its first step is recorded, in a warm process, too, which finds its plan on disk. A cold one "
+            "starts the C++ compiler for the first time while it plans, a plain one later. The aim is 1.3 of "
+            "plain."
         )
         parts += ["", "## Compiling under a budget", "", where(found), "", text, "", *compiling(found)]
     found = load("varying")
