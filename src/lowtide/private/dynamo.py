@@ -171,7 +171,7 @@ def keep_dynamo_out() -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None or any(str(folder).rstrip("/").endswith("/lowtide/run") for folder in rules.SKIP_DIRS):
         return
-    traced = {"models", "parallel", "traced", "errors", "private"}  # the last two are what layers call
+    traced = {"models", "parallel", "marked_regions", "errors", "private"}  # the last two for layers
     for package, kept in (("lowtide", traced), ("lowtide.private", {"distributed", "fake"})):
         spec = find_spec(package)
         for found in pkgutil.iter_modules(spec.submodule_search_locations if spec else ()):
