@@ -81,7 +81,7 @@ def scenario_names() -> list[str]:
     """Of all scenarios. They are not imported: they are for devices that this process does not have."""
     return [
         node.name
-        for file in ("late_steps.py", "late_optimizers.py")
+        for file in ("late_steps.py", "late_bytes.py", "late_optimizers.py")
         for node in ast.parse((HERE / file).read_text()).body
         if isinstance(node, ast.FunctionDef) and node.decorator_list
     ]

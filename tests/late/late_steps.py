@@ -14,12 +14,12 @@ from moving_net import LOSSLESS, X, both, net, same, step
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import accelerator, meter, policies
+from lowtide import accelerator, policies
 from lowtide.graph import StepGraph
 from lowtide.optim import HostOptimizer
 from lowtide.plan.data import Plan
 from lowtide.store.gradients import GradientSlab
-from lowtide.store.host import Host, host_bytes
+from lowtide.store.host import Host
 from lowtide.store.stores import Stores
 from lowtide.trace.costs.roofline import calibrate
 
@@ -477,55 +477,5 @@ def gradient_slab() -> Run:
 
     def run(seed: int) -> None:
         check(same(wanted, step(limited, x)), "other gradients than the plain step's")
-
-    return run
-
-
-@scenario
-def report() -> Run:
-    """A limited step under the meter: its timeline, and the bytes that the plan predicts."""
-    return _reported(20_000)
-
-
-@scenario
-def report_wide() -> Run:
-    """The same where much is under way when backward begins."""
-    return _reported(100_000)
-
-
-def _reported(window: int) -> Run:
-    x = X[:64].cuda()
-    model = net(layers=2).cuda()
-    handle = lowtide.limit_memory(model, policy=policies.offload("host", min_bytes=1, window_bytes=window))
-    step(model, x)
-    step(model, x)
-    gradients = sum(p.nbytes for p in model.parameters())
-    standing = meter.resident_bytes(model) - gradients + x.nbytes
-
-    def run(seed: int) -> None:
-        model.zero_grad()
-        torch.manual_seed(0)
-        found = meter.measure(lambda: model(x).backward(), timeline=bool(seed % 2), device="cuda:0")
-        plan = handle.plan
-        assert plan is not None
-        taken = standing + plan.slab_bytes + found.peak_bytes
-        check(taken == plan.predicted_peak_bytes, f"{taken} bytes, not {plan.predicted_peak_bytes}")
-
-    run(0)
-    return run
-
-
-@scenario
-def locked_memory() -> Run:
-    """Page-locked memory is let go of while a copy from it may be under way; who copies waits."""
-
-    def run(seed: int) -> None:
-        memory = host_bytes(1000, torch.device("cuda:0"))
-        memory.fill_(seed % 200)
-        out = torch.empty(1000, dtype=torch.uint8, device="cuda")
-        out.copy_(memory, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        del memory
-        check(bool((out == seed % 200).all()), "other bytes")
 
     return run

@@ -25,6 +25,7 @@ import late_cuda  # noqa: E402
 if __name__ == "__main__":
     late_cuda.load()
 
+import late_bytes  # noqa: E402, F401
 import late_mistakes  # noqa: E402, F401
 import late_optimizers  # noqa: E402, F401
 import late_steps  # noqa: E402, F401

@@ -55,8 +55,8 @@ class Live {
 class OnDemand {
  public:
   // live: how many bytes are live, above those at the step's start. room_bytes: how many may be when an
-  // operation begins. rates: seconds of an operation for each byte that it reads or writes, by the `id` of the
-  // operation; of those not in it, under None. learn: called with each operation that begins in Python.
+  // operation begins. rates: seconds of an operation for each byte that it reads or writes, by the `id` of
+  // the operation; of those not in it, under None. learn: called with each operation that begins in Python.
   OnDemand(py::object live, int64_t room_bytes, const py::dict& rates, py::object learn)
       : live_(std::move(live)), room_(room_bytes), learn_(std::move(learn)) {
     for (auto [func, rate] : rates) {

@@ -1,6 +1,6 @@
 // The recorder of a profiled step: it writes operations down, too, as lowtide.trace.tracer.Tracer.add_writer.
-// Python runs the first calls of each form (an operation with arguments of the same shapes, strides, types and
-// numbers), measures and verifies them, and has it learn what their later calls share.
+// Python runs the first calls of each form (an operation with arguments of the same shapes, strides, types
+// and numbers), measures and verifies them, and has it learn what their later calls share.
 #pragma once
 
 #include <torch/csrc/DynamicTypes.h>
@@ -61,7 +61,8 @@ class ProfileRecorder : public Recorder {
 
   // Of a profiler in Python: its tape and tracer; collectives under way; its functions. `digest` is the
   // address of a function of bytes and how many; 0 where nothing is verified.
-  ProfileRecorder(py::object tape, py::object tracer, py::dict begun, const ProfilerCalls& profiler, uintptr_t digest)
+  ProfileRecorder(py::object tape, py::object tracer, py::dict begun, const ProfilerCalls& profiler,
+                  uintptr_t digest)
       : Recorder(std::move(tape), py::none(), py::none(), std::make_shared<Program>(true), nullptr),
         digest_(reinterpret_cast<Digest>(digest)),
         parts_(std::make_unique<Parts>(std::move(tracer), std::move(begun), profiler)) {}

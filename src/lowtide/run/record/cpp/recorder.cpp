@@ -126,8 +126,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                                note_node,        note_meeting, note_overwritten};
              return std::make_shared<ProfileRecorder>(tape, tracer, begun, profiler, digest);
            }),
-           py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "register_storage"_a, "end_storage"_a, "value_of"_a,
-           "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "digest"_a)
+           py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "register_storage"_a, "end_storage"_a,
+           "value_of"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "digest"_a)
       .def("learn", &ProfileRecorder::learn)
       .def_property_readonly("program", &ProfileRecorder::program);
   m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });

@@ -113,7 +113,8 @@ class Recorder {
       if (!fits) return false;
     }
     bool grad = c10::GradMode::is_enabled();
-    bool took = known.handler == Handler::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
+    bool records = known.handler == Handler::Record;
+    bool took = records ? record(known, op, keys, stack) : pass(known, op, keys, stack);
     if (took) ++ran_[grad];
     return took;
   }
@@ -351,8 +352,8 @@ class Recorder {
     n.inputs.set(node, call.inputs);
   }
 
-  // Registers the value of a tensor as recomputable by the node that wrote it, for as long as its storage lives.
-  // The number, which only a profiled step uses, is the extent: bytes of the storage that were written.
+  // Registers the value of a tensor as recomputable by the node that wrote it, for as long as its storage
+  // lives. The number, which only a profiled step uses, is the extent: bytes of the storage that were written.
   virtual py::object register_value(const py::object& node, const Tensor& tensor, int64_t) {
     py::int_ key(storage_key(tensor));
     auto callback = function_of<&forget>("forget", py::make_tuple(replayable_, key));
