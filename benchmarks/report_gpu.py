@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.gpu.parts import AS_PER_BLOCK
+from benchmarks.gpu.rows import AS_PER_BLOCK
 from benchmarks.tables import load, mib, percent, table
 
 Rows = dict[tuple[str, str], dict[str, Any]]

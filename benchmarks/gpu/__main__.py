@@ -11,7 +11,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.gpu.parts import PARTS, ROOT
+from benchmarks.gpu.parts import PARTS
+from benchmarks.gpu.rows import ROOT
 from benchmarks.gpu.runner import Results, about, run
 
 _SECONDS = 570.0

@@ -17,7 +17,8 @@ import traceback
 import warnings
 from typing import Any
 
-from benchmarks.gpu.parts import Measure, Row, Unmeasured, Where, bytes_alone, part
+from benchmarks.gpu.parts import part
+from benchmarks.gpu.rows import Measure, Row, Unmeasured, Where, bytes_alone
 
 
 def end_with_parent() -> None:

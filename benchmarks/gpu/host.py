@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import paired, rounds_within
-from benchmarks.gpu.parts import Row, Where
+from benchmarks.gpu.rows import Row, Where
 from benchmarks.gpu.training import case_of, flash_alone, placed
 from lowtide import measure_links, meter
 from lowtide.accelerator import synchronize

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 import lowtide
-from benchmarks.gpu.parts import Row, Unmeasured, Where
+from benchmarks.gpu.rows import Row, Unmeasured, Where
 from benchmarks.gpu.training import allocator_peaks, case_of, compared, gradients, placed
 from lowtide.meter.cuda import workspace_bytes
 

@@ -11,37 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).parents[2]
-
-Row = dict[str, Any]
-Measure = Callable[[str], Row]
-
-
-class Unmeasured(Exception):
-    """A row cannot be had here, and says why."""
-
-
-@dataclass(frozen=True)
-class Where:
-    """What a part runs on.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        small: whether models are as small as a CPU needs them.
-        card: false on PyTorch's CUDA build without one, where nothing is computed: rows have bytes alone.
-        seconds: of paired timing for one row.
-    """
-
-    device: str
-    small: bool
-    card: bool = True
-
-    @property
-    def seconds(self) -> float:
-        return (0.5 if self.small else 5.0) if self.card else 0.0
+from benchmarks.gpu.rows import AS_PER_BLOCK, ROOT, Measure, Row, Unmeasured, Where
 
 
 @dataclass(frozen=True)
@@ -198,9 +170,6 @@ def host_optimizer(where: Where) -> Measure:
     return HostSteps(where).row
 
 
-AS_PER_BLOCK = "as per block"
-"""The budget that is the peak of checkpointing per block."""
-
 BUDGETS = (AS_PER_BLOCK, "60 %", "min", "80 %")
 CONTENDERS = ("plain", "per block", *BUDGETS)
 COMPILED = ("plain", "60 %", "min", "80 %", "per block", AS_PER_BLOCK)
@@ -238,23 +207,6 @@ PARTS = (
     Part("expandable segments", ("60 %", "min"), expandable, environment=EXPANDABLE),
     Part("GPT, compiled otherwise", OTHERWISE, training("gpt", True), 200),
 )
-
-
-_OF_A_CARD = ("seconds", "extra", "tokens_a_second", "bytes_per_second", "gap", "rounds")
-_OF_VALUES = ("same_gradients", "largest_difference", "plain_repeats", "plain_difference", "same_loss")
-
-
-def bytes_alone(found: Any) -> Any:
-    """A row without times, and without what values are compared for."""
-    if isinstance(found, list):
-        return [bytes_alone(item) for item in found]
-    if not isinstance(found, dict):
-        return found
-    return {
-        key: bytes_alone(item)
-        for key, item in found.items()
-        if not key.endswith(_OF_A_CARD) and key not in _OF_VALUES
-    }
 
 
 def part(name: str) -> Part:

@@ -18,7 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.gpu.parts import ROOT, Part, Row
+from benchmarks.gpu.parts import Part
+from benchmarks.gpu.rows import ROOT, Row
 from benchmarks.gpu.table import rendered
 
 NO_CARD = "NO_CARD_BUILD" in os.environ

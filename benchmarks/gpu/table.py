@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from benchmarks.gpu.parts import AS_PER_BLOCK, BUDGETS, OTHERWISE, PARTS, Row
+from benchmarks.gpu.parts import BUDGETS, OTHERWISE, PARTS
+from benchmarks.gpu.rows import AS_PER_BLOCK, Row
 from benchmarks.tables import mib, percent, table, yes
 
 

@@ -25,7 +25,7 @@ from benchmarks.common import (
     total_peak,
 )
 from benchmarks.curve_engines import OwnBackend, checkpoint_blocks, shared_copy
-from benchmarks.gpu.parts import AS_PER_BLOCK, Row, Where
+from benchmarks.gpu.rows import AS_PER_BLOCK, Row, Where
 from lowtide import meter
 from lowtide.meter.cuda import caching_allocator, workspace_bytes
 from lowtide.plan.reserved_bytes import reserved_after

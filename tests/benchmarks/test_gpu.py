@@ -16,7 +16,8 @@ import pytest
 import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import child, runner
-from benchmarks.gpu.parts import PARTS, Part, Unmeasured, Where, bytes_alone
+from benchmarks.gpu.parts import PARTS, Part
+from benchmarks.gpu.rows import Unmeasured, Where, bytes_alone
 from benchmarks.gpu.table import rendered
 
 from lowtide.errors import BudgetError
