@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from benchmarks.cases import WithLoss, gpt
 from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of, total_peak
 from lowtide import limit_memory
-from lowtide.plan.search.search import search_of
+from lowtide.plan.search import search_of
 from lowtide.run.limit.planning import PlanMaker
 
 BUDGETS = ("70%", "min")

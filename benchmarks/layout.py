@@ -86,7 +86,7 @@ def _load(path: str, name: str) -> Any:
 
 def packings(shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS) -> list[dict[str, Any]]:
     """A perfect packing for each share of coinciding cuts and each number of buffers."""
-    cut_square = _load("tests/plan/layout/test_offsets.py", "lowtide_layout_cases").cut_square
+    cut_square = _load("tests/plan/test_layout.py", "lowtide_layout_cases").cut_square
     rows = []
     for share in shares:
         for count in counts:

@@ -21,7 +21,7 @@ from benchmarks.cases import gpt
 from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of
 from lowtide import BudgetError, limit_memory
 from lowtide.plan import make, plain
-from lowtide.plan.search.search import search_of
+from lowtide.plan.search import search_of
 
 LIMIT_SECONDS = {12: 2.0, 24: 4.0}
 """Layers -> what planning may take, the step itself apart."""

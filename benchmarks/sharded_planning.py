@@ -23,7 +23,7 @@ from benchmarks import sharded_models
 from benchmarks.common import quick, save
 from lowtide.graph import StepGraph
 from lowtide.plan import make, plain
-from lowtide.plan.search.search import search_of
+from lowtide.plan.search import search_of
 
 BLOCKS, FAMILY, SHARES = 32, "GPT", (80, 70, 60)
 MOST = 2.0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lowtide.plan import policies
     from lowtide.plan.data import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.plan.layout import layout
-    from lowtide.plan.supply import measure_links
+    from lowtide.plan.speeds import measure_links
     from lowtide.run.apply import apply
     from lowtide.run.limit.handle import Handle, handle_of
     from lowtide.run.messages import LowtideWarning
@@ -41,7 +41,7 @@ _HOMES = {
     "lowtide.meter": ("Measurement", "measure"),
     "lowtide.plan.data": ("Chain", "Compress", "Keep", "Offload", "Plan", "Recompute", "Shard"),
     "lowtide.plan.layout": ("layout",),
-    "lowtide.plan.supply": ("measure_links",),
+    "lowtide.plan.speeds": ("measure_links",),
     "lowtide.run.apply": ("apply",),
     "lowtide.run.limit.handle": ("Handle", "handle_of"),
     "lowtide.run.messages": ("LowtideWarning",),

@@ -21,7 +21,7 @@ PLACES = (
     "optim/pipeline.py", "optim/slots.py", "optim/stream.py", "run/move.py", "run/record/values.py",
     "store/disk.py", "store/host.py", "store/lanes.py", "store/tier.py",
 )  # fmt: skip
-"""Where bytes move beside the program. Not optim/balance.py and store/speeds.py: they only time."""
+"""Where bytes move beside the program. Not optim/balance.py and plan/speeds.py: they only time."""
 
 WAITS = ("join", "order", "record_stream", "settle", "synchronize", "wait", "wait_event", "wait_stream")
 MARKS = ("mark", "ready", "record")

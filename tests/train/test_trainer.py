@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lowtide import meter
-from lowtide.plan.supply import link_speeds
+from lowtide.plan.speeds import link_speeds
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter

@@ -29,11 +29,10 @@ from lowtide.compiled.timeline import Moment, Timeline
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
-from lowtide.plan.bound.program import Program
-from lowtide.plan.bound.relaxation import Bound
+from lowtide.plan.bound import Bound, Program
 from lowtide.plan.choose import NEAR, Correction, at_or_smallest
 from lowtide.plan.data import Offload, Plan, decision_of
-from lowtide.plan.data.table import ModuleRow
+from lowtide.plan.data.plan import ModuleRow
 from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator

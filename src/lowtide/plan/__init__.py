@@ -1,16 +1,17 @@
 """Choose: what stays, what is recomputed, what moves.
 
 In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(graph, budget=...)``. Read
-`search/search.py` first, then `simulate/simulator.py`. Each of these knows those before it:
+`search.py` first, then `simulate/simulator.py`. Each of these knows those before it:
 
 `data`      what a plan is: decisions, moves, the plan and its table
 `simulate`  a set of stored values -> live bytes at every event, what runs again, seconds
 `blocks`    a model's blocks and segments -> what checkpointing them stores
-`supply`    how fast tiers, codecs and groups are, and how small what is encoded
 `moves`     which values may move, in which ways, and what that costs
+`speeds`    how fast tiers, codecs and groups are, measured
 `layout`    a plan -> the same plan with a slab for what comes back
 `bound`     a budget -> the seconds that no plan undercuts
-`search`    a budget -> the stored and moved values with the least seconds
+`search`    a budget -> the stored values with the least seconds
+`mixes`     a budget -> the stored and the moved values with the least seconds
 `policies`  ways to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used
 `choose`    a budget and a price -> the plan whose steps really take no more: plan, price, ask again
 """

@@ -10,14 +10,30 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.blocks import entering_blocks
-from lowtide.plan.data import Chain, Compress, Link, Links, Move, Moving, Offload, Shard, form_and_tier
+from lowtide.plan.data import (
+    Chain,
+    Compress,
+    Link,
+    Links,
+    Move,
+    Moving,
+    Offload,
+    Shard,
+    codecs_behind,
+    form_and_tier,
+)
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator
-from lowtide.plan.supply import Codec, codec_named, codecs_behind, encoded_bytes, link_speeds
+
+if TYPE_CHECKING:
+    from lowtide.store.codec import Codec
+else:
+    Codec = object  # for annotations: the class itself loads PyTorch
 
 _UNDER_WAY = ("c10d.", "c10d_functional.", "_dtensor.", "fsdp.", "symm_mem.")
 """Operations that may still be writing when they return, and that only the program can wait for."""
@@ -28,6 +44,22 @@ Placements = dict[int, list[Move]]
 
 _WORTH = 0.95
 """A codec is offered where it leaves at most this share of a value's bytes."""
+
+
+def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
+    """The codec of that name, one of ``own`` or of lowtide's."""
+    from lowtide.store.codec import codec_named as find
+
+    return find(name, own)
+
+
+def encoded_bytes(codec: Codec, elements: int, dtype: str) -> int:
+    """The most bytes that a value of so many elements takes in a codec."""
+    import torch
+
+    from lowtide.store.codec import Form
+
+    return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
 
 
 def why_not(sim: Simulator, value: int) -> str:
@@ -244,6 +276,8 @@ def missing_links(
     Raises:
         PlanError: a group's is missing, which one rank cannot measure.
     """
+    from lowtide.plan.speeds import link_speeds
+
     given = dict(links or {})
     found: dict[str, Link] = {}
     for decision in decisions:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.search.search import search_of
+from lowtide.plan.search import search_of
 
 POINTS = 10
 ENOUGH_SECONDS = 4.0

@@ -8,7 +8,7 @@ from synthetic import Tape
 import lowtide.plan
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.bound.relaxation import Relaxation
+from lowtide.plan.bound import Relaxation
 from lowtide.plan.simulate import Simulator, plain
 
 

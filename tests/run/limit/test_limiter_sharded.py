@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.plan import policies
-from lowtide.plan.bound.program import A_SECOND, Effort
+from lowtide.plan.bound import A_SECOND, Effort
 from lowtide.run.limit import planning
 
 pytestmark = on_each_backend
@@ -396,14 +396,14 @@ def searched() -> None:
     """Others wait in the first step's backward: a search there does as much work as a step would take time
     for, whatever it searches for; the rest is left to a process beside the next steps.
     """
-    spent, own = list[float](), Effort.note_simulation
+    spent, own = list[float](), Effort.note
 
     def noted(effort: Effort, operations: float) -> None:
         spent.append(operations)
         own(effort, operations)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Effort, "note_simulation", noted)
+        patch.setattr(Effort, "note", noted)
         for budget, policy in product(("70%", "min"), (policies.optimal(), policies.mixed())):
             spent.clear()
             model = nn.parallel.DistributedDataParallel(Long())

@@ -25,7 +25,7 @@ from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
 from lowtide.plan.blocks import block_stored, blocks_of, default_blocks, full_stored, sqrt_stored
-from lowtide.plan.policies.recompute import attention_stored
+from lowtide.plan.policies.by_rule import attention_stored
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.progress import current
 from lowtide.trace.costs.specs import OpCost, Signature

@@ -5,25 +5,26 @@ In: what a policy chose, or the JSON of an earlier plan. Out: decisions (what ma
 (values that leave their place, and how fast). Begin with `decisions.py`, then `plan.py`.
 """
 
-from lowtide.links import Link, Links
 from lowtide.plan.data.decisions import (
     Chain,
     Compress,
     Decision,
     Keep,
+    Link,
+    Links,
     Move,
     Moving,
     Offload,
     Recompute,
     Shard,
+    codecs_behind,
     decision_of,
     form_and_tier,
 )
-from lowtide.plan.data.plan import Plan, ProgramStep, in_one_line
-from lowtide.plan.data.table import ModuleRow, module_in_words
+from lowtide.plan.data.plan import ModuleRow, Plan, ProgramStep, in_one_line, module_in_words
 
 __all__ = [
     "Chain", "Compress", "Decision", "Keep", "Link", "Links", "ModuleRow", "Move",
-    "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "decision_of", "in_one_line",
-    "module_in_words", "form_and_tier",
+    "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "codecs_behind", "decision_of",
+    "form_and_tier", "in_one_line", "module_in_words",
 ]  # fmt: skip

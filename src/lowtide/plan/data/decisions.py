@@ -1,7 +1,9 @@
-"""What may be decided for a saved value, and what planner, simulator and executor know of one that moves."""
+"""What may be decided for a saved value, what planner, simulator and executor know of one that moves, and how
+fast tiers, codecs and groups are (`Link`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -228,3 +230,42 @@ class Move:
     def place_bytes(self) -> int:
         """Bytes of the value once it has come back, with the padding of a gathered one."""
         return self.encoded_bytes * self.shard.size if self.shard else self.bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast a tier, a codec or a group is.
+
+    Attributes:
+        write_bytes_per_second, read_bytes_per_second: of one transfer at a time; beside a computation on a
+            CPU, without one on a device that copies by itself.
+        latency_seconds: of each transfer.
+        busy: share of a transfer's time that it takes from the operations that run meanwhile; 0 where the
+            device copies by itself.
+    """
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    latency_seconds: float = 0.0
+    busy: float = 0.0
+
+    def seconds_out(self, bytes_: int) -> float:
+        """Seconds that writing so many bytes takes."""
+        return self.latency_seconds + bytes_ / self.write_bytes_per_second
+
+    def seconds_in(self, bytes_: int) -> float:
+        """Seconds that reading so many bytes takes."""
+        return self.latency_seconds + bytes_ / self.read_bytes_per_second
+
+    def there_and_back(self, bytes_: int) -> float:
+        """Seconds that writing and reading so many bytes take, the latencies aside."""
+        return bytes_ * (1 / self.write_bytes_per_second + 1 / self.read_bytes_per_second)
+
+
+Links = Mapping[str, Link]
+"""tier, codec or group name -> its speed"""
+
+
+def codecs_behind(name: str) -> tuple[str, ...]:
+    """The codecs that a name may come to mean."""
+    return ("mask", "positive") if name == "auto" else (name,)

@@ -11,14 +11,13 @@ from typing import Protocol
 
 from lowtide.errors import BudgetError, PlanError, expect, is_count
 from lowtide.graph import StepGraph
-from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.bound import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
-from lowtide.plan.layout.slab import with_slab
-from lowtide.plan.moves import close_with_moves, move_of, refuse_moves, simulated_moves
+from lowtide.plan.layout import with_slab
+from lowtide.plan.moves import Codec, close_with_moves, move_of, refuse_moves, simulated_moves
 from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
-from lowtide.plan.supply import Codec
 
 
 class Policy(Protocol):

@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
-from lowtide.plan.bound.relaxation import Bound
+from lowtide.plan.bound import Bound
 from lowtide.plan.data import Links, Moving, Plan, decision_of
-from lowtide.plan.moves import default_placements, missing_links, placements_of
+from lowtide.plan.mixes import MixedSearch
+from lowtide.plan.moves import Codec, default_placements, missing_links, placements_of
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
-from lowtide.plan.search.local import Candidate
-from lowtide.plan.search.mix import MixedSearch
-from lowtide.plan.search.search import Search, search_of
-from lowtide.plan.supply import Codec
+from lowtide.plan.search import Candidate, Search, search_of
 
 ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
 """What a plan notes that is not the best that a search could find."""
@@ -157,7 +155,7 @@ def mixed(
 ) -> Policy:
     """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
     found, and how far it is from the least that any schedule with these ways can have. Without a budget: the
-    least memory that is found. See `lowtide.plan.search.mix`.
+    least memory that is found. See `lowtide.plan.mixes`.
 
     Args:
         ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose

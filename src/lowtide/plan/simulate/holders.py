@@ -12,7 +12,7 @@ from lowtide.budget import too_small
 from lowtide.errors import BudgetError
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
-from lowtide.plan.data.table import by_members, ranges
+from lowtide.plan.data.plan import by_members, ranges
 from lowtide.plan.simulate.replay import LiveCopies
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 from lowtide.remedies import (

@@ -26,7 +26,7 @@ from lowtide.plan import make, resolve
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
-from lowtide.plan.layout.slab import without_slab
+from lowtide.plan.layout import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.remedies import REDUCED, UPDATE

@@ -16,12 +16,10 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from lowtide.errors import BudgetError
-from lowtide.plan.bound.program import Floats
-from lowtide.plan.bound.relaxation import Relaxation
+from lowtide.plan.bound import Floats, Relaxation
 from lowtide.plan.data import Links, Move
 from lowtide.plan.moves import Placements, close_with_moves, default_window, least_count
-from lowtide.plan.search.local import Candidate
-from lowtide.plan.search.search import Search
+from lowtide.plan.search import Candidate, Search
 from lowtide.plan.simulate.holders import refusal
 
 _POINTS = 3

@@ -1,4 +1,7 @@
-"""How fast tiers, codecs and groups are here, as plain numbers.
+"""How fast tiers, codecs and groups are here, as plain numbers: `Link`s, which the planner weighs.
+
+In: decisions that move values, and the stores that have them. Out: a `Link` for each tier, codec and group.
+It loads the stores, and so PyTorch: the rest of the planner imports it where speeds are missing.
 
 A tier on the CPU moves bytes on threads of its own. They share cores, caches, memory and the interpreter's
 lock with the step, even where a core is left over. So both are measured together, as they will run: matrix
@@ -11,6 +14,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,11 +22,15 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from lowtide import accelerator, private
-from lowtide.links import Link
+from lowtide.errors import expect
+from lowtide.meter.main_memory import device_of
+from lowtide.plan.data import Compress, Link, Moving, Shard, codecs_behind, decision_of, form_and_tier
+from lowtide.progress import current
 from lowtide.store.codec import Codec
 from lowtide.store.disk import BUFFER_BYTES
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Replicas
+from lowtide.store.stores import Stores
 from lowtide.store.tier import Tier
 
 _SAMPLE = 1 << 17
@@ -38,6 +46,55 @@ _ROUNDS = 4
 _ALONE_SECONDS = 0.02
 _ENOUGH_SECONDS = 2.0
 """No further round begins after so long: tiers may be slow."""
+
+
+@lru_cache(maxsize=64)
+def link_speeds(way: Moving, own: tuple[Codec, ...], device: str) -> dict[str, Link]:
+    """How fast the tier or codec of a decision is, measured once in a process."""
+    return measure_links(way, stores=Stores(codecs=own), device=device)
+
+
+def measure_links(
+    *ways: str | Moving,
+    stores: Stores | None = None,
+    device: str | torch.device = "cpu",
+) -> dict[str, Link]:
+    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
+
+    Args:
+        ways: decisions, or their short names.
+        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
+            call this, and all get the same.
+        device: the device that values leave.
+
+    Returns:
+        The speed of each by its name, as ``links=`` of the policies takes them.
+
+    Raises:
+        PlanError: a tier cannot be opened, or a group or codec is missing.
+
+    Example:
+        >>> sorted(measure_links("int8"))
+        ['int8']
+    """
+    given = stores is None or isinstance(stores, Stores)
+    expect(given, "measure_links(stores=)", stores, "lowtide.Stores(...), or None")
+    place = device_of(device)
+    found: dict[str, Link] = {}
+    current().say("timing transfers")
+    with Stores() as own:
+        known = stores or own
+        for decision in map(decision_of, ways):
+            first, then = form_and_tier(decision)
+            if isinstance(first, Compress):
+                for name in codecs_behind(first.codec):
+                    if name not in found:
+                        found[name] = measure_codec(known.codec(name), place)
+            elif isinstance(first, Shard) and first.group not in found:
+                found[first.group] = measure_group(known.group(first.group, first.size), place)
+            if then is not None and then.tier not in found:
+                found[then.tier] = measure_tier(own.tier(then.tier, then.path, place), place)
+    return found
 
 
 def measure_tier(tier: Tier, device: torch.device) -> Link:

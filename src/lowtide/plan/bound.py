@@ -37,10 +37,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
 
-from lowtide.plan.bound.program import Effort, Floats, Program
 from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.index import Bytes, bytes_over_time, replay_set
 from lowtide.plan.simulate.simulator import Simulator
@@ -57,17 +60,111 @@ _ROWS_PER_LINK = 8
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""
 
+Floats = NDArray[np.float64]
+
+A_SECOND = 750_000
+"""Operations that are simulated in about a second."""
+
+_A_COLUMN = 30
+"""Operations that could be simulated while a linear program is solved, for each of its columns."""
+
+_WHOLE = 3
+"""How much longer one takes where the columns are to be whole numbers."""
+
 Spans = list[tuple[int, int]]
 """half-open, in events"""
 
 
+class Effort:
+    """The work that one search has done, and the limit at which it ends: counted, not timed, so that the same
+    graph gets the same plan.
+
+    Args:
+        limit: operations to simulate, or as much of other work.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit, self.spent = limit, 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether the search ends with what it has found."""
+        return self.spent >= self.limit
+
+    def renew(self, limit: float) -> None:
+        """Begin another search."""
+        self.limit, self.spent = limit, 0.0
+
+    def extend(self, share: float) -> None:
+        """Leave at least a share of the limit for what follows."""
+        self.limit = max(self.limit, self.spent + share * self.limit)
+
+    def note(self, operations: float) -> None:
+        """Count operations that were simulated, or as much of other work."""
+        self.spent += operations
+
+
+class Program:
+    """A linear program that grows, solved by HiGHS: minimise ``cost``, every row at most its right side,
+    every column between 0 and its upper bound.
+    """
+
+    def __init__(self) -> None:
+        self.cost, self.upper, self.right = list[float](), list[float](), list[float]()
+        self.rows, self.columns, self.data = list[int](), list[int](), list[float]()
+
+    def column(self, cost: float = 0.0, upper: float = 1.0) -> int:
+        """A new column."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def row(self, entries: list[tuple[int, float]], right: float) -> int:
+        """A new row: the sum of the entries is at most ``right``."""
+        for column, value in entries:
+            self.rows.append(len(self.right))
+            self.columns.append(column)
+            self.data.append(value)
+        self.right.append(right)
+        return len(self.right) - 1
+
+    def solve(
+        self, whole: Sequence[int] = (), nodes: int | None = None, gap: float = 0.0
+    ) -> tuple[int, float, Floats | None]:
+        """HiGHS's status (0 solved, 2 infeasible), a lower bound on the objective, and the best point found.
+
+        Args:
+            whole: columns that are to be whole numbers.
+            nodes, gap: of branch and bound, how many nodes at most and the relative distance that will do.
+        """
+        count = len(self.cost)
+        if not count:  # HiGHS takes no program without columns
+            infeasible = any(right < 0 for right in self.right)
+            return (2, float("inf"), None) if infeasible else (0, 0.0, np.zeros(0))
+        scale = max(max(self.cost), 1e-12)
+        matrix = csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count))
+        integrality = np.zeros(count)
+        integrality[list(whole)] = 1
+        # scipy's stubs know single numbers only
+        right, lower, upper = map(cast(Any, np.array), (self.right, [0.0] * count, self.upper))
+        answer = milp(
+            np.array(self.cost) / scale,
+            constraints=LinearConstraint(matrix, ub=right) if self.right else (),
+            bounds=Bounds(lower, upper),
+            integrality=integrality,
+            options={} if nodes is None else {"node_limit": nodes, "mip_rel_gap": gap},
+        )
+        if answer.status == 2:
+            return 2, float("inf"), None
+        bound = answer.mip_dual_bound if len(whole) else answer.fun
+        least = float(bound) * scale if bound is not None and np.isfinite(bound) else 0.0
+        return int(answer.status), least, None if answer.x is None else np.asarray(answer.x)
+
+
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds on what any schedule needs.
-
-    Attributes:
-        extra_seconds: least extra time within the budget (infinite when no schedule fits).
-        peak_bytes: least possible peak.
+    """The least ``extra_seconds`` of any schedule within a budget, infinite where none fits, and the least
+    possible ``peak_bytes``.
     """
 
     extra_seconds: float
@@ -340,7 +437,7 @@ class Relaxation:
             if number and not fresh:
                 break
             status, objective, answer = self.program.solve()
-            self.effort.note_solution(len(self.program.cost))
+            self.effort.note(_A_COLUMN * len(self.program.cost))
             if status == 2:
                 return float("inf")
             if status != 0 or answer is None:
@@ -358,7 +455,7 @@ class Relaxation:
             self._answers.pop(budget, None)
             self.solve(budget)
         _, bound, answer = self.program.solve(range(self.count), _NODES, gap)
-        self.effort.note_solution(len(self.program.cost), whole=True)
+        self.effort.note(_WHOLE * _A_COLUMN * len(self.program.cost))
         if bound < float("inf"):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer

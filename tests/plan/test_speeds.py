@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowtide.links import Link
-from lowtide.store import speeds
+from lowtide.plan import speeds
+from lowtide.plan.data import Link
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Lease
 from lowtide.store.tier import StoreError

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 import lowtide
 from lowtide.errors import BudgetError, PlanError
 from lowtide.native import load
-from lowtide.plan.layout import Layout, check, find, offsets
-from lowtide.plan.layout.offsets import _first_fit, pack, sweep
+from lowtide.plan.layout import Layout, _first_fit, check, find, pack, sweep
 
 Buffers = tuple[list[int], list[int], list[int]]
 
 searches = pytest.mark.skipif(
-    load(Path(offsets.__file__).with_name("packing.cpp")) is None, reason="needs a C++ compiler"
+    load(Path(lowtide.__file__).with_name("plan") / "packing.cpp") is None, reason="needs a C++ compiler"
 )
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from synthetic import residual_network, transformer
 
 from lowtide.errors import PlanError
-from lowtide.plan import policies
-from lowtide.plan.bound.relaxation import Relaxation
-from lowtide.plan.search import search
-from lowtide.plan.search.search import Search
+from lowtide.plan import policies, search
+from lowtide.plan.bound import Relaxation
+from lowtide.plan.search import Search
 from lowtide.plan.simulate.simulator import Simulator
-
-from ..synthetic import residual_network, transformer
 
 
 def test_a_search_ends_soon_after_a_plan_fits() -> None:

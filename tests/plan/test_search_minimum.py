@@ -19,8 +19,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
 from lowtide.plan.policies.chosen import least_time
-from lowtide.plan.search.local import LocalSearch
-from lowtide.plan.search.search import Search, search_of
+from lowtide.plan.search import LocalSearch, Search, search_of
 from lowtide.plan.simulate import Simulator
 
 

@@ -17,14 +17,14 @@ from lowtide import meter, policies
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Chain, Compress, Link, Moving, Offload, decision_of
+from lowtide.plan.mixes import MixedSearch
 from lowtide.plan.moves import (
     default_placements,
     missing_links,
     placements_of,
 )
-from lowtide.plan.search.mix import MixedSearch
-from lowtide.plan.search.search import Search
-from lowtide.plan.supply import link_speeds
+from lowtide.plan.search import Search
+from lowtide.plan.speeds import link_speeds
 
 FAST, SLOW = Link(1e15, 1e15), Link(1e3, 1e3)
 CODECS = {"mask": FAST, "positive": FAST}

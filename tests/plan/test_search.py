@@ -18,9 +18,9 @@ import lowtide.plan
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan, policies
-from lowtide.plan.bound.relaxation import Relaxation
+from lowtide.plan.bound import Relaxation
 from lowtide.plan.policies.chosen import least_time
-from lowtide.plan.search.search import Search, search_of
+from lowtide.plan.search import Search, search_of
 from lowtide.plan.simulate import Simulation, Simulator, plain
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from synthetic import transformer
 
-from lowtide.plan.data.table import ModuleRow, fold
+from lowtide.plan.data.plan import ModuleRow, fold
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import MADE, holders_at_peak
 
