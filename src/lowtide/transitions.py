@@ -22,6 +22,7 @@ class Row(NamedTuple, Generic[State, Evidence, Fact, Action]):
         facts: what has to be true of it.
         then: the next state; ``None`` is the same one.
         action: what follows.
+        says: what users are told, where they are told something.
     """
 
     states: tuple[State, ...]
@@ -29,6 +30,7 @@ class Row(NamedTuple, Generic[State, Evidence, Fact, Action]):
     facts: tuple[Fact, ...]
     then: State | None
     action: Action
+    says: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,27 @@ class Table(Generic[State, Evidence, Fact, Action]):
     rows: tuple[Row[State, Evidence, Fact, Action], ...]
     nothing: Action
 
+    def row(
+        self, state: State, evidence: Evidence, facts: Iterable[Fact] = ()
+    ) -> Row[State, Evidence, Fact, Action]:
+        """The first row that fits; one that leaves all as it is where none does. It changes nothing.
+
+        Args:
+            state: the present one.
+            evidence: what happened.
+            facts: what is true of it; others are not.
+        """
+        true = set(facts)
+        for row in self.rows:
+            fits = evidence == row.evidence and (not row.states or state in row.states)
+            if fits and true.issuperset(row.facts):
+                return row
+        return Row((), evidence, (), None, self.nothing)
+
     def transition(
         self, state: State, evidence: Evidence, facts: Iterable[Fact] = ()
     ) -> tuple[State, Action]:
-        """The next state, and what follows from this evidence in this state. It changes nothing.
+        """The next state, and what follows, by the first `row` that fits.
 
         Args:
             state: the present one.
@@ -58,9 +77,5 @@ class Table(Generic[State, Evidence, Fact, Action]):
             >>> door.transition("open", "push", ["unlocked"]), door.transition("open", "push")
             (('shut', 'ring'), ('open', ''))
         """
-        true = set(facts)
-        for row in self.rows:
-            fits = evidence == row.evidence and (not row.states or state in row.states)
-            if fits and true.issuperset(row.facts):
-                return row.then or state, row.action
-        return state, self.nothing
+        row = self.row(state, evidence, facts)
+        return row.then or state, row.action

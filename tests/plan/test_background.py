@@ -61,7 +61,7 @@ def step(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def search_of(handle: lowtide.Handle) -> BackgroundSearch | None:
     (entry,) = handle._limiter.cache.known.values()
     assert entry.planned is not None
-    return entry.planned.search
+    return entry.planned.history.search
 
 
 def test_a_better_plan_is_found_between_steps_and_replaces_the_first_once(hurried: None) -> None:

@@ -15,7 +15,8 @@ import lowtide
 from lowtide import meter
 from lowtide.graph import StepGraph
 from lowtide.run.limit.cache import MOST_ENTRIES
-from lowtide.run.limit.entry import Planned, State
+from lowtide.run.limit.entry import Planned
+from lowtide.run.limit.entry_states import State
 from lowtide.run.limit.key import StepKey
 from lowtide.run.profile.profiler import Profiler
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.plan import policies
 from lowtide.plan.bound import A_SECOND, Effort
-from lowtide.run.limit import planning
+from lowtide.run.limit import machine, planning
 
 pytestmark = on_each_backend
 
@@ -416,8 +416,8 @@ def searched() -> None:
             allowed = max(planning._LEAST_SECONDS, graph.plain_seconds) * A_SECOND
             allowed += 60 * len(graph.operations)
             assert sum(spent) <= 2 * allowed, (budget, policy, sum(spent) / allowed)
-            assert planned.search is not None or budget == "70%"
-            planned.stop()
+            assert planned.history.search is not None or budget == "70%"
+            machine.stop_search(planned)
 
 
 def better_later() -> bool:
@@ -432,7 +432,7 @@ def better_later() -> bool:
     first, steps_, going = handle.plan.program, 0, torch.ones(1)
     while going and steps_ < 300:
         model(batch(steps_)).backward()
-        going.fill_(handle._limiter.cache.latest.search is not None)
+        going.fill_(handle._limiter.cache.latest.history.search is not None)
         dist.all_reduce(going)
         time.sleep(0.1)
         steps_ += 1

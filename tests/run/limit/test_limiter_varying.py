@@ -16,7 +16,7 @@ from torch import nn
 import lowtide
 from lowtide.graph import Event, Operation, StepGraph, Storage, Value
 from lowtide.run.hidden_costs import rates, rise_bytes
-from lowtide.run.limit.entry import State
+from lowtide.run.limit.entry_states import State
 
 QUICKLY = lowtide.policies.optimal(0.05)  # seconds that a search takes
 

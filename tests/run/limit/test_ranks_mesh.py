@@ -196,7 +196,7 @@ def better_later(budget: str) -> tuple[list[str], list[int], int]:
         step(model, 0, True)
     cache, steps = handle._limiter.cache, 0
     plans = [cache.latest.plan]
-    while cache.latest.awaits_better and steps < 300:
+    while cache.latest.history.awaits_better and steps < 300:
         step(model, 0, True)
         steps += 1
         time.sleep(0.1)

@@ -16,9 +16,9 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit import machine
 from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_several_devices
-from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.entry import Entry, History, Planned
+from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.machine import Action
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
 from lowtide.run.messages import own_checkpointing, warn
@@ -91,17 +91,20 @@ class Cache:
             for entry in self.known.values():
                 machine.on_removed(entry)
 
-    def begin_step(self, entry: Entry, backward_unseen: bool = False) -> Action:
+    def begin_step(self, entry: Entry, shared: bool = False, backward_unseen: bool = False) -> Action:
         """What the next step of an entry does. Where that needs a plan, it is made here.
+
+        Args:
+            entry, shared, backward_unseen: as of `machine.on_called`.
 
         Raises:
             BudgetError: no plan fits.
         """
         with self.lock:
             self._ask_peers(entry)
-            action = self._plan(entry, machine.on_called(entry, self.maker.version, backward_unseen))
-            alone = self.maker.agreement is None
-            if alone and action is Action.RUN and entry.planned and (better := entry.planned.better()):
+            action = self._plan(entry, machine.on_called(entry, self.maker.version, shared, backward_unseen))
+            alone, planned = self.maker.agreement is None, entry.planned
+            if alone and action is Action.RUN and planned and (better := machine.end_search(planned)):
                 machine.on_better_found(entry, better)
             self.latest = entry.planned or self.latest
             self._warn_above(entry)  # of one whose budget was refused
@@ -136,13 +139,14 @@ class Cache:
         again, all do. They take a better plan that the first of them has found.
         """
         maker, planned = self.maker, entry.planned
-        learned = planned is not None and planned.steps > LEARNING_STEPS and not planned.awaits_better
+        history = None if planned is None else planned.history
+        learned = history is not None and history.steps > LEARNING_STEPS and not history.awaits_better
         if maker.agreement is None or learned:
             return
-        outdated = machine.is_outdated(entry, maker.version)
-        better = None if planned is None else planned.better()
+        outdated = entry.is_outdated(maker.version)
+        better = None if planned is None else machine.end_search(planned)
         found = (
-            planned is not None and planned.search is not None,
+            history is not None and history.search is not None,
             None if better is None or planned is None else _less(planned, better),
         )
         mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
@@ -165,13 +169,13 @@ class Cache:
             better: that plan as JSON, the bytes that stand before a step on the first rank, and by how many
                 bytes the budget falls (`_less`); or ``None``.
         """
-        planned.awaits_better = goes_on
+        machine.note_peers_search(planned, goes_on)
         if better is not None:
             text, resident, saved = better
             budget = planned.plan.budget_bytes
             plan = adopt(text, planned.graph.resident_bytes, resident)
             plan = replace(plan, budget_bytes=None if budget is None else budget - saved)
-            machine.on_better_found(entry, Planned(entry.key, planned.profiled, planned.graph, plan))
+            machine.on_better_found(entry, replace(planned, plan=plan, history=History()))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
@@ -278,9 +282,8 @@ class Cache:
         if found is None and planned is not None and len(set(programs)) == 1:
             _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
             plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
-            common = Planned(entry.key, planned.profiled, planned.graph, plan, planned.search)
-            planned.search = None  # it goes on, and each rank takes what it finds
-            machine.on_better_found(entry, common)
+            # the search goes on (its history is the same), and each rank takes what it finds
+            machine.on_better_found(entry, replace(planned, plan=plan))
         return found
 
     # ---- warnings --------------------------------------------------------------------------------

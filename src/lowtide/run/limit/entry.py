@@ -1,7 +1,7 @@
-"""A cached plan: an entry, with what its steps have shown.
+"""The records of a cached plan: an `Entry`, what its steps have shown, and its plan in force (`Planned`).
 
-The state machine alone changes an `Entry` (`machine.py`), and the cache owns it (`cache.py`). What ran under
-a plan in force, and how long that took, is the plan's own (`Planned`).
+They are read anywhere, and assigned in `machine.py` alone; here, asking one changes nothing. The cache owns
+the entries (`cache.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lowtide.graph import StepGraph
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.hidden_costs import rates
+from lowtide.run.limit.entry_states import State
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
 from lowtide.run.watch import StepWatch
@@ -28,131 +29,89 @@ _TIMED = 9  # so many steps are timed before a plan settles, and make up its ste
 _EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
 _TIMED_AT_LEAST = 2  # before their times say anything
 
-
-class State(Enum):
-    """The state of an entry; the value says what its next step does."""
-
-    NEW = "is profiled, unless a plan can be made from the graph of a sibling"
-    REFUSED = "is profiled again, or planned for where another budget was given"
-    DOUBTED = "is profiled, since other operations ran than the plan in force has"
-    STALE = "waits for a plan"
-    PLANNED = "runs under the plan"
-    VARYING = "evicts when memory is short, since its steps run other operations each time"
-    GONE = "runs under the plan that it began with; nothing follows"
+Program = tuple[Sequence[ProgramStep], Any]
+"""A plan's program, and the same as the C++ recorder knows it."""
 
 
 @dataclass
+class History:
+    """What has come of a plan: the steps that ran under it, and the search for a better one.
+
+    Attributes:
+        steps: how many steps have run under the plan.
+        timed: the step that is being timed, or ``None``.
+        seconds: of each of the last steps that were timed, and of recording and replaying in it: ``None`` on
+            a GPU, where the host does not know.
+        search: goes on for a better plan, in a process of its own, or ``None``.
+        awaits_better: the first of the ranks that share the plan still searches for a better one.
+    """
+
+    steps: int = 0
+    timed: StepWatch | None = None
+    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
+    search: BackgroundSearch | None = field(default=None, repr=False)
+    awaits_better: bool = False
+
+
+@dataclass(frozen=True, eq=False)
 class Planned:
-    """A plan in force, and the times of the steps that ran under it.
+    """A plan in force, and what it was made for.
 
     Attributes:
         key: of the step that was planned for.
         profiled: the step graph that was planned for, the optimizer aside.
         graph: the same with all that exists beside it.
         plan: its plan.
-        search: goes on for a better plan, or ``None``.
-        awaits_better: a search goes on at the first of the ranks that share the plan.
-        steps: how many steps have run under the plan.
-        timed: the step that is being timed, or ``None``.
-        seconds: of the steps that were timed, and of recording and replaying in them where the host knows.
+        forward_spans: as of `Entry`.
+        history: of the steps under it.
     """
 
     key: StepKey
     profiled: StepGraph
     graph: StepGraph
     plan: Plan
-    search: BackgroundSearch | None = field(default=None, repr=False)
-    awaits_better: bool = False
-    steps: int = 0
-    timed: StepWatch | None = None
-    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
-    _program: tuple[Sequence[ProgramStep], Any] | None = None
-    _programs: list[tuple[Sequence[ProgramStep], Any]] | None = None
-    _for_varying: tuple[dict[int | None, float], AnyProgram] | None = None
+    forward_spans: Sequence[tuple[int, int]] = ()
+    history: History = field(default_factory=History)
 
-    def better(self) -> Planned | None:
-        """A better plan than this one, once the search is over and if it has found one; it is handed out
-        once. A search for less time has found one that adds less within the same budget; a search for less
-        memory one with a smaller peak, and the budget falls by the difference.
-        """
-        if self.search is None or not self.search.is_over:
-            return None
-        search, self.search = self.search, None
-        found, plan = search.plan(), self.plan
-        if found is None:
-            return None
-        saved = max(0, plan.predicted_peak_bytes - found.predicted_peak_bytes) if search.lowers else 0
-        if not saved and found.predicted_extra_seconds >= plan.predicted_extra_seconds:
-            return None
-        budget = None if plan.budget_bytes is None else plan.budget_bytes - saved
-        better = replace(found, budget_bytes=budget)
-        return Planned(self.key, self.profiled, self.graph, better)
+    @cached_property
+    def program(self) -> Program:
+        """The program of the whole step."""
+        return self.plan.program, cpp_program(self.plan.program)
 
-    def stop(self) -> None:
-        """End the search."""
-        if self.search is not None:
-            self.search.stop()
-            self.search = None
+    @cached_property
+    def programs(self) -> list[Program]:
+        """Of each forward of a step that has several, its part of the plan's program."""
+        of = [op.index for op in self.graph.operations if op.phase == "forward"]
+        places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in self.forward_spans]
+        parts = [self.plan.program[begin:end] for begin, end in places]
+        return [(part, cpp_program(part)) for part in parts]
 
-    def program(self) -> tuple[Sequence[ProgramStep], Any]:
-        """The plan's program, and the same as the C++ recorder knows it."""
-        if self._program is None:
-            self._program = self.plan.program, cpp_program(self.plan.program)
-        return self._program
-
-    def programs(self, spans: Sequence[tuple[int, int]]) -> list[tuple[Sequence[ProgramStep], Any]]:
-        """The same of each forward of a step that has several: its part of the plan's program.
-
-        Args:
-            spans: of each forward, its first operation and the first one after it.
-        """
-        if self._programs is None:
-            of = [op.index for op in self.graph.operations if op.phase == "forward"]
-            places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in spans]
-            parts = [self.plan.program[begin:end] for begin, end in places]
-            self._programs = [(part, cpp_program(part)) for part in parts]
-        return self._programs
-
+    @cached_property
     def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
-        """What steps need that run other operations than the plan has: the rates of operations, and what the
-        C++ recorder knows of them.
+        """What steps need that run other operations than the plan has: the seconds for a byte of each
+        operation (`rates`), and what the C++ recorder knows of the operations.
         """
-        if self._for_varying is None:
-            self._for_varying = rates(self.graph), AnyProgram()
-        return self._for_varying
-
-    # ---- times -----------------------------------------------------------------------------------
+        return rates(self.graph), AnyProgram()
 
     @property
-    def is_settled(self) -> bool:
-        """Whether enough steps were timed."""
-        return len(self.seconds) == _TIMED
-
     def times_next(self) -> bool:
-        """Whether the next step is to be timed; the first is slower than others."""
-        return self.steps > 0 and self.timed is None and (not self.is_settled or self.steps % _EVERY == 0)
-
-    def note_time(self) -> None:
-        """Take down the time of the step that was timed, once it is known without waiting for the device."""
-        watch = self.timed
-        if watch is None or not watch.over():
-            return
-        self.timed = None
-        seconds = watch.seconds()
-        if seconds is not None:
-            extra = watch.replay_seconds + watch.recording_seconds + self.graph.overhead_seconds
-            self.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
+        """Whether the next step is to be timed. The first is slower than others; once as many as make up a
+        step time were timed, every `_EVERY`-th is.
+        """
+        history = self.history
+        settled = len(history.seconds) == _TIMED
+        return history.steps > 0 and history.timed is None and (not settled or history.steps % _EVERY == 0)
 
     def calibrated(self) -> Plan:
         """The plan with the times of the timed steps beside its forecast: of whole steps, and of recording
         and replaying in them.
         """
-        plan = self.plan
+        plan, timed = self.plan, self.history.seconds
         predicted = plan.plain_seconds + plan.predicted_extra_seconds
-        if len(self.seconds) < _TIMED_AT_LEAST or not predicted:
+        if len(timed) < _TIMED_AT_LEAST or not predicted:
             return plan
-        whole = statistics.median(seconds for seconds, _ in self.seconds)
-        replays = [again for _, again in self.seconds if again is not None]
+        whole = statistics.median(seconds for seconds, _ in timed)
+        replays = [again for _, again in timed if again is not None]
         if replays:
             # no clock of the executor sees crowding
             extra = min(whole, statistics.median(replays) + plan.crowding_seconds)
@@ -163,18 +122,21 @@ class Planned:
 
 @dataclass
 class Room:
-    """What steps with one key take beside what their plan shows. It is a sibling's, too (`machine.borrow`).
+    """Bytes that steps with one key take beside what their plan shows. A sibling begins with the same
+    (`machine.borrow`).
 
     Attributes:
-        margin_bytes: by how much a step was seen to exceed its prediction.
-        unseen_bytes: what steps hold that their graph does not show (collectives, random states).
-        reserve_bytes: what varying steps leave free, since they took more.
-        rise_bytes: the most that live bytes rose between two looks, in the profiled steps so far but these:
-        profiled: steps that nobody has gone through for it yet (`machine.find_rise`).
+        margin_bytes: by how much a step took more than its plan predicted. The next plan leaves it free.
+        hidden_bytes: what steps hold that no operation of their graph makes: the buffers of collectives that
+            run beside other operations, and the random states of ``torch.utils.checkpoint``.
+        reserve_bytes: what steps that vary leave free, since one took more.
+        rise_bytes: by how much live bytes rise at most between two times that eviction on demand looks at
+            them, of the profiled steps but those in ``profiled``.
+        profiled: the profiled steps that are not part of ``rise_bytes`` yet (`machine.measure_rise`).
     """
 
     margin_bytes: int = 0
-    unseen_bytes: int = 0
+    hidden_bytes: int = 0
     reserve_bytes: int = 0
     rise_bytes: int = 0
     profiled: tuple[StepGraph, ...] = field(default=(), repr=False)
@@ -182,12 +144,12 @@ class Room:
     @property
     def free_bytes(self) -> int:
         """What a plan leaves free of the budget."""
-        return self.margin_bytes + self.unseen_bytes
+        return self.margin_bytes + self.hidden_bytes
 
 
 @dataclass
 class Traits:
-    """What kind of steps those with one key are. It is true of a sibling's, too (`machine.borrow`).
+    """What is true of all steps with one key. It is taken to be true of a sibling's, too (`machine.borrow`).
 
     Attributes:
         checkpoints: how many calls of ``torch.utils.checkpoint`` the step that is planned for made itself.
@@ -204,7 +166,7 @@ class Traits:
 
 @dataclass
 class Seen:
-    """What the steps with one key have shown; no other entry begins with it.
+    """What the steps with one key have shown so far; no other entry begins with it.
 
     Attributes:
         profiles: how many steps were profiled.
@@ -214,8 +176,8 @@ class Seen:
         can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
         may_differ: steps may run other operations: the forward reads values, or a step ran more than its
             plan has.
-        was_late: what the latest step took more may have been a collective's buffer that a thread held for
-            longer. Another in turn is believed.
+        was_late: the latest step took more, and a thread that held a collective's buffer for longer may be
+            the reason. If the step after it takes more, too, that is not.
         backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is
             profiled aside.
         unwarned_bytes: the most that profiled steps took, which no warning has compared with a budget yet.
@@ -247,8 +209,8 @@ class Entry:
         accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
         refused_at: the version of budget and optimizer that no plan was found for, or ``None``.
         room: what steps take beside their plan.
-        traits: what kind of steps they are.
-        seen: what they have shown.
+        traits: what is true of all of them.
+        seen: what they have shown so far.
     """
 
     key: StepKey
@@ -275,10 +237,16 @@ class Entry:
 
     @property
     def is_untried(self) -> bool:
-        """Whether no step has run since the first was profiled; not of a pipeline."""
-        planned = self.planned
-        fresh = planned is not None and planned.steps == 0
-        return fresh and self.seen.profiles == 1 and self.seen.ran is None and not self.forward_spans
+        """Whether no step has run since the first was profiled."""
+        fresh = self.planned is not None and self.planned.history.steps == 0
+        return fresh and self.seen.profiles == 1 and self.seen.ran is None
+
+    def is_outdated(self, version: int) -> bool:
+        """Whether the plan was made for another budget or optimizer than this version of them, or for another
+        margin.
+        """
+        margin = self.room.margin_bytes if self.state is not State.VARYING else 0
+        return self.planned is not None and self.planned_for != (version, margin)
 
     def serves(self, key: StepKey) -> bool:
         """Whether its plan holds for steps with this key: those that are smaller, since the bytes of each

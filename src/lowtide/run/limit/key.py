@@ -158,7 +158,7 @@ class Inputs:
         return step_key(self.members, self.args, self.kwargs)
 
     @property
-    def more_than_key(self) -> bool:
+    def has_free_arguments(self) -> bool:
         """Whether something among the arguments has no part in the key: a number, or an object."""
         shown = (torch.Tensor, str, bool, type(None))
         return not all(isinstance(leaf, shown) for leaf in private.tree_flatten((self.args, self.kwargs))[0])

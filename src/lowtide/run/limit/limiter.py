@@ -10,7 +10,7 @@ import copy
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from types import CodeType
@@ -28,11 +28,11 @@ from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
 from lowtide.run.limit.delegate import Delegate, Engine, Refused
 from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
-from lowtide.run.limit.machine import Action
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.refusal import out_of_memory
-from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_beside
+from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
 from lowtide.run.limit.unlimited import (
     SHARED,
     UNCALLED,
@@ -327,10 +327,12 @@ class Limiter:
 
     def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
         """Do what the state machine says: profile the step, or run it under the plan."""
-        action = self.cache.begin_step(entry, backward_unseen=inputs.compiled)
-        shared = self._is_shared(inputs)
-        if action is Action.PROFILE and (shared or entry.seen.backward_unseen):
-            action = self._profile_aside_first(inputs, shared)
+        others = steps_of_others(inputs)
+        shared = self.shared or bool(others)
+        action = self.cache.begin_step(entry, shared, backward_unseen=inputs.compiled)
+        self._take_part(others)
+        if action is Action.PROFILE_ASIDE:
+            action = self._profile_aside_first(entry, inputs, shared)
         if action is Action.PROFILE:
             step = self.local.step = self._begin_profiled(entry, inputs)
         else:
@@ -345,17 +347,15 @@ class Limiter:
             self.warn_once(UNREACHED)
         return result
 
-    def _is_shared(self, inputs: Inputs) -> bool:
-        """Whether other limited models take part in the step: a model that is profiled meanwhile sees the
-        operations of this one, and one under a plan measures this one's bytes, too. Those steps note this
-        model; when a backward of theirs has ended, all of these models are `shared`.
+    def _take_part(self, steps: Iterable[ProfiledStep | PlannedStep]) -> None:
+        """This model takes part in steps of other limited models: one that is profiled meanwhile sees the
+        operations of this model, and one under a plan measures this model's bytes, too. When a backward of
+        theirs has ended, all of these models are `shared`.
         """
         if self.shared and self.maker.budget is not None:
             self.warn_once(SHARED)
-        theirs = steps_beside(inputs)
-        for step in theirs:
+        for step in steps:
             step.others.add(self)
-        return self.shared or bool(theirs)
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
@@ -373,9 +373,11 @@ class Limiter:
         members, ended = inputs.members, weakly(self._step_ended)
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
-        alone = not members.sharded and self.maker.agreement is None and not entry.seen.backward_unseen
+        # each forward of a pipeline has a recorder of its own, and other ranks would wait for one that evicts
+        alone = self.forwards is None and not members.sharded and self.maker.agreement is None
+        alone = alone and not entry.seen.backward_unseen
         step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
-        step.planned.note_time()
+        machine.note_time(step.planned)
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)
         return step
@@ -384,15 +386,16 @@ class Limiter:
         """A step that is to run under its plan; see `PlannedStep`."""
         return PlannedStep(*asked)
 
-    def _profile_aside_first(self, inputs: Inputs, shared: bool) -> Action:
+    def _profile_aside_first(self, entry: Entry, inputs: Inputs, shared: bool) -> Action:
         """Profile a step of lowtide's own, before one of the user's that cannot be profiled."""
         try:
             with alone():
                 self.prepare(inputs.args, inputs.kwargs, within_step=True)
         except TraceError:
-            if not shared:  # a teacher beside others takes no part in backward
+            action = machine.on_no_loss(entry, shared)
+            if action is Action.RAISE:
                 raise
-            return Action.PROFILE
+            return action
         return Action.RUN
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
@@ -408,7 +411,7 @@ class Limiter:
         """
         inputs = Inputs(self.model, args, kwargs, compiled=False)
         entry = self.cache.find(inputs.key)
-        if self.cache.begin_step(entry) is Action.PROFILE:
+        if self.cache.begin_step(entry) is not Action.RUN:
             with self.engagement.paused(), self._inside():
                 profiler, graph = profile_aside(
                     [self.model],
@@ -456,8 +459,8 @@ class Limiter:
         self._note_others(step)
         self.measured_bytes = step.measured_bytes
         with self.cache.lock:
-            ending = machine.on_ended(step.entry, step)
-        if text := step.overrun_text(self.overruns, ending):
+            reason = machine.on_ended(step.entry, step).says
+        if text := step.overrun_text(self.overruns, reason):
             warn(text, each_time=True)
 
     def _note_others(self, step: ProfiledStep | PlannedStep) -> None:

@@ -1,177 +1,41 @@
-"""The state machine of cached plans: what follows from what happened.
+"""What becomes of a cached plan: each function takes one thing that happened, and assigns what follows.
 
-`TABLE` decides an entry's next state, and what follows; `Table.transition` looks it up. Each function
-`on_...` takes one piece of evidence (`on_called`, `on_profiled`, `on_ended`): it works out the facts, has the
-table decide, and writes down what the evidence says. The other functions write down what changes no state. No
-other file assigns an entry's fields. How a step is profiled is not decided here: `Limiter` may profile one of
-lowtide's own in place of the user's.
-
-```text
- NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
- STALE --> REFUSED                       no plan fits
- REFUSED, PLANNED, VARYING --> STALE     another budget or optimizer; or a planned step took more
- PLANNED, VARYING --> DOUBTED            a step ran operations that the plan does not have
- DOUBTED --> STALE, PLANNED, VARYING     profiled again: a longer step than the one planned for, or a shorter
-```
+In: an entry (`entry.py`), and what happened. Out: what to do next. A function `on_...` works out the facts,
+has `TABLE` decide (`entry_states.py`), and writes down what the evidence says. The other functions write down
+what changes no state. No other file assigns a field of the records in `entry.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import Enum, auto
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.run import hidden_costs
-from lowtide.run.limit.entry import Entry, Planned, State
+from lowtide.run.limit.entry import Entry, History, Planned
+from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact, State
 from lowtide.run.record.directors import Directors, PlanDirector
-from lowtide.transitions import Row, Table
+from lowtide.run.watch import StepWatch
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
 _MOST_RESERVE = 1 / 4  # of the budget
 
 
-class Evidence(Enum):
-    """What happened to an entry."""
-
-    CALLED = auto()
-    """A step of it begins."""
-    PEERS = auto()
-    """The ranks that share its plan have told what their steps showed."""
-    PROFILED = auto()
-    """A step was profiled."""
-    PLAN_MADE = auto()
-    PLAN_REFUSED = auto()
-    """No plan fits."""
-    BETTER_FOUND = auto()
-    """A search that went on has found a better plan."""
-    ENDED = auto()
-    """A backward of a planned step has ended."""
-    RETAINED = auto()
-    """Backward ran through it again, more often than through the profiled one."""
-    REMOVED = auto()
-    """The limit was removed, or the entry made room for another."""
-
-
-Fact = Literal[
-    "graph known",  # the entry has a step graph: its own, or a sibling's
-    "other budget",  # the budget or optimizer is another one than no plan was found for
-    "outdated",  # the plan was made for another budget, optimizer or margin
-    "peer profiles",  # a rank that shares the plan profiles its next step
-    "peer outdated",  # a rank that shares the plan has an outdated one
-    "unverified",  # the step's operations ran once, in a program that was never seen to reproduce
-    "shorter",  # the step has no more operations than the one that is planned for
-    "margin",  # earlier steps took more than predicted, and the plan was to leave that free
-    "current plan",  # the plan in force is for this step graph, budget and optimizer
-    "planned",  # there is a plan in force
-    "borrowed",  # the entry's step graph is a sibling's
-    "above",  # the step took more than its budget
-    "replaced",  # the step ran under an earlier plan than the one in force
-    "second derivatives",  # a backward ran with create_graph=True, and none of the profiled step did
-    "accepted",  # the step took no more than was accepted, since no plan leaves that much free
-    "more backwards",  # more backwards ran through the step than through the profiled one
-    "late buffer",  # what the step took more may be a collective's buffer that a thread held for longer
-    "unrecorded",  # the step's operations were not recorded, since nothing had to be recomputed
-    "departed",  # the step ran other operations than the plan has
-    "longer",  # the step ran many operations that the plan does not have
-    "tried",  # the step, the first after the profiled one, evicted on demand, since steps may differ
-    "differs",  # the step can evict on demand, and ran other operations than the one before, or took more
-    "differed",  # two steps were seen to differ in what they ran
-    "same budget",  # the plan in force was made for this budget and optimizer
-    "profiles left",  # few steps were profiled so far
-]
-
-
-class Action(Enum):
-    """What follows. Why a step took more than its budget is said by `WHY` (`step.py`)."""
-
-    NOTHING = auto()
-    PROFILE = auto()
-    """Run the step in little memory, and write it down."""
-    PLAN = auto()
-    """Make a plan from the step graph."""
-    RUN = auto()
-    """Run the step under the plan."""
-    RAISE = auto()
-    """Raise the refusal."""
-    ACCEPT = auto()
-    """Warn that the plan stays, and run the step under it."""
-    CLOSE = auto()
-    """End what goes on for it."""
-    DOUBT = auto()
-    """Note that steps may run other operations."""
-    LEAVE_MARGIN = auto()
-    """Leave what the step took more free by the next plan."""
-    LEAVE_RESERVE = auto()
-    """Leave it free in steps that vary."""
-    WAIT = auto()
-    """Take no margin for this step, unless the same comes again."""
-    TAKE_BACK = auto()
-    """Leave nothing free for this step: only a kept graph made it take more."""
-
-
-_S, _E, _A = State, Evidence, Action
-
-TABLE: Table[State, Evidence, Fact, Action] = Table(
-    (
-        Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
-        Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
-        Row((_S.NEW, _S.REFUSED, _S.DOUBTED), _E.CALLED, (), None, _A.PROFILE),
-        Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
-        Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
-        Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
-        Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
-        Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
-        Row((_S.GONE,), _E.PROFILED, (), None, _A.NOTHING),
-        Row((), _E.PROFILED, ("unverified",), None, _A.PROFILE),
-        Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
-        Row((), _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
-        Row((), _E.PROFILED, (), _S.STALE, _A.PLAN),
-        Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
-        Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
-        Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
-        Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
-        Row((_S.GONE,), _E.ENDED, (), None, _A.NOTHING),
-        Row((), _E.ENDED, ("replaced",), None, _A.NOTHING),
-        Row((), _E.ENDED, ("above", "second derivatives"), None, _A.NOTHING),
-        Row((), _E.ENDED, ("above", "accepted"), None, _A.NOTHING),
-        Row((), _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT),
-        Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING),
-        Row((), _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT),
-        Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE),
-        Row((), _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT),
-        Row((), _E.ENDED, ("above", "more backwards"), None, _A.NOTHING),
-        Row((), _E.ENDED, ("above", "late buffer"), None, _A.WAIT),
-        Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN),
-        Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
-        Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
-        Row((), _E.RETAINED, (), None, _A.TAKE_BACK),
-        Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
-    ),
-    nothing=Action.NOTHING,
-)
-
-
-def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool]) -> Action:
-    """Move the entry to its next state. Where steps vary from here on, they have a reserve in place of a
-    margin, and no use for a better plan.
-    """
-    before = entry.state
-    entry.state, action = TABLE.transition(before, evidence, [fact for fact, true in facts.items() if true])
-    if entry.state is State.VARYING and before is not State.VARYING:
-        assert entry.planned is not None and entry.planned_for is not None
-        entry.planned.stop()
-        entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
-    return action
+def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> EntryRow:
+    """Move the entry to its next state, by the row of the table that fits."""
+    row = TABLE.row(entry.state, evidence, [fact for fact, true in (facts or {}).items() if true])
+    if row.then is not None and row.then is not entry.state:
+        entry.state = row.then
+        if row.then is State.VARYING:
+            # from here on its steps have a reserve in place of a margin, and no use for a better plan
+            assert entry.planned is not None and entry.planned_for is not None
+            stop_search(entry.planned)
+            entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
+    return row
 
 
 def borrow(entry: Entry, sibling: Entry) -> None:
@@ -181,29 +45,39 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
-def on_called(entry: Entry, version: int, backward_unseen: bool = False) -> Action:
+# ---- a step begins -------------------------------------------------------------------------------
+
+
+def on_called(entry: Entry, version: int, shared: bool = False, backward_unseen: bool = False) -> Action:
     """A step begins.
 
     Args:
         entry: of the step.
         version: of budget and optimizer, now.
+        shared: other limited models take part in it.
         backward_unseen: its backward runs where no operation is intercepted.
     """
     entry.seen.backward_unseen |= backward_unseen
     facts: dict[Fact, bool] = {
         "graph known": entry.graph is not None,
         "other budget": entry.refused_at != version,
-        "outdated": is_outdated(entry, version),
+        "outdated": entry.is_outdated(version),
+        "shared": shared,
+        "backward unseen": entry.seen.backward_unseen,
     }
-    action = _take(entry, Evidence.CALLED, facts)
+    action = _take(entry, Evidence.CALLED, facts).action
     entry.seen.steps += action is Action.RUN
     return action
 
 
-def is_outdated(entry: Entry, version: int) -> bool:
-    """Whether the plan was made for another budget, optimizer or margin."""
-    margin = entry.room.margin_bytes if entry.state is not State.VARYING else 0
-    return entry.planned is not None and entry.planned_for != (version, margin)
+def on_no_loss(entry: Entry, shared: bool) -> Action:
+    """A step of lowtide's own, in place of the user's, had no loss that could be found or made up.
+
+    Args:
+        entry: of the step.
+        shared: other limited models take part in the user's step.
+    """
+    return _take(entry, Evidence.NO_LOSS, {"shared": shared}).action
 
 
 def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
@@ -212,7 +86,10 @@ def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) ->
     """
     if profiles or outdated:
         entry.room.margin_bytes = margin_bytes
-    return _take(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated})
+    return _take(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated}).action
+
+
+# ---- a step was profiled -------------------------------------------------------------------------
 
 
 def note_taken(entry: Entry, taken_bytes: int) -> None:
@@ -224,16 +101,6 @@ def pop_taken(entry: Entry) -> int:
     """The most that profiled steps took since this was asked, or 0."""
     taken, entry.seen.unwarned_bytes = entry.seen.unwarned_bytes, 0
     return taken
-
-
-def find_rise(entry: Entry) -> int:
-    """The most that live bytes rose between two looks, in any profiled step. A step is gone through when this
-    is first asked: of most entries nobody asks.
-    """
-    room = entry.room
-    profiled, room.profiled = room.profiled, ()
-    room.rise_bytes = max([room.rise_bytes, *map(hidden_costs.rise_bytes, profiled)])
-    return room.rise_bytes
 
 
 def note_unseen_backward(entry: Entry) -> None:
@@ -276,14 +143,14 @@ def on_profiled(
         "shorter": not longest,
         "differed": entry.traits.differed,
     }
-    action = _take(entry, Evidence.PROFILED, facts)
+    action = _take(entry, Evidence.PROFILED, facts).action
     entry.room.profiled += (graph,)
     if action is not Action.PROFILE:
         entry.traits.backwards = max(entry.traits.backwards, backwards)
         entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
         entry.graph, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
-        entry.room.unseen_bytes = collectives_bytes + hidden_costs.checkpoint_bytes(graph, checkpoints)
+        entry.room.hidden_bytes = collectives_bytes + hidden_costs.checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
         entry.seen.profiled_ran = ran
     return action
@@ -294,13 +161,16 @@ def agree(entry: Entry, graph: StepGraph) -> None:
     entry.graph = graph
 
 
+# ---- a plan --------------------------------------------------------------------------------------
+
+
 def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     """A plan was made for this version of budget and optimizer, less the margin."""
     if entry.planned is not None:
-        entry.planned.stop()
+        stop_search(entry.planned)
     entry.planned, entry.planned_for = planned, (version, entry.room.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
-    return _take(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed})
+    return _take(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed}).action
 
 
 def on_plan_refused(entry: Entry, version: int) -> Action:
@@ -315,11 +185,11 @@ def on_plan_refused(entry: Entry, version: int) -> Action:
         "differed": entry.traits.differed,
         "same budget": current,
     }
-    action = _take(entry, Evidence.PLAN_REFUSED, facts)
+    action = _take(entry, Evidence.PLAN_REFUSED, facts).action
     if action is Action.ACCEPT:
         assert planned is not None
         most = max(planned.plan.predicted_peak_bytes, planned.plan.budget_bytes or 0)
-        entry.accepted_bytes = entry.room.margin_bytes + entry.room.unseen_bytes + most
+        entry.accepted_bytes = entry.room.free_bytes + most
         entry.planned_for = (version, 0)
     elif action is Action.RAISE:
         entry.refused_at = version
@@ -329,10 +199,101 @@ def on_plan_refused(entry: Entry, version: int) -> Action:
 
 def on_better_found(entry: Entry, planned: Planned) -> Action:
     """A search that went on has found a better plan."""
-    action = _take(entry, Evidence.BETTER_FOUND, {})
+    action = _take(entry, Evidence.BETTER_FOUND).action
     if action is Action.RUN:
         entry.planned = planned
     return action
+
+
+def end_search(planned: Planned) -> Planned | None:
+    """The better plan that a search has found, once it is over; it is handed out once.
+
+    A search for less time has found one that adds less within the same budget; a search for less memory one
+    with a smaller peak, and the budget falls by the difference.
+    """
+    search, plan = planned.history.search, planned.plan
+    if search is None or not search.is_over:
+        return None
+    planned.history.search = None
+    found = search.plan()
+    if found is None:
+        return None
+    saved = max(0, plan.predicted_peak_bytes - found.predicted_peak_bytes) if search.lowers else 0
+    if not saved and found.predicted_extra_seconds >= plan.predicted_extra_seconds:
+        return None
+    budget = None if plan.budget_bytes is None else plan.budget_bytes - saved
+    return replace(planned, plan=replace(found, budget_bytes=budget), history=History())
+
+
+def note_peers_search(planned: Planned, goes_on: bool) -> None:
+    """Whether the first of the ranks that share the plan still searches for a better one."""
+    planned.history.awaits_better = goes_on
+
+
+def stop_search(planned: Planned) -> None:
+    """End the search for a better plan."""
+    if planned.history.search is not None:
+        planned.history.search.stop()
+        planned.history.search = None
+
+
+# ---- a step runs under its plan ------------------------------------------------------------------
+
+
+def on_forward_begins(entry: Entry, planned: Planned, can_evict: bool, free_arguments: bool) -> Action:
+    """The forward of a planned step begins.
+
+    Args:
+        entry: of the step.
+        planned: the plan that it runs under.
+        can_evict: it may evict on demand, and can.
+        free_arguments: something among its arguments has no part in the key: a number, or an object.
+    """
+    facts: dict[Fact, bool] = {
+        "can evict": can_evict,
+        "untried": entry.is_untried,
+        "may differ": entry.seen.may_differ,
+        "free arguments": free_arguments,
+        "changes nothing": planned.plan.changes_nothing,
+        "unwatched": planned.plan.budget_bytes is None or not entry.seen.may_differ,
+    }
+    return _take(entry, Evidence.FORWARD_BEGINS, facts).action
+
+
+def measure_rise(entry: Entry) -> int:
+    """By how much live bytes rise at most between two times that eviction on demand looks at them, in any
+    profiled step. The graphs of profiled steps are gone through when this is first asked, since most entries
+    never evict on demand.
+    """
+    room = entry.room
+    profiled, room.profiled = room.profiled, ()
+    room.rise_bytes = max([room.rise_bytes, *map(hidden_costs.rise_bytes, profiled)])
+    return room.rise_bytes
+
+
+def count_step(planned: Planned) -> None:
+    """The forward of a step has run under the plan."""
+    planned.history.steps += 1
+
+
+def time_step(planned: Planned, step: StepWatch) -> None:
+    """This step is timed."""
+    planned.history.timed = step
+
+
+def note_time(planned: Planned) -> None:
+    """Take down the time of the step that was timed, once it is known without waiting for the device."""
+    history, watch = planned.history, planned.history.timed
+    if watch is None or not watch.over():
+        return
+    history.timed = None
+    seconds = watch.seconds()
+    if seconds is not None:
+        extra = watch.replay_seconds + watch.recording_seconds + planned.graph.overhead_seconds
+        history.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
+
+
+# ---- a backward has ended ------------------------------------------------------------------------
 
 
 class EndedStep(Protocol):
@@ -357,39 +318,25 @@ class EndedStep(Protocol):
     def measured_bytes(self) -> int | None: ...
 
 
-class Ending(NamedTuple):
-    """What was true of a step whose backward has ended.
+def on_ended(entry: Entry, step: EndedStep) -> EntryRow:
+    """A backward of a planned step has ended.
 
-    Attributes:
-        state: the entry's, before.
-        facts: what was true.
-        action: what follows.
-    """
-
-    state: State
-    facts: frozenset[Fact]
-    action: Action
-
-
-def on_ended(entry: Entry, step: EndedStep) -> Ending:
-    """A backward of a planned step has ended; what it took above its prediction is left free by the next
-    plan, unless the reason is another.
+    Returns:
+        The row of `TABLE` that fits: what follows, and what users are told where the step took more than its
+        budget.
     """
     seen = entry.seen
-    facts, before = _facts_at_end(entry, step), entry.state
-    if facts["more backwards"] and not facts["replaced"]:
-        _DONE_AT_END[_take(entry, Evidence.RETAINED, {})](entry, step)
-    action = _take(entry, Evidence.ENDED, facts)
-    ending = Ending(before, frozenset(fact for fact, true in facts.items() if true), action)
-    if facts["replaced"]:
-        return ending
+    facts = _facts_at_end(entry, step)
+    row = _take(entry, Evidence.ENDED, facts)
+    if facts["replaced"]:  # it says nothing of the plan in force
+        return row
     seen.was_late = False
-    if action in _DONE_AT_END:
-        _DONE_AT_END[action](entry, step)
+    if row.action in _DONE_AT_END:
+        _DONE_AT_END[row.action](entry, step)
     seen.ran, seen.can_evict = step.ran or seen.ran, step.can_evict
     entry.traits.differed |= facts["differs"]
     seen.may_differ |= step.extra > 0
-    return ending
+    return row
 
 
 def _leave_margin(entry: Entry, step: EndedStep) -> None:
@@ -472,5 +419,5 @@ def _may_be_late(planned: Planned, took: int) -> bool:
 
 def on_removed(entry: Entry) -> None:
     """The limit was removed, or the entry has made room for another."""
-    if _take(entry, Evidence.REMOVED, {}) is Action.CLOSE and entry.planned is not None:
-        entry.planned.stop()
+    if _take(entry, Evidence.REMOVED).action is Action.CLOSE and entry.planned is not None:
+        stop_search(entry.planned)

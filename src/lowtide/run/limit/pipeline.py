@@ -118,12 +118,11 @@ class PipelineStep(PlannedStep):
         super().__init__(*asked)
         self._forwards = forwards
         self._replays: list[Any] = []
-        self.can_evict = self._on_demand = False
 
     def _record(
         self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
     ) -> tuple[Any, float]:
-        programs = iter(self.planned.programs(self.entry.forward_spans))
+        programs = iter(self.planned.programs)
         directors = self.director = Directors()
         ran, seconds = [0, 0], [0.0]
 

@@ -31,7 +31,7 @@ from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.remedies import REDUCED, UPDATE
 from lowtide.run.hidden_costs import with_overhead
-from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.need import (
     OptimizerNeed,
     depends_on,
@@ -145,15 +145,15 @@ class PlanMaker:
                 warn(f"{LEAST} {error}", each_time=True)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
-        made = Planned(entry.key, entry.graph, graph, replace(plan, budget_bytes=limit))
-        goes_on = _ended_early(plan)
-        # ranks that share a plan take a better one together, which the first of them finds
-        made.awaits_better = goes_on and self.agreement is not None
+        search, goes_on = None, _ended_early(plan)
         if goes_on and (self.agreement is None or self.agreement.rank == 0):
             least = 0 if plan.budget_bytes else self._optimizer_step_bytes - entry.room.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
-                made.search = BackgroundSearch(graph, plan.budget_bytes, self._policies(graph)[1], least)
-        return made
+                search = BackgroundSearch(graph, plan.budget_bytes, self._policies(graph)[1], least)
+        # ranks that share a plan take a better one together, which the first of them finds
+        history = History(search=search, awaits_better=goes_on and self.agreement is not None)
+        plan = replace(plan, budget_bytes=limit)
+        return Planned(entry.key, entry.graph, graph, plan, entry.forward_spans, history)
 
     def agree_on_step(
         self, profiled: StepGraph, groups: Sequence[Any], given: Sequence[int]
@@ -193,7 +193,7 @@ class PlanMaker:
         if not entry.forward_spans or self._met_peers:
             return
         if (ranks := agreement_over({"stages": self.replicas})) is not None:
-            own = plain(self._transform(entry)).peak_bytes + entry.room.unseen_bytes
+            own = plain(self._transform(entry)).peak_bytes + entry.room.hidden_bytes
             self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
 
     def peers(self) -> tuple[Agreement | None, bool]:
@@ -239,7 +239,7 @@ class PlanMaker:
             BudgetError: nothing is left for a budget of this kind.
         """
         graph, free = self._transform(entry), entry.room.free_bytes
-        plain_peak = max(plain(graph).peak_bytes + entry.room.unseen_bytes, self._greatest_plain)
+        plain_peak = max(plain(graph).peak_bytes + entry.room.hidden_bytes, self._greatest_plain)
         whole_peak = max(plain_peak, self._optimizer_step_bytes + self._moved_bytes)
         limit = least or self._limit_bytes(graph, whole_peak, free)
         self._balance(graph, limit, free)

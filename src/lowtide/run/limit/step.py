@@ -15,9 +15,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from lowtide import budget as budgets
@@ -25,11 +25,11 @@ from lowtide import private
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
-from lowtide.run.limit.entry import Entry, State
+from lowtide.run.limit.entry import Entry
+from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
-from lowtide.run.limit.machine import Ending, Fact
 from lowtide.run.limit.unlimited import governing
-from lowtide.run.messages import OF_GRAPH, Overruns, warn
+from lowtide.run.messages import Overruns, warn
 from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
@@ -44,77 +44,6 @@ from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
 
 
-class Why(NamedTuple):
-    """One line of `WHY`. It fits a step of an entry in one of its states, where all of its facts are true.
-
-    Attributes:
-        facts: what has to be true of the step.
-        text: why it took more than its budget, or what follows.
-        states: of the entry, before; empty for any.
-    """
-
-    facts: tuple[Fact, ...]
-    text: str
-    states: tuple[State, ...] = ()
-
-
-_DEPARTED = "it ran other operations than the step that was planned for, and lowtide profiles the next one"
-
-WHY: tuple[Why, ...] = (
-    Why(
-        (),
-        "nothing follows, since its plan is given up: the limit is gone, or newer plans took its place",
-        (State.GONE,),
-    ),
-    Why(("replaced",), "later steps run under a newer plan than this one did"),
-    Why(
-        ("second derivatives",),
-        f"{OF_GRAPH}. Run such steps on a part of the batch, or give a budget of what they take; steps "
-        "without it keep to their plan",
-    ),
-    Why(
-        ("accepted",),
-        "no plan leaves that much of it free, so the plan stays; only a larger budget would hold",
-    ),
-    Why(
-        ("unrecorded", "profiles left"),
-        "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
-        "lowtide profiles the next one",
-    ),
-    Why(("longer", "profiles left"), _DEPARTED, (State.VARYING,)),
-    Why((), "later steps leave that much more free", (State.VARYING,)),
-    Why(
-        ("differs",),
-        "its steps run other operations each time, so from now on they evict what is cheapest to bring back "
-        "when memory is short, without a plan",
-        (State.PLANNED,),
-    ),
-    Why(("departed", "profiles left"), _DEPARTED),
-    Why(
-        ("more backwards",),
-        "backward runs more than once through what one forward saved (retain_graph=True), where a plan is "
-        "for one backward. Of several losses, add them up and run one backward; else give a smaller budget",
-    ),
-    Why(
-        ("late buffer",),
-        "as much as a thread of the process group may have held for longer of what a collective moved. The "
-        "plan stays; where the next step takes more, too, lowtide plans again",
-    ),
-    Why((), "lowtide plans again with that much less"),
-)
-"""Why a step took more than its budget, or what follows: the first line that fits."""
-
-
-def why(ending: Ending, lines: Iterable[Why] = WHY) -> str:
-    """Why a step took more than its budget, or what follows."""
-    fits = (
-        line.text
-        for line in lines
-        if ending.facts.issuperset(line.facts) and (not line.states or ending.state in line.states)
-    )
-    return next(fits, "")
-
-
 class _UnderWay(threading.local):
     """The latest limited steps of a thread, as long as anybody holds them."""
 
@@ -125,7 +54,7 @@ class _UnderWay(threading.local):
 _under_way = cache(_UnderWay)
 
 
-def steps_beside(inputs: Inputs) -> list[ProfiledStep | PlannedStep]:
+def steps_of_others(inputs: Inputs) -> list[ProfiledStep | PlannedStep]:
     """The steps of other limited models, on this thread, whose backward is still to come."""
     model = inputs.members.modules[0]
     return [step for step in _under_way().steps if step.model() is not model and step.is_pending()]
@@ -218,9 +147,9 @@ class PlannedStep(StepWatch):
             ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
-        can_evict: whether it can evict on demand: its peak is measured and its own, nothing moves, and there
-            is a C++ recorder.
-        tried: whether it evicts on demand to find out whether steps differ, though it has a plan.
+        can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
+            own, nothing moves, and there is a C++ recorder.
+        tried: whether it evicts on demand to see whether steps differ, though it has a plan.
         ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
             recorded.
         extra: how many operations its forward ran that the plan does not have.
@@ -250,12 +179,12 @@ class PlannedStep(StepWatch):
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
         plan = entry.planned.plan
-        own = not shared and not plan.moves and self.peak_bytes is not None
+        held = plan.budget_bytes is not None and self.peak_bytes is not None
+        own = held and not shared and not plan.moves
         self.can_evict = can_evict and own and cpp_recorder() is not None
-        varying = entry.state is State.VARYING
-        tries = entry.is_untried and (entry.seen.may_differ or inputs.more_than_key)
-        self._on_demand = self.can_evict and (tries or varying) and plan.budget_bytes is not None
-        self.tried = self._on_demand and not varying
+        action = machine.on_forward_begins(entry, self.planned, self.can_evict, inputs.has_free_arguments)
+        self._on_demand, self._passes = action in (Action.EVICT, Action.TRY), action is Action.PASS
+        self.tried = action is Action.TRY
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[str, int] | None = None
 
@@ -292,25 +221,23 @@ class PlannedStep(StepWatch):
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward under the plan."""
         _under_way().steps.add(self)
-        plan = self.planned.plan
-        follows = plan.budget_bytes is not None and self.entry.seen.may_differ  # to see whether it departs
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
-        if plan.changes_nothing and not follows and not self._on_demand:
+        if self._passes:
             with governing(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
             result = self._run_recorded(forward, inputs)
-        self.planned.steps += 1
+        machine.count_step(self.planned)
         self.forward_ends(tensors_returned(result))
         return result
 
     def _run_recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
         members = inputs.members
         planned, plan = self.planned, self.planned.plan
-        first, timed = planned.steps == 0, planned.times_next()
+        first, timed = planned.history.steps == 0, planned.times_next
         if timed:
-            planned.timed = self
+            machine.time_step(planned, self)
         compares = first and self._verify != "never"
         mover = TransferEngine(plan, self._stores, compares, members.device) if plan.moves else None
         on_demand = self._eviction_on_demand() if self._on_demand else None
@@ -345,9 +272,9 @@ class PlannedStep(StepWatch):
     ) -> tuple[Any, float]:
         """Run the forward within a recorder: what it returns, and how long it took."""
         if self._on_demand:
-            self.director, cpp_program = PlanDirector(()), self.planned.for_varying()[1].compiled
+            self.director, cpp_program = PlanDirector(()), self.planned.for_varying[1].compiled
         else:
-            program, cpp_program = self.planned.program()
+            program, cpp_program = self.planned.program
             self.director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
         made = recorder(self.director, cpp_program)
         with made.recording(), left_alone(inputs.members.compiled):
@@ -362,22 +289,25 @@ class PlannedStep(StepWatch):
         planned = self.planned
         limit = planned.plan.budget_bytes
         assert limit is not None
-        rates, program = planned.for_varying()
-        spare = machine.find_rise(self.entry) + self.entry.room.reserve_bytes
+        rates, program = planned.for_varying
+        spare = machine.measure_rise(self.entry) + self.entry.room.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
         return cpp_recorder().OnDemand(self.live_source(), most - spare, rates, program.learn)
 
-    def overrun_text(self, overruns: Overruns, ending: Ending) -> str:
-        """The warning after a backward of the step, with why; empty where the step kept its budget,
-        or where the same was said after an earlier backward of it.
+    def overrun_text(self, overruns: Overruns, reason: str) -> str:
+        """The warning after a backward of the step; empty where the step kept its budget, or where the same
+        was said after an earlier backward of it.
+
+        Args:
+            overruns: of the limiter.
+            reason: why the step took more, or what follows.
         """
         plan, took = self.planned.plan, self.measured_bytes
         limit = plan.budget_bytes
         if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
             return ""
-        before, self._warned = self._warned, (why(ending), took)
+        before, self._warned = self._warned, (reason, took)
         if before == self._warned:
             return ""
-        reason, _ = self._warned
         same = before is not None and before[0] == reason
         return overruns.text(took, limit, plan.predicted_peak_bytes, reason, before is None, same)

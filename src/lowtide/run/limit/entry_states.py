@@ -1,0 +1,222 @@
+"""The state machine of cached plans: what follows from what happened, and what users are told of it.
+
+`TABLE` is all that is decided; `Table.transition` looks it up. The functions of `machine.py` work out the
+facts, and write down what follows.
+
+```text
+ NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
+ STALE --> REFUSED                       no plan fits
+ REFUSED, PLANNED, VARYING --> STALE     another budget or optimizer; or a planned step took more
+ PLANNED, VARYING --> DOUBTED            a step ran operations that the plan does not have
+ DOUBTED --> STALE, PLANNED, VARYING     profiled again: a longer step than the one planned for, or a shorter
+```
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import Literal
+
+from lowtide.run.messages import OF_GRAPH
+from lowtide.transitions import Row, Table
+
+
+class State(Enum):
+    """The state of an entry; the value says what its next step does."""
+
+    NEW = "is profiled, unless a plan can be made from the graph of a sibling"
+    REFUSED = "is profiled again, or planned for where another budget was given"
+    DOUBTED = "is profiled, since other operations ran than the plan in force has"
+    STALE = "waits for a plan"
+    PLANNED = "runs under the plan"
+    VARYING = "evicts when memory is short, since its steps run other operations each time"
+    GONE = "runs under the plan that it began with; nothing follows"
+
+
+class Evidence(Enum):
+    """What happened to an entry."""
+
+    CALLED = auto()
+    """A step of it begins."""
+    PEERS = auto()
+    """The ranks that share its plan have told what their steps showed."""
+    NO_LOSS = auto()
+    """A step of lowtide's own, in place of the user's, had no loss that could be found or made up."""
+    PROFILED = auto()
+    """A step was profiled."""
+    PLAN_MADE = auto()
+    PLAN_REFUSED = auto()
+    """No plan fits."""
+    BETTER_FOUND = auto()
+    """A search that went on has found a better plan."""
+    FORWARD_BEGINS = auto()
+    """The forward of a planned step begins."""
+    ENDED = auto()
+    """A backward of a planned step has ended."""
+    REMOVED = auto()
+    """The limit was removed, or the entry made room for another."""
+
+
+Fact = Literal[
+    # of a call
+    "graph known",  # the entry has a step graph: its own, or a sibling's
+    "other budget",  # the budget or optimizer is another one than no plan was found for
+    "outdated",  # the plan was made for another budget, optimizer or margin
+    "shared",  # other limited models take part in the step
+    "backward unseen",  # its backward runs where no operation is intercepted
+    # of the ranks that share a plan
+    "peer profiles",  # one of them profiles its next step
+    "peer outdated",  # one of them has an outdated plan
+    # of a profiled step
+    "unverified",  # its operations ran once, in a program that was never seen to reproduce
+    "shorter",  # it has no more operations than the one that is planned for
+    # of a plan, made or refused
+    "margin",  # earlier steps took more than predicted, and the plan was to leave that free
+    "current plan",  # the plan in force is for this step graph, budget and optimizer
+    "same budget",  # the plan in force was made for this budget and optimizer
+    "planned",  # there is a plan in force
+    "borrowed",  # the entry's step graph is a sibling's
+    "differed",  # two steps were seen to differ in what they ran
+    # of a planned step that begins
+    "can evict",  # it may evict on demand, and can
+    "untried",  # no step has run since the first was profiled
+    "may differ",  # steps may run other operations: one did, or the forward reads values
+    "free arguments",  # something among its arguments has no part in the cache key: a number, or an object
+    "changes nothing",  # the step fits as it is
+    "unwatched",  # whether it departs from its plan is of no use: no step did so far, or there is no budget
+    # of a planned step whose backward has ended
+    "above",  # it took more than its budget
+    "replaced",  # it ran under an earlier plan than the one in force
+    "second derivatives",  # a backward ran with create_graph=True, and none of the profiled step did
+    "accepted",  # it took no more than was accepted, since no plan leaves that much free
+    "more backwards",  # more backwards ran through it than through the profiled one
+    "late buffer",  # what it took more may be a collective's buffer that a thread held for longer
+    "unrecorded",  # its operations were not recorded, since nothing had to be recomputed
+    "departed",  # it ran other operations than the plan has
+    "longer",  # it ran many operations that the plan does not have
+    "tried",  # it, the first after the profiled one, evicted on demand, since steps may differ
+    "differs",  # it can evict on demand, and ran other operations than the one before, or took more
+    "profiles left",  # few steps were profiled so far
+]
+
+
+class Action(Enum):
+    """What follows."""
+
+    NOTHING = auto()
+    PROFILE = auto()
+    """Run the step in little memory, and write it down."""
+    PROFILE_ASIDE = auto()
+    """Profile a step of lowtide's own, with the same arguments, before this one."""
+    PLAN = auto()
+    """Make a plan from the step graph."""
+    RUN = auto()
+    """Run the step under the plan."""
+    EVICT = auto()
+    """Run it without the plan: evict what is cheapest to bring back when memory is short."""
+    TRY = auto()
+    """The same, to see whether steps run other operations each time."""
+    PASS = auto()
+    """Run it as it is, and record nothing."""
+    RAISE = auto()
+    """Raise the refusal."""
+    ACCEPT = auto()
+    """Warn that the plan stays, and run the step under it."""
+    CLOSE = auto()
+    """End what goes on for it."""
+    DOUBT = auto()
+    """Note that steps may run other operations."""
+    LEAVE_MARGIN = auto()
+    """Leave what the step took more free by the next plan."""
+    LEAVE_RESERVE = auto()
+    """Leave it free in steps that vary."""
+    WAIT = auto()
+    """Take no margin for this step, unless the same comes again."""
+    TAKE_BACK = auto()
+    """Leave nothing free for this step: only what backward kept made it take more."""
+
+
+_GONE = "nothing follows, since its plan is given up: the limit is gone, or newer plans took its place"
+_REPLACED = "later steps run under a newer plan than this one did"
+_SECOND = (
+    f"{OF_GRAPH}. Run such steps on a part of the batch, or give a budget of what they take; steps without "
+    "it keep to their plan"
+)
+_ACCEPTED = "no plan leaves that much of it free, so the plan stays; only a larger budget would hold"
+_UNRECORDED = (
+    "nothing had to be recomputed in the step that was planned for, so its operations went unseen, and "
+    "lowtide profiles the next one"
+)
+_VARYING = (
+    "its steps run other operations each time, so from now on they evict what is cheapest to bring back when "
+    "memory is short, without a plan"
+)
+_DEPARTED = "it ran other operations than the step that was planned for, and lowtide profiles the next one"
+_RESERVE = "later steps leave that much more free"
+_RETAINED = (
+    "backward runs more than once through what one forward saved (retain_graph=True), where a plan is for "
+    "one backward. Of several losses, add them up and run one backward; else give a smaller budget"
+)
+_LATE = (
+    "as much as a thread of the process group may have held for longer of what a collective moved. The plan "
+    "stays; where the next step takes more, too, lowtide plans again"
+)
+_MARGIN = "lowtide plans again with that much less"
+
+_S, _E, _A = State, Evidence, Action
+_UNPLANNED = (_S.NEW, _S.REFUSED, _S.DOUBTED)
+
+EntryRow = Row[State, Evidence, Fact, Action]
+
+TABLE: Table[State, Evidence, Fact, Action] = Table(
+    (
+        Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
+        Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
+        Row(_UNPLANNED, _E.CALLED, ("shared",), None, _A.PROFILE_ASIDE),
+        Row(_UNPLANNED, _E.CALLED, ("backward unseen",), None, _A.PROFILE_ASIDE),
+        Row(_UNPLANNED, _E.CALLED, (), None, _A.PROFILE),
+        Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
+        Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
+        Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
+        Row((), _E.NO_LOSS, ("shared",), None, _A.PROFILE),  # a teacher takes no part in backward
+        Row((), _E.NO_LOSS, (), None, _A.RAISE),
+        Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
+        Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
+        Row((_S.GONE,), _E.PROFILED, (), None, _A.NOTHING),
+        Row((), _E.PROFILED, ("unverified",), None, _A.PROFILE),
+        Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
+        Row((), _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
+        Row((), _E.PROFILED, (), _S.STALE, _A.PLAN),
+        Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
+        Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
+        Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
+        Row((_S.VARYING,), _E.FORWARD_BEGINS, ("can evict",), None, _A.EVICT),
+        Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "may differ"), None, _A.TRY),
+        Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "free arguments"), None, _A.TRY),
+        Row((), _E.FORWARD_BEGINS, ("changes nothing", "unwatched"), None, _A.PASS),
+        Row((), _E.FORWARD_BEGINS, (), None, _A.RUN),
+        # what a row of the following says is told where the step took more than its budget
+        Row((_S.GONE,), _E.ENDED, (), None, _A.NOTHING, _GONE),
+        Row((), _E.ENDED, ("replaced",), None, _A.NOTHING, _REPLACED),
+        Row((), _E.ENDED, ("above", "second derivatives"), None, _A.TAKE_BACK, _SECOND),
+        Row((), _E.ENDED, ("above", "accepted"), None, _A.NOTHING, _ACCEPTED),
+        Row((), _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT, _UNRECORDED),
+        Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING, _VARYING),
+        Row((), _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT, _DEPARTED),
+        Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE, _RESERVE),
+        Row((), _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT, _DEPARTED),
+        Row((), _E.ENDED, ("above", "more backwards"), None, _A.TAKE_BACK, _RETAINED),
+        Row((), _E.ENDED, ("above", "late buffer"), None, _A.WAIT, _LATE),
+        Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN, _MARGIN),
+        Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
+        Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
+        Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
+    ),
+    nothing=Action.NOTHING,
+)
