@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from lowtide import budget as budgets
 from lowtide import limit_memory, private
 from lowtide.budget import format_bytes, parse, resolve, rounded_up, too_small
 from lowtide.errors import BudgetError
-from lowtide.meter.main_memory import free_main_memory
 
 
 @pytest.mark.parametrize(
@@ -177,37 +174,6 @@ def test_auto_leaves_out_tensors_beside_the_model_on_cuda(
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.get)
     assert resolve("auto", device="cuda:1", standing_bytes=GIB) == pytest.approx(0.9 * has * GIB, rel=1e-6)
-
-
-def free_on(root: Path, files: dict[str, str]) -> int | None:
-    """What is free on a machine of these files."""
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    with patch("lowtide.meter.main_memory._ROOT", root):
-        return free_main_memory()
-
-
-def test_main_memory_is_what_the_system_and_every_control_group_leave(tmp_path: Path) -> None:
-    files = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:   500 kB\n"}
-    assert free_on(tmp_path, files) == 500 * 1024
-    inner, outer = "sys/fs/cgroup/pods/mine", "sys/fs/cgroup/pods"
-    files |= {
-        "proc/self/cgroup": "0::/pods/mine\n",
-        f"{inner}/memory.max": "max\n",
-        f"{inner}/memory.current": "9000\n",
-    }
-    assert free_on(tmp_path, files) == 500 * 1024
-    files |= {
-        f"{outer}/memory.max": "100000\n",
-        f"{outer}/memory.current": "60000\n",
-        f"{outer}/memory.stat": "inactive_file 5000\n",
-    }
-    assert free_on(tmp_path, files) == 45_000
-    old = "sys/fs/cgroup/memory/job"
-    files |= {"proc/self/cgroup": "4:memory:/job\n0::/\n", f"{old}/memory.limit_in_bytes": "30000\n"}
-    files |= {f"{old}/memory.usage_in_bytes": "10000\n", f"{old}/memory.stat": "total_inactive_file 0\n"}
-    assert free_on(tmp_path, files) == 20_000
 
 
 def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:

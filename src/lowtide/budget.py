@@ -29,7 +29,7 @@ from .remedies import (
     in_lines,
     largest,
 )
-from .sizes import SIZES, format_bytes
+from .words import SIZES, format_bytes
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowtide.sizes import format_bytes
+from lowtide.words import format_bytes
 
 PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
 STATE, STANDING, ACTIVATIONS, LOSS = (

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.meter import MeterError, available, counting_allocator, measure, peak, resident_bytes, storages
+from lowtide.meter import MeterError, available, counting_allocator, measure, peak, storages
 
 needs_allocator = pytest.mark.skipif(not available(), reason="no C++ compiler here")
 
@@ -297,30 +297,6 @@ def test_wrong_arguments_say_what_to_do() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(MeterError, match="no CUDA device"):
             peak("cuda")
-
-
-def test_resident_bytes_counts_storages_once() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(10, 4)
-            self.head = nn.Linear(4, 10, bias=False)
-            self.head.weight = self.embed.weight
-            self.register_buffer("table", torch.zeros(3).expand(7, 3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embed(x))
-
-    model = Tied()
-    assert resident_bytes(model) == 160 + 12
-    model(torch.tensor([1])).sum().backward()
-    assert resident_bytes(model) == 2 * 160 + 12
-    optimizer = torch.optim.AdamW(model.parameters())
-    optimizer.step()
-    assert resident_bytes(model, optimizer) == 4 * 160 + 12 + 4  # two moments and a step count
-    assert resident_bytes(None, optimizer) == 4 * 160 + 4
-    assert resident_bytes(model, optimizer, "cuda") == 0
-    assert resident_bytes() == 0
 
 
 def test_storages_look_into_sparse_tensors() -> None:

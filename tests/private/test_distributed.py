@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from ranks import on_each_backend, on_ranks
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleaved1F1B,
+    ScheduleZBVZeroBubble,
+)
 
 from lowtide import private
 
@@ -80,3 +89,96 @@ def test_who_averages_the_gradients() -> None:
 def test_a_group_that_is_not_there() -> None:
     with pytest.raises((RuntimeError, ValueError, LookupError)):
         private.process_group_named("nobody's")
+
+
+class Counted(torch.nn.Linear):
+    """Counts the forwards that have memory."""
+
+    forwards = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.forwards += x.device.type != "meta"
+        return super().forward(x)
+
+
+def of_schedule(kind: Any, count: int) -> list[Any]:
+    """Of a schedule with ``count`` stages a rank: (stages and modules are found, no forward runs before a
+    step, buffers stay, forwards run in the step).
+    """
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    modules = [Counted(4, 4) for _ in range(count)]
+    stages = [
+        PipelineStage(module, rank + turn * ranks, count * ranks, torch.get_default_device())
+        for turn, module in enumerate(modules)
+    ]
+    loss = torch.nn.functional.mse_loss
+    schedule = kind(stages if count > 1 else stages[0], n_microbatches=2, loss_fn=loss)
+    found = private.stages_of(schedule)
+    own = [stage.submod for stage in found] == modules and private.is_schedule(schedule)
+    args = (torch.ones(4, 4),) if rank == 0 else ()
+    more = {"target": torch.ones(4, 4)} if rank == ranks - 1 else {}
+    infos = lambda: [info for s in stages for of_one in s.args_recv_info.values() for info in of_one]  # noqa: E731
+    buffers = lambda: [id(getattr(info, "buffer", None)) for info in infos()]  # noqa: E731
+    private.make_buffers(schedule, schedule.step, args, {**more, "return_outputs": True})
+    before, made = sum(module.forwards for module in modules), buffers()
+    schedule.step(*args, **more)
+    after = sum(module.forwards for module in modules)
+    return [own, before <= count, bool(made) and made == buffers(), after - before == 2 * count]
+
+
+@on_each_backend
+def test_stages_and_buffers_of_a_schedule() -> None:
+    assert not private.is_schedule(torch.nn.Linear(2, 2))
+    for kind, count in ((Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
+        assert on_ranks(2, of_schedule, kind, count) == [[True] * 4] * 2
+
+
+def test_methods_that_private_make_buffers_and_private_stages_of_use() -> None:
+    assert callable(PipelineStage.forward_one_chunk)
+    assert callable(Schedule1F1B._check_inputs) and callable(Schedule1F1B._initialize_stage)
+    assert callable(ScheduleInterleaved1F1B._initialize_stages)
+
+
+def handed_over() -> list[Any]:
+    """Of a schedule with two neighbours on a rank: (how many tensors one handed to the other, how many are
+    left, the next step's gradients are the same, buffers that are received into stay).
+    """
+    rank = torch.distributed.get_rank()
+    stages = [
+        PipelineStage(torch.nn.Linear(4, 4), place, 4, torch.device("cpu")) for place in (rank, 3 - rank)
+    ]
+    schedule = ScheduleZBVZeroBubble(stages, n_microbatches=4, loss_fn=torch.nn.functional.mse_loss)
+    x = torch.ones(8, 4)
+    given, more = ((x,), {"target": x}) if rank == 0 else ((), {})
+
+    def gradients() -> list[torch.Tensor]:
+        schedule.step(*given, **more)
+        found = [p.grad for stage in stages for p in stage.submod.parameters()]
+        for stage in stages:
+            stage.submod.zero_grad()
+        return found
+
+    def infos(stage: PipelineStage) -> list[Any]:
+        return [
+            one
+            for name in ("args_recv_info", "grad_recv_info")
+            for of in vars(stage)[name].values()
+            for one in of
+        ]
+
+    first = gradients()
+    held = [
+        id(one.buffer) for stage in stages for one in infos(stage) if getattr(one, "buffer", None) is not None
+    ]
+    for stage in stages:
+        private.forget_last_step(stage)
+    left = [
+        id(one.buffer) for stage in stages for one in infos(stage) if getattr(one, "buffer", None) is not None
+    ]
+    return [len(held) - len(left), set(left) <= set(held), all(map(torch.equal, first, gradients()))]
+
+
+@on_each_backend
+def test_what_the_last_step_left_goes() -> None:
+    # on the rank of stages 1 and 2 four activations and four gradients; 0 and 3 are no neighbours
+    assert on_ranks(2, handed_over) == [[0, True, True], [8, True, True]]

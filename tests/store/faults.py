@@ -9,7 +9,7 @@ import pytest
 
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
-from lowtide.store.shard import Replicas
+from lowtide.store.stores import Replicas
 
 PLACES = (
     (Disk, "_write", "write"),

@@ -10,10 +10,9 @@ counts).
 from lowtide.errors import MeterError
 
 from .allocator import CountingAllocator, available, counting_allocator
-from .main_memory import free_main_memory
 from .measure import Measurement, measurable, measure, peak, peaks
 from .register import LiveSource, Peak
-from .resident import resident_bytes, resident_tensors, storages
+from .resident import free_main_memory, resident_bytes, resident_tensors, storages
 
 __all__ = [
     "CountingAllocator",

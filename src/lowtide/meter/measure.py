@@ -17,8 +17,8 @@ from lowtide.errors import MeterError, expect, is_count
 
 from .allocator import AllocatorPeak, ProfilerPeak, available, counting_allocator
 from .cuda import CudaPeak
-from .main_memory import device_of
 from .register import Peak, Source
+from .resident import device_of
 
 
 @dataclass(frozen=True)

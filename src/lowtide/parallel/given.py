@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.errors import expect, is_count
-from lowtide.meter.main_memory import device_of
+from lowtide.meter.resident import device_of
 from lowtide.parallel.errors import ParallelError
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import broadcast
 
 from lowtide.interception import without_modes
-from lowtide.meter.main_memory import device_of
+from lowtide.meter.resident import device_of
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_input, check_numbers
 from lowtide.parallel.groups import TensorGroup, tensor_group

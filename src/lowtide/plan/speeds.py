@@ -23,14 +23,13 @@ from torch.nn import functional
 
 from lowtide import accelerator, private
 from lowtide.errors import expect
-from lowtide.meter.main_memory import device_of
+from lowtide.meter.resident import device_of
 from lowtide.plan.data import Compress, Link, Moving, Shard, codecs_behind, decision_of, form_and_tier
 from lowtide.progress import current
 from lowtide.store.codec import Codec
 from lowtide.store.disk import BUFFER_BYTES
 from lowtide.store.lanes import Transfer
-from lowtide.store.shard import Replicas
-from lowtide.store.stores import Stores
+from lowtide.store.stores import Replicas, Stores
 from lowtide.store.tier import Tier
 
 _SAMPLE = 1 << 17

@@ -12,14 +12,20 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 from lowtide.private.autograd import (
     at_backward_end,
     below_autograd,
+    forward_pre_hooks,
     in_backward,
     in_custom_backward,
+    load_post_hooks,
+    load_pre_hooks,
     node_key,
     replaying,
+    replicate_by,
     set_grad_enabled,
     torch_checkpoint,
 )
 from lowtide.private.dispatch import (
+    FakeTensor,
+    FakeTensorMode,
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
@@ -29,9 +35,14 @@ from lowtide.private.dispatch import (
     call,
     defined_operations,
     dispatch_key,
+    fake_mode,
+    foreach_takes_fakes,
+    has_foreach,
     has_kernel_at,
     has_thread_object,
     include_key,
+    is_fake,
+    is_fake_mode_active,
     is_key_included,
     is_transformed,
     kernel_library,
@@ -45,6 +56,7 @@ from lowtide.private.dispatch import (
     similar_overloads,
     thread_object,
     without_dispatch_modes,
+    without_fake_mode,
     without_torch_function,
     without_torch_functions,
 )
@@ -53,13 +65,17 @@ from lowtide.private.distributed import (
     collectives,
     distributed_like,
     fake_store,
+    forget_last_step,
     has_new_buckets,
     is_distributed,
+    is_schedule,
     local_tensor,
+    make_buffers,
     own_part,
     process_group_named,
     process_group_of,
     replicated_by,
+    stages_of,
     wait_for_collective,
     wait_for_work,
 )
@@ -79,16 +95,6 @@ from lowtide.private.dynamo import (
     uncompiled,
     uncut_by_ddp,
 )
-from lowtide.private.fake import (
-    FakeTensor,
-    FakeTensorMode,
-    fake_mode,
-    foreach_takes_fakes,
-    has_foreach,
-    is_fake,
-    is_fake_mode_active,
-    without_fake_mode,
-)
 from lowtide.private.fsdp import (
     around_units,
     called_by,
@@ -104,7 +110,6 @@ from lowtide.private.fsdp import (
     unsharded_gradients,
     weight_in,
 )
-from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks, replicate_by
 from lowtide.private.measuring import (
     blas_workspace_bytes,
     cpu_device_type,
@@ -119,7 +124,6 @@ from lowtide.private.measuring import (
     stop_cuda_history,
     take_blas_workspaces,
 )
-from lowtide.private.pipelining import forget_last_step, is_schedule, make_buffers, stages_of
 from lowtide.private.storages import (
     base_of,
     before_storage_resizes,

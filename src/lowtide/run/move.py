@@ -21,9 +21,8 @@ from lowtide.plan.layout import find
 from lowtide.run.digest import digest, words_of
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
-from lowtide.store.shard import Gather, Replicas
 from lowtide.store.slab import hand_out, offsets_of
-from lowtide.store.stores import Stores, with_index
+from lowtide.store.stores import Gather, Replicas, Stores, with_index
 from lowtide.store.tier import Tier
 
 Destination = Callable[[Sequence[int]], list[torch.Tensor]]
