@@ -7,8 +7,11 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 from random_graphs import random_graph
 from synthetic import transformer
+
+from lowtide.graph import StepGraph
 
 
 def test_digests_tell_programs_apart_and_not_their_sizes_and_times():
@@ -31,3 +34,8 @@ def test_digests_are_the_same_in_every_process():
         env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert told.stdout.strip() == transformer(1).fingerprint(sizes=False)
+
+
+def test_a_graph_is_read_from_its_dictionary() -> None:
+    with pytest.raises(ValueError, match=r"json\.loads it first"):
+        StepGraph.from_json("{}")  # type: ignore[arg-type]

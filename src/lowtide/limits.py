@@ -13,16 +13,17 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
-from lowtide.run.limit.arguments import (
+from lowtide.run.limit.handle import Handle, handle_of
+from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.pipeline import PipelineLimiter, module_of
+from lowtide.run.limit.refusal import (
     check_arguments,
+    check_given,
+    holds_reserved,
     no_replicas,
     refuse_first_fsdp,
     refuse_several_devices,
 )
-from lowtide.run.limit.handle import Handle, check_given, handle_of
-from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.pipeline import PipelineLimiter, module_of
-from lowtide.run.limit.within_reserved import holds_reserved
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
@@ -201,4 +202,6 @@ def compiled_engine(limiter: Limiter, compiling: private.Compiling) -> Any:
     if asked := [f"{name}=" for name, given in own.items() if given]:
         raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
     assert maker.budget is not None, "the optimal policy has one"
-    return limit_compiled_forward(limiter.model, limiter.forward, maker.budget, maker.optimizer, compiling)
+    return limit_compiled_forward(
+        limiter.model, limiter.forward, maker.budget, maker.counted.optimizer, compiling
+    )

@@ -17,8 +17,8 @@ from lowtide.marked_regions import honour_regions
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload
 from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled
-from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.handle import handle_of
+from lowtide.run.limit.refusal import check_optimizer
 
 BACKENDS = ("inductor", "aot_eager")
 

@@ -34,15 +34,16 @@ from lowtide.private import (
     uncut_by_ddp,
 )
 from lowtide.remedies import INPUTS, REDUCED, STANDING
-from lowtide.run.limit.arguments import (
+from lowtide.run.limit.handle import LimitHandle
+from lowtide.run.limit.need import optimizer_need
+from lowtide.run.limit.refusal import (
     check_optimizer,
     no_replicas,
     refuse_several_devices,
+    resident_by_name,
     sharded_units,
+    with_user_names,
 )
-from lowtide.run.limit.handle import LimitHandle
-from lowtide.run.limit.need import optimizer_need
-from lowtide.run.limit.refusal import resident_by_name, with_user_names
 from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned

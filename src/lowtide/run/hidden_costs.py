@@ -1,17 +1,20 @@
 """Bytes and seconds of a step that its graph does not show as they are.
 
-These are the random states of checkpoints, the executor's own time, and the gradients that earlier steps
-left; and what steps that run other operations take from the graph: rates, and by how much live bytes rise.
+In: a step graph. Out: the same with these in it (`with_...`), or a number: the random states of checkpoints,
+and what steps that run other operations need (seconds for a byte, and by how much live bytes rise).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from lowtide.graph import Event, StepGraph
+from lowtide.meter import resident_bytes
+from lowtide.meter.resident import gradient_of
 from lowtide.native import BuildError, compiler
 from lowtide.ops import operation_named
 from lowtide.plan.simulate import plain
@@ -100,3 +103,41 @@ def rise_bytes(graph: StepGraph) -> int:
             looked = before
         most, before = max(most, int(top) - looked), int(after)
     return most
+
+
+def with_resident(graph: StepGraph, more: int) -> StepGraph:
+    """The step with so many more resident bytes."""
+    return replace(graph, resident_bytes=graph.resident_bytes + more)
+
+
+def with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
+    """The step with all of the model resident, whether it uses it or not."""
+    seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
+    there = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
+    # gradients that the step made
+    made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
+    return with_resident(graph, max(0, resident_bytes(model) - made - seen))
+
+
+def with_kept(graph: StepGraph, findings: Mapping[str, str]) -> StepGraph:
+    """The step with operations that never run again.
+
+    Args:
+        graph: the step.
+        findings: their names, with the reason.
+    """
+    return graph.with_operations(
+        lambda op: replace(op, replayable=False, reason=findings[op.name]) if op.name in findings else op
+    )
+
+
+_SIZED_BY_VALUES = ("aten.nonzero.", "aten.masked_select.", "aten._unique", "aten.unique_")
+"""Operations whose results have as many elements as their inputs' values say."""
+
+_SPREAD = 0.01
+"""Share of a budget that a plan leaves where such sizes differ from step to step, as of routed tokens."""
+
+
+def spread(graph: StepGraph) -> float:
+    """Share of the budget that is left for results whose sizes the values of the next steps change."""
+    return _SPREAD if any(op.name.startswith(_SIZED_BY_VALUES) for op in graph.operations) else 0.0

@@ -425,7 +425,8 @@ def better_later() -> bool:
     model = sharded(Model())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "_ended_early", lambda plan: True)
-        patch.setattr(planning.PlanMaker, "_policies", lambda *_: (policies.full(), policies.optimal()))
+        patience = planning.Patience(policies.full(), policies.optimal())
+        patch.setattr(planning.PlanMaker, "_patience", lambda *_: patience)
         handle = lowtide.limit_memory(model, "90%", policy="optimal")
         model(batch(0)).backward()
     assert handle.plan is not None

@@ -18,9 +18,8 @@ from lowtide import meter
 from lowtide.meter import available, measure
 from lowtide.meter.resident import innermost
 from lowtide.optim import HostOptimizer
-from lowtide.run.limit import planning
-from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
-from lowtide.run.limit.planning import PlanMaker
+from lowtide.run.limit.need import CountedOptimizer, missing_gradient_bytes, optimizer_need
+from lowtide.run.messages import Once
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p),
@@ -69,13 +68,13 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
 def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str) -> None:
     model, more = nn.Linear(8, 8), nn.Linear(8, 32)
     optimizer = torch.optim.AdamW(model.parameters())
-    need_of = PlanMaker(model, dict, None, "full", optimizer).need_of
-    first = need_of(optimizer)
+    counted = CountedOptimizer(model, optimizer, Once())
+    first = counted.need
     assert first == optimizer_need(optimizer)
-    with patch.object(planning, "optimizer_need", side_effect=AssertionError("worked out again")):
-        assert need_of(optimizer) == first
+    with patch("lowtide.run.limit.need.optimizer_need", side_effect=AssertionError("worked out again")):
+        assert counted.need == first
         model(torch.randn(2, 8)).sum().backward()
-        assert need_of(optimizer) == first
+        assert counted.need == first
         model.zero_grad()
     if change == "option":
         optimizer.param_groups[0]["amsgrad"] = True
@@ -90,7 +89,8 @@ def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str
         optimizer.add_param_group({"params": list(more.parameters())})
     else:
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    assert need_of(optimizer) == optimizer_need(optimizer) != first
+        counted.set(optimizer)
+    assert counted.need == optimizer_need(optimizer) != first
 
 
 @pytest.fixture

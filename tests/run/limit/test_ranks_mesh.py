@@ -188,9 +188,10 @@ def better_later(budget: str) -> tuple[list[str], list[int], int]:
     """
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     model = make(True)
+    patience = planning.Patience(policies.full(), policies.optimal(), finds_budget=budget == "min")
     with (
         patch.object(planning, "_ended_early", lambda plan: True),
-        patch.object(planning.PlanMaker, "_policies", lambda *_: (policies.full(), policies.optimal())),
+        patch.object(planning.PlanMaker, "_patience", lambda *_: patience),
     ):
         handle = lowtide.limit_memory(model, budget)
         step(model, 0, True)

@@ -149,3 +149,11 @@ def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None
             checked += len(near)
             assert near and all(place[operation.index] < ends[s.id] <= released[s.id] for s in near)
     assert checked >= 2
+
+
+def test_a_step_that_cannot_be_called_is_no_matter_of_fake_tensors() -> None:
+    with pytest.raises(TraceError, match="trace takes a function that runs one step, not NoneType"):
+        lowtide.trace(None)  # type: ignore[arg-type]
+    model = make()
+    with pytest.raises(TraceError, match=r"a tensor of shape \(50, 16\) that does not require grad"):
+        lowtide.trace(lambda: torch.zeros(50, 16), model=model)

@@ -15,12 +15,12 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit import machine
-from lowtide.run.limit.arguments import refuse_first_fsdp, refuse_several_devices
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
+from lowtide.run.limit.refusal import refuse_first_fsdp, refuse_several_devices
 from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.verify import Verify
@@ -204,8 +204,9 @@ class Cache:
         maker, peak = self.maker, profiler.peak_bytes
         taken = None
         if users and peak is not None:
-            has_state = maker.optimizer is not None and maker.optimizer.state
-            taken = graph.resident_bytes + (maker.optimizer_bytes if has_state else 0) + peak
+            optimizer = maker.counted.optimizer
+            has_state = optimizer is not None and optimizer.state
+            taken = graph.resident_bytes + (maker.counted.state_bytes if has_state else 0) + peak
             machine.note_taken(entry, taken)
         self._warn_of_operations(profiler)
         if profiler.verified:

@@ -19,15 +19,14 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, PlanError, expect
+from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
-from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.within_reserved import holds_reserved
+from lowtide.run.limit.refusal import check_optimizer, holds_reserved
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
 
@@ -256,7 +255,7 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def optimizer_bytes(self) -> int:
-        return self._limiter.maker.optimizer_bytes
+        return self._limiter.maker.counted.state_bytes
 
     @property
     @_of_engine
@@ -364,21 +363,6 @@ class Handle(LimitHandle):
         return self._limiter
 
 
-def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
-    """Check that there is a well-written budget, or a policy that needs none.
-
-    Raises:
-        BudgetError: there is neither.
-    """
-    if budget is None and policy is None:
-        raise BudgetError(
-            f"{what} needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as "
-            "'full'"
-        )
-    if budget is not None:
-        budgets.check(budget)
-
-
 def count_reduced(handle: Handle, reduced_bytes: int) -> None:
     """Count what gradients are copied into while ranks add them up, beside the optimizer's state: it is there
     after backward, when the optimizer's own step may be the peak.
@@ -387,7 +371,7 @@ def count_reduced(handle: Handle, reduced_bytes: int) -> None:
         handle: of a limit that knows its optimizer; nothing is planned yet.
         reduced_bytes: the most there is of that at once.
     """
-    handle._limiter.maker.reduced_bytes = reduced_bytes
+    handle._limiter.maker.counted.reduced_bytes = reduced_bytes
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:

@@ -142,7 +142,7 @@ class Limiter:
         }
         return {
             "asked": asked,
-            "counted": maker.optimizer is not None,
+            "counted": maker.counted.optimizer is not None,
             **{name: self.__dict__[name] for name in names},
         }
 

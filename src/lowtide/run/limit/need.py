@@ -1,18 +1,34 @@
-"""The memory of an optimizer: its state, present or to come, and what its step allocates."""
+"""Memory that is needed beside a plan's step: by the optimizer, and by PyTorch's caching allocator.
+
+In: an optimizer, with the model that it trains. Out: the bytes of its state, present or to come, and of its
+own step (`optimizer_need`), and how these count against a budget (`CountedOptimizer`). Or in: a plan. Out:
+what the allocator reserves for its steps (`reserved_bytes`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import PlanError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.meter.resident import bytes_under
+from lowtide.meter import resident_bytes
+from lowtide.meter.cuda import caching_allocator, workspace_bytes
+from lowtide.meter.resident import bytes_under, model_device
+from lowtide.plan.data import Plan
+from lowtide.plan.reserved_bytes import reserved_after
 from lowtide.plan.simulate import plain
+from lowtide.remedies import REDUCED, UPDATE
+from lowtide.run.messages import Once
 from lowtide.trace.fake import Faker, FakeTracer
+
+_STEPS = 3
+"""Steps until what is reserved has settled."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +46,132 @@ class OptimizerNeed:
     step_bytes: int
     unknown: str = ""
     to_come_bytes: int = 0
+
+
+class Shortage(NamedTuple):
+    """The optimizer's own step takes more than the budget.
+
+    Attributes:
+        limit_bytes: the budget.
+        parts: what stands at its peak, in bytes by name.
+    """
+
+    limit_bytes: int
+    parts: dict[str, int]
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that holds it."""
+        return sum(self.parts.values())
+
+    def error(self) -> BudgetError:
+        """The refusal, without words (`refusal.in_words`)."""
+        return BudgetError("", self.least_bytes, budget_bytes=self.limit_bytes, parts=self.parts)
+
+
+class CountedOptimizer:
+    """The optimizer that a budget counts, and the bytes that it takes; all are 0 without one.
+
+    Args:
+        model: which it trains.
+        optimizer: the optimizer, or ``None``.
+        warn_once: warns of something once.
+
+    Attributes:
+        optimizer: the optimizer, or ``None``.
+        reduced_bytes: what gradients are copied into, between backward and the optimizer's step, while ranks
+            add them up.
+        moved_bytes: of its state, what ``host_fraction="auto"`` moved to the host.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, warn_once: Once
+    ) -> None:
+        self.model, self._warn_once = model, warn_once
+        self.reduced_bytes = 0
+        self.set(optimizer)
+
+    def set(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count this optimizer from now on."""
+        self.optimizer, self.moved_bytes = optimizer, 0
+        self._known: tuple[Any, OptimizerNeed] | None = None
+
+    @property
+    def need(self) -> OptimizerNeed:
+        """What it takes, worked out again only where that may have changed: it takes as long as planning for
+        a small model.
+        """
+        if self.optimizer is None:
+            return OptimizerNeed(0, 0)
+        asked = _depends_on(self.optimizer)
+        if self._known is None or self._known[0] != asked:
+            self._known = asked, optimizer_need(self.optimizer)
+            if unknown := self._known[1].unknown:
+                self._warn_once(
+                    "unknown",
+                    f"what a step of {type(self.optimizer).__name__} allocates beside its state cannot be "
+                    f"worked out ({unknown}), so only the state counts against the budget: measure "
+                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
+                )
+        return self._known[1]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of its state on the device, present or still to come."""
+        return self.need.state_bytes
+
+    @property
+    def step_peak_bytes(self) -> int:
+        """Bytes at the peak of its own step."""
+        return sum(self._parts().values())
+
+    def shortage(self, limit: int | None) -> Shortage | None:
+        """What its own step takes where that is above the limit, or ``None``."""
+        parts = self._parts()
+        return Shortage(limit, parts) if limit is not None and sum(parts.values()) > limit else None
+
+    def _parts(self) -> dict[str, int]:
+        """What stands at the peak of its own step, in bytes by name."""
+        if self.optimizer is None:
+            return {}
+        need, own = self.need, resident_bytes(self.model)
+        own += missing_gradient_bytes(self.optimizer)
+        parameters = sum(own_share(parameter).nbytes for parameter in self.model.parameters())
+        return {
+            budgets.PARAMETERS: parameters,
+            budgets.GRADIENTS: own - parameters,
+            budgets.STATE: need.state_bytes,
+            budgets.WORKSPACES: workspace_bytes(model_device(self.model)),
+            UPDATE: need.step_bytes,
+            REDUCED: max(0, self.reduced_bytes - need.step_bytes),
+        }
+
+    def move_state(self, extra_seconds: Callable[[int], float], shares_plan: bool) -> None:
+        """With ``host_fraction="auto"``, move state to the host while that takes less time than recomputing.
+
+        Args:
+            extra_seconds: what a plan adds to a step where this many bytes less are resident; infinite where
+                no plan fits.
+            shares_plan: ranks share one plan.
+
+        Raises:
+            PlanError: they do, and each would choose for itself.
+        """
+        optimizer: Any = self.optimizer
+        if getattr(optimizer, "host_fraction", None) != "auto":
+            return
+        if shares_plan:
+            raise PlanError(
+                'host_fraction="auto" is chosen by each rank for itself, but these ranks share one '
+                "plan: give the share as a number"
+            )
+        everything = optimizer.device_state_bytes(0.0)
+
+        def seconds(share: float) -> float:
+            return extra_seconds(everything - optimizer.device_state_bytes(share))
+
+        share = optimizer.choose_host_fraction(seconds)
+        self.moved_bytes = everything - optimizer.device_state_bytes(share)
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
@@ -89,7 +231,7 @@ def _as_chosen(group: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def depends_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+def _depends_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     """What an optimizer's need depends on, for comparison: options, parameters, how many have state."""
     parameters = [(id(p), p.requires_grad) for p in _parameters(optimizer)]
     host = getattr(optimizer, "host_fraction", None)  # of an optimizer whose state is partly elsewhere
@@ -141,13 +283,40 @@ def _bytes(items: Any) -> int:
     return bytes_under(item for item in items if isinstance(item, torch.Tensor))
 
 
-_SIZED_BY_VALUES = ("aten.nonzero.", "aten.masked_select.", "aten._unique", "aten.unique_")
-"""Operations whose results have as many elements as their inputs' values say."""
+def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: OptimizerNeed | None) -> int:
+    """What is reserved once steps run under a plan, from now on, after one ``torch.cuda.empty_cache()``.
 
-_SPREAD = 0.01
-"""Share of a budget that a plan leaves where such sizes differ from step to step, as of routed tokens."""
+    Args:
+        graph: of the step.
+        plan: keeps, recomputes and no more: what moves has memory of its own.
+        model: its gradients go before the next step, unless the step was profiled with them.
+        need: what the optimizer takes, or ``None``.
+    """
+    allocator, standing = caching_allocator(model_device(model))
+    allocator.empty_cache()
+    # what is left of the profiled step: the optimizer's update, and then its gradients go
+    sizes = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
+    for size in _blocks(need.to_come_bytes if need is not None else 0, sizes):
+        allocator.allocate(size)
+    update = _blocks(need.step_bytes if need is not None else 0, sizes)
+    for block in [allocator.allocate(size) for size in update]:
+        allocator.free(block)
+    if not any(storage.kind == "gradient" for storage in graph.storages):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        for address in {gradient.untyped_storage().data_ptr() for gradient in gradients}:
+            if address in standing:
+                allocator.free(standing[address])
+    reserved_after(graph, plan.stored, allocator, _STEPS, update)
+    return allocator.peak_reserved_bytes
 
 
-def spread(graph: StepGraph) -> float:
-    """Share of the budget that is left for sizes that the next steps' values say otherwise."""
-    return _SPREAD if any(op.name.startswith(_SIZED_BY_VALUES) for op in graph.operations) else 0.0
+def _blocks(bytes: int, sizes: list[int]) -> list[int]:
+    """Blocks of these sizes that come to so many bytes, the last one cut."""
+    blocks: list[int] = []
+    while bytes > 0 and sum(sizes) > 0:
+        for size in sizes:
+            blocks.append(min(size, bytes))
+            bytes -= blocks[-1]
+            if bytes <= 0:
+                break
+    return [block for block in blocks if block]

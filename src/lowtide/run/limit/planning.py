@@ -1,6 +1,7 @@
-"""From an entry to its plan: the profiled step graph is transformed, and a plan is chosen within the budget.
+"""From an entry to its plan: the profiled step is transformed, and a plan is chosen within the budget.
 
-In: an entry whose step graph is known. Out: its `Planned`, or the refusal.
+In: an entry whose step graph is known. Out: its `Planned`, or the refusal. Read `PlanMaker.make` first, and
+`_choose`, which is the path: transform, settle what the step may take (`Demand`), choose.
 """
 
 from __future__ import annotations
@@ -9,37 +10,29 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from lowtide import accelerator
 from lowtide import budget as budgets
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph, no_collection
-from lowtide.meter import resident_bytes
-from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import gradient_of, model_device
+from lowtide.meter.reserved import MIB
+from lowtide.meter.resident import model_device
 from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan import make, resolve
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout import without_slab
+from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.remedies import REDUCED, UPDATE
-from lowtide.run.hidden_costs import with_overhead
+from lowtide.run.hidden_costs import spread, with_all_of, with_kept, with_overhead, with_resident
 from lowtide.run.limit.entry import Entry, History, Planned
-from lowtide.run.limit.need import (
-    OptimizerNeed,
-    depends_on,
-    missing_gradient_bytes,
-    optimizer_need,
-    own_share,
-    spread,
-)
+from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import (
     Agreement,
     agreement_across,
@@ -47,8 +40,7 @@ from lowtide.run.limit.ranks import (
     agreement_of_shards,
     agreement_over,
 )
-from lowtide.run.limit.refusal import Demand, Shortage, in_words
-from lowtide.run.limit.within_reserved import RANKS, holds_reserved, reserved_bytes, within_reserved
+from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, too_much_reserved
 from lowtide.run.messages import LEAST, Once, warn
 from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text
@@ -61,6 +53,28 @@ _SEARCH_STEPS = 10
 
 _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
+
+_MARGIN = 0.02
+"""What the prediction of reserved bytes may be short by, as a share of the budget: what an operation asks
+for, and in which order, is known of one run in the profiled step, and of none where the program records the
+history itself.
+"""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a step waits for a search, and what goes on after it.
+
+    Attributes:
+        policy: makes the plan; its search ends in time.
+        goes_on: makes a better one, in a process of its own beside later steps; or ``None``.
+        finds_budget: the budget is ``"min"``, and other ranks wait: what the search finds in that time is the
+            budget, until the longer one has found less.
+    """
+
+    policy: str | Policy
+    goes_on: Policy | None = None
+    finds_budget: bool = False
 
 
 class PlanMaker:
@@ -76,6 +90,7 @@ class PlanMaker:
         reserved: as of `limit_memory`.
 
     Attributes:
+        counted: the optimizer, and what it takes.
         version: how often another budget or optimizer was given.
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
@@ -84,8 +99,6 @@ class PlanMaker:
         replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
             that was profiled last, or ``None``.
         warn_once: warns of something once.
-        reduced_bytes: what gradients are copied into, between backward and the optimizer's step, while ranks
-            add them up.
     """
 
     def __init__(
@@ -98,19 +111,16 @@ class PlanMaker:
         progress: bool | None = None,
         reserved: bool | None = None,
     ) -> None:
-        self.reserved = reserved
         self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
-        self.budget, self.optimizer, self.version = budget, optimizer, 0
-        self.reduced_bytes = 0
+        self.budget, self.reserved, self.version = budget, reserved, 0
+        self.warn_once = Once()
+        self.counted = CountedOptimizer(model, optimizer, self.warn_once)
         self.findings: dict[str, str] = {}
         self.solved = 0
         self.agreement: Agreement | None = None
-        self.warn_once = Once()
         self._looked_for_ranks = False  # a copied model is not complete yet here
         self._met_peers = self._awaited = self._has_collectives = False
         self.replicas: Any = None
-        self._need: tuple[Any, OptimizerNeed] | None = None
-        self._moved_bytes = 0  # of the optimizer's state, to the host
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
     def set_budget(self, budget: str | int) -> None:
@@ -119,7 +129,8 @@ class PlanMaker:
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer from now on."""
-        self.optimizer, self._moved_bytes, self.version = optimizer, 0, self.version + 1
+        self.counted.set(optimizer)
+        self.version += 1
 
     def make(self, entry: Entry) -> Planned:
         """A plan for an entry's step within the budget, less what the entry says is to be left free.
@@ -136,20 +147,20 @@ class PlanMaker:
             work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
             try:
                 with no_collection():
-                    graph, plan, limit = self._choose(entry)
+                    graph, patience, plan, limit = self._choose(entry, self.budget)
             except BudgetError as error:
                 first = entry.planned is None and not entry.room.margin_bytes
                 if not (self._awaited and first and error.smallest_bytes):
                     raise
-                graph, plan, limit = self._choose(entry, error.smallest_bytes)
+                graph, patience, plan, limit = self._choose(entry, error.smallest_bytes)
                 warn(f"{LEAST} {error}", each_time=True)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
         search, goes_on = None, _ended_early(plan)
         if goes_on and (self.agreement is None or self.agreement.rank == 0):
-            least = 0 if plan.budget_bytes else self._optimizer_step_bytes - entry.room.free_bytes
+            least = 0 if plan.budget_bytes else self.counted.step_peak_bytes - entry.room.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
-                search = BackgroundSearch(graph, plan.budget_bytes, self._policies(graph)[1], least)
+                search = BackgroundSearch(graph, plan.budget_bytes, patience.goes_on, least)
         # ranks that share a plan take a better one together, which the first of them finds
         history = History(search=search, awaits_better=goes_on and self.agreement is not None)
         plan = replace(plan, budget_bytes=limit)
@@ -178,7 +189,7 @@ class PlanMaker:
             self.agreement = (
                 agreement_of(self.model) or agreement_over(self.groups()) or agreement_across(groups, given)
             )
-        graph, shared = with_overhead(_with_all_of(self.model, profiled)), self.agreement
+        graph, shared = with_overhead(with_all_of(self.model, profiled)), self.agreement
         if shared is None:
             return graph, None
         if shared.same_program(graph):
@@ -211,145 +222,153 @@ class PlanMaker:
         self._awaited = found is not None
         return found, shards is not None
 
-    def _choose(self, entry: Entry, least: int | None = None) -> tuple[StepGraph, Plan, int | None]:
-        """A plan for an entry's step, within the budget or ``least`` bytes.
+    # ---- the path --------------------------------------------------------------------------------
+
+    def _choose(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Patience, Plan, int | None]:
+        """A plan for an entry's step within a budget: of users, or in bytes what a refusal named.
 
         Returns:
-            The step with all that exists beside it; its plan, whose budget is what the policy was given; and
-            the budget in bytes.
+            The step with all that exists beside it; how its plan was searched for; the plan, whose budget is
+            what the policy was given; and the budget in bytes.
 
         Raises:
             BudgetError: no plan fits; in a user's words.
         """
         demand = None
         try:
-            demand = self._demand(entry, least)
-            plan, limit = self._plan_for(
-                demand, at_once=least is None and self._takes_least_at_once(demand.graph)
-            )
+            graph = self._transform(entry)
+            patience = self._patience(graph, budget)
+            demand = self._demand(entry, graph, budget, patience)
+            plan, limit = self._plan_for(demand, patience)
         except BudgetError as error:
-            raise in_words(error, entry, self.model, self.optimizer_bytes, demand) from None
+            raise in_words(error, entry, self.model, self.counted.state_bytes, demand) from None
         self._greatest_plain = demand.plain_peak_bytes
-        return demand.graph, plan, limit
+        return demand.graph, patience, plan, limit
 
-    def _demand(self, entry: Entry, least: int | None) -> Demand:
-        """What is to be planned for: an entry's step, within the budget or ``least`` bytes.
+    def _transform(self, entry: Entry) -> StepGraph:
+        """An entry's step with what no plan recomputes, and with all of the optimizer's state."""
+        assert entry.graph is not None
+        graph = with_kept(entry.graph, self.findings)
+        return with_resident(graph, self.counted.state_bytes + self.counted.moved_bytes)
+
+    def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
+        """How long a step may wait for a search."""
+        from lowtide.plan.policies.chosen import least_time, optimal, split_search
+
+        if self._keep_others_waiting:
+            seconds = max(_LEAST_SECONDS, graph.plain_seconds)
+            policy, goes_on = split_search(resolve(self.policy), seconds, graph.device)
+            return Patience(policy, goes_on, goes_on is not None and budgets.asks_for(budget) == "min")
+        if self.policy != "optimal":
+            return Patience(self.policy)
+        return Patience(optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time)
+
+    @property
+    def _keep_others_waiting(self) -> bool:
+        """Whether other ranks wait while this one searches: those that share the plan, that take part in the
+        forward's collectives, that FSDP shards the model over, or DDP's.
+        """
+        waits = self.agreement is not None or self._has_collectives or self.replicas is not None
+        return waits or agreement_of_shards(self.model) is not None
+
+    def _demand(self, entry: Entry, graph: StepGraph, budget: str | int | None, patience: Patience) -> Demand:
+        """What is to be planned for: an entry's step, and what it may take of the budget.
 
         Raises:
             BudgetError: nothing is left for a budget of this kind.
         """
-        graph, free = self._transform(entry), entry.room.free_bytes
+        free = entry.room.free_bytes
         plain_peak = max(plain(graph).peak_bytes + entry.room.hidden_bytes, self._greatest_plain)
-        whole_peak = max(plain_peak, self._optimizer_step_bytes + self._moved_bytes)
-        limit = least or self._limit_bytes(graph, whole_peak, free)
-        self._balance(graph, limit, free)
-        graph = _with_resident(graph, -self._moved_bytes)
-        shortage = self._shortage(limit)
+        whole_peak = max(plain_peak, self.counted.step_peak_bytes + self.counted.moved_bytes)
+        limit = None if budget is None else self._limit_bytes(budget, graph, whole_peak, free, patience)
+        if limit is not None:
+            self.counted.move_state(
+                functools.partial(self._extra_seconds, graph, limit, free, patience),
+                self.agreement is not None,
+            )
+        graph = with_resident(graph, -self.counted.moved_bytes)
+        shortage = self.counted.shortage(limit)
         if self.agreement is not None:
             shortage = self.agreement.first_of_any(shortage)
-        share = whole_peak if str(self.budget).rstrip().endswith("%") else None
+        share = whole_peak if str(budget).rstrip().endswith("%") else None
         return Demand(graph, limit, free, plain_peak, share, shortage)
 
-    def _plan_for(self, demand: Demand, at_once: bool) -> tuple[Plan, int | None]:
-        """A plan, and the budget in bytes that it is for.
-
-        Args:
-            demand: what is to be planned for.
-            at_once: the budget is what a short search finds to be the least.
-
-        Raises:
-            BudgetError: no plan fits, or the optimizer's own step does not; without a user's words.
-        """
-        graph, limit, free, shortage = demand.graph, demand.limit_bytes, demand.free_bytes, demand.shortage
-        if shortage is not None and self.agreement is None and self._fits(graph, shortage.least_bytes, free):
-            raise shortage.error()  # no search for a smaller step
-        plan = self._solve(graph, None if at_once else limit, free)
-        if shortage is not None:
-            raise shortage.error()
-        if at_once:
-            least = (plan.predicted_peak_bytes + free) / (1 - spread(graph))
-            limit = max(budgets.with_slack(least), self._optimizer_step_bytes)
-        if plan.slab_bytes and limit is not None and self._shortage(limit - plan.slab_bytes):
-            plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
-        if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
-            plan = self._within_reserved(graph, plan, limit)
-        return plan, limit
-
-    def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int) -> Plan:
-        """A plan within the budget with what CUDA's allocator reserves for it.
-
-        Raises:
-            BudgetError: none was found.
-        """
-        if self.agreement is not None:
-            self.warn_once("reserved", RANKS)
-            return plan
-        need = self.need_of(self.optimizer) if self.optimizer is not None else None
-        price = functools.partial(reserved_bytes, graph, model=self.model, need=need)
-        plan = within_reserved(graph, limit, plan, self._policies(graph)[0], price)
-        accelerator.empty_cache()  # what the profiled step left in pieces
-        return plan
-
-    def _transform(self, entry: Entry) -> StepGraph:
-        """An entry's step with what no plan recomputes, and with the optimizer's state."""
-        kept, graph = self.findings, entry.graph
-        assert graph is not None
-        graph = graph.with_operations(
-            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
-        )
-        return _with_resident(graph, self.optimizer_bytes + self._moved_bytes)
-
-    def _solve(self, graph: StepGraph, limit: int | None, free: int) -> Plan:
-        """A plan of this rank's own, or one for all ranks that share the model."""
-
-        def solve(limit: int | None) -> Plan:
-            try:
-                return self._plan_within(graph, limit, free)
-            except BudgetError as error:
-                error.budget_bytes = limit
-                raise
-
-        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
-
-    def _limit_bytes(self, graph: StepGraph, whole_peak: int, free: int) -> int | None:
+    def _limit_bytes(
+        self, budget: str | int, graph: StepGraph, whole_peak: int, free: int, patience: Patience
+    ) -> int:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
         largest step that was planned, so that the last one of an epoch has no smaller budget, and of the
         optimizer's own step where that takes more; ``"min"`` includes what is left ``free``, and holds the
         optimizer's own step.
         """
-        if self.budget is None:
-            return None
 
         def smallest() -> int:
-            updating = self._optimizer_step_bytes
-            at_once = self._takes_least_at_once(graph)
-            if not at_once and self._fits(graph, updating, free):
+            updating = self.counted.step_peak_bytes
+            if not patience.finds_budget and self._fits(graph, updating, free, patience):
                 return updating
             try:
-                policy, budget = (self._policies(graph)[0], None) if at_once else (self.policy, 1)
-                least = make(graph, budget, policy).predicted_peak_bytes
+                # of one byte no plan fits, and the refusal says what does
+                policy, asked = (patience.policy, None) if patience.finds_budget else (self.policy, 1)
+                least = make(graph, asked, policy).predicted_peak_bytes
             except BudgetError as error:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
             return max(math.ceil((least + free) / (1 - spread(graph))), updating)
 
-        device, standing = torch.device(graph.device), graph.resident_bytes
-        if self.optimizer is not None:
-            standing -= self.need_of(self.optimizer).to_come_bytes  # of these "auto" finds none allocated
-        return budgets.resolve(self.budget, whole_peak, smallest, device, standing_bytes=standing)
+        # of the optimizer's state to come "auto" finds nothing allocated
+        standing = graph.resident_bytes - self.counted.need.to_come_bytes
+        device = torch.device(graph.device)
+        return budgets.resolve(budget, whole_peak, smallest, device, standing_bytes=standing)
 
-    def _fits(self, graph: StepGraph, limit: int | None, free: int) -> bool:
-        """Whether some plan leaves so much free within a limit that the optimizer's own step sets."""
-        if not limit or limit < graph.resident_bytes + free:
-            return False
+    def _extra_seconds(
+        self, graph: StepGraph, limit: int, free: int, patience: Patience, fewer: int
+    ) -> float:
+        """What a plan adds to a step with so many fewer resident bytes; infinite where none fits."""
         try:
-            self._plan_within(graph, limit, free)
+            return self._plan_within(
+                with_resident(graph, -fewer), limit, free, patience
+            ).predicted_extra_seconds
         except BudgetError:
-            return False
-        return True
+            return math.inf
 
-    def _plan_within(self, graph: StepGraph, limit: int | None, free: int) -> Plan:
+    # ---- choosing --------------------------------------------------------------------------------
+
+    def _plan_for(self, demand: Demand, patience: Patience) -> tuple[Plan, int | None]:
+        """A plan, and the budget in bytes that it is for.
+
+        Raises:
+            BudgetError: no plan fits, or the optimizer's own step does not; without a user's words.
+        """
+        graph, limit, free, shortage = demand.graph, demand.limit_bytes, demand.free_bytes, demand.shortage
+        alone = self.agreement is None
+        if shortage is not None and alone and self._fits(graph, shortage.least_bytes, free, patience):
+            raise shortage.error()  # no search for a smaller step
+        plan = self._solve(graph, None if patience.finds_budget else limit, free, patience)
+        if shortage is not None:
+            raise shortage.error()
+        if patience.finds_budget:
+            least = (plan.predicted_peak_bytes + free) / (1 - spread(graph))
+            limit = max(budgets.with_slack(least), self.counted.step_peak_bytes)
+        if plan.slab_bytes and limit is not None and self.counted.shortage(limit - plan.slab_bytes):
+            plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
+        if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
+            plan = self._within_reserved(graph, plan, limit, patience)
+        return plan, limit
+
+    def _solve(self, graph: StepGraph, limit: int | None, free: int, patience: Patience) -> Plan:
+        """A plan of this rank's own, or one for all ranks that share the model."""
+
+        def solve(limit: int | None) -> Plan:
+            try:
+                return self._plan_within(graph, limit, free, patience)
+            except BudgetError as error:
+                error.budget_bytes = limit
+                raise
+
+        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+
+    def _plan_within(self, graph: StepGraph, limit: int | None, free: int, patience: Patience) -> Plan:
         """A plan that leaves so much of the limit free.
 
         A step that needs eviction is planned for a little less, or for all of it if less does not work.
@@ -358,113 +377,72 @@ class PlanMaker:
             BudgetError: no plan fits; says the smallest peak of any.
         """
         if limit is None:
-            return make(graph, policy=self._policies(graph)[0])
+            return make(graph, policy=patience.policy)
         most = limit - free
         evicts = plain(graph).peak_bytes > most
         left = budgets.slack_bytes(limit) + int(limit * spread(graph))
         target = max(1, most - left if evicts else most)
-        return choose(graph, most, policy=self._policies(graph)[0], target=target)
+        return choose(graph, most, policy=patience.policy, target=target)
 
-    def _policies(self, graph: StepGraph) -> tuple[str | Callable[..., Plan], Callable[..., Plan] | None]:
-        """The policy, with an end to its search: a training step waits for it. And the one that goes on in a
-        process of its own, or ``None``.
+    def _fits(self, graph: StepGraph, limit: int, free: int, patience: Patience) -> bool:
+        """Whether some plan leaves so much free within a limit that the optimizer's own step sets."""
+        if not limit or limit < graph.resident_bytes + free:
+            return False
+        try:
+            self._plan_within(graph, limit, free, patience)
+        except BudgetError:
+            return False
+        return True
+
+    def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int, patience: Patience) -> Plan:
+        """A plan within the budget with what CUDA's allocator reserves for it.
+
+        Raises:
+            BudgetError: none was found.
         """
-        from lowtide.plan.policies.chosen import least_time, optimal, split_search
-
-        if self._keeps_waiting:
-            seconds = max(_LEAST_SECONDS, graph.plain_seconds)
-            return split_search(resolve(self.policy), seconds, graph.device)
-        if self.policy != "optimal":
-            return self.policy, None
-        return optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time
-
-    def _takes_least_at_once(self, graph: StepGraph) -> bool:
-        """Whether the budget is the least memory, and others wait for the plan: what a short search finds is
-        the budget until a longer one has found less.
-        """
-        smallest = budgets.asks_for(self.budget) == "min"
-        return smallest and self._keeps_waiting and self._policies(graph)[1] is not None
-
-    @property
-    def _keeps_waiting(self) -> bool:
-        """Whether other ranks wait while this one searches: those that share the plan, that take part in the
-        forward's collectives, that FSDP shards the model over, or DDP's.
-        """
-        waits = self.agreement is not None or self._has_collectives or self.replicas is not None
-        return waits or agreement_of_shards(self.model) is not None
-
-    # ---- the optimizer ---------------------------------------------------------------------------
-
-    @property
-    def optimizer_bytes(self) -> int:
-        """Bytes of the optimizer's state on the device, present or still to come."""
-        return self.need_of(self.optimizer).state_bytes if self.optimizer is not None else 0
-
-    def need_of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-        """Bytes that an optimizer takes, worked out again only where they may have changed: that takes as
-        long as planning for a small model.
-        """
-        asked = depends_on(optimizer)
-        if self._need is None or self._need[0] != asked:
-            self._need = asked, optimizer_need(optimizer)
-            if unknown := self._need[1].unknown:
-                self.warn_once(
-                    "unknown",
-                    f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
-                    f"out ({unknown}), so only the state counts against the budget: measure "
-                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
-                )
-        return self._need[1]
-
-    def _optimizer_parts(self) -> dict[str, int]:
-        """What stands at the peak of the optimizer's own step, in bytes by name; nothing without one."""
-        if self.optimizer is None:
-            return {}
-        need, own = self.need_of(self.optimizer), resident_bytes(self.model)
-        own += missing_gradient_bytes(self.optimizer)
-        parameters = sum(own_share(parameter).nbytes for parameter in self.model.parameters())
-        return {
-            budgets.PARAMETERS: parameters,
-            budgets.GRADIENTS: own - parameters,
-            budgets.STATE: need.state_bytes,
-            budgets.WORKSPACES: workspace_bytes(model_device(self.model)),
-            UPDATE: need.step_bytes,
-            REDUCED: max(0, self.reduced_bytes - need.step_bytes),
-        }
-
-    @property
-    def _optimizer_step_bytes(self) -> int:
-        """Bytes at the peak of the optimizer's own step; 0 without one."""
-        return sum(self._optimizer_parts().values())
-
-    def _shortage(self, limit: int | None) -> Shortage | None:
-        """What the optimizer's own step takes where that is above the limit, or ``None``."""
-        parts = self._optimizer_parts()
-        return Shortage(limit, parts) if limit is not None and sum(parts.values()) > limit else None
-
-    def _balance(self, graph: StepGraph, limit: int | None, free: int) -> None:
-        """With ``host_fraction="auto"``, move optimizer state to the host while that takes less time than
-        recomputing.
-        """
-        optimizer: Any = self.optimizer
-        if limit is None or getattr(optimizer, "host_fraction", None) != "auto":
-            return
         if self.agreement is not None:
-            raise PlanError(
-                'host_fraction="auto" is chosen by each rank for itself, but these ranks share one '
-                "plan: give the share as a number"
+            self.warn_once(
+                "reserved",
+                "the budget counts requested bytes here: ranks that share a plan reserve different bytes",
             )
-        everything = optimizer.device_state_bytes(0.0)
+            return plan
+        price = functools.partial(reserved_bytes, graph, model=self.model, need=self.counted.need)
+        plan = within_reserved(graph, limit, plan, patience.policy, price)
+        accelerator.empty_cache()  # what the profiled step left in pieces
+        return plan
 
-        def extra_seconds(share: float) -> float:
-            moved = _with_resident(graph, optimizer.device_state_bytes(share) - everything)
-            try:
-                return self._plan_within(moved, limit, free).predicted_extra_seconds
-            except BudgetError:
-                return math.inf
 
-        share = optimizer.choose_host_fraction(extra_seconds)
-        self._moved_bytes = everything - optimizer.device_state_bytes(share)
+def within_reserved(
+    graph: StepGraph, limit: int, plan: Plan, policy: str | Policy, reserved: Callable[[Plan], int]
+) -> Plan:
+    """A plan within the budget with what the allocator reserves for it.
+
+    Args:
+        graph: the step.
+        limit: the budget in bytes.
+        plan: the plan for as many requested bytes.
+        policy: makes plans for less.
+        reserved: what is reserved for a plan.
+
+    Raises:
+        BudgetError: none was found; says the least that one reserves.
+    """
+    taken: list[tuple[int, Plan]] = []  # what is reserved for each plan
+
+    def price(plan: Plan) -> int:
+        taken.append((reserved(plan), plan))
+        return taken[-1][0]
+
+    room = int(limit * (1 - _MARGIN))
+    try:
+        plan = choose(graph, room, price, policy=policy, target=plan.predicted_peak_bytes, first=plan)
+    except BudgetError:
+        least, lowest = min(taken, key=lambda one: one[0])
+        smallest = int(least / (1 - _MARGIN)) + MIB
+        raise too_much_reserved(limit, least, lowest.predicted_peak_bytes, smallest) from None
+    found = next(bytes for bytes, one in taken if one is plan)
+    note = f"PyTorch's allocator reserves {budgets.format_bytes(found)} for its steps, as predicted"
+    return replace(plan, notes=(*plan.notes, note))
 
 
 def _ended_early(plan: Plan) -> bool:
@@ -474,17 +452,3 @@ def _ended_early(plan: Plan) -> bool:
     from lowtide.plan.policies.chosen import ENDED_EARLY
 
     return ENDED_EARLY in plan.notes
-
-
-def _with_resident(graph: StepGraph, more: int) -> StepGraph:
-    """The step with so many more resident bytes."""
-    return replace(graph, resident_bytes=graph.resident_bytes + more)
-
-
-def _with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
-    """The step with all of the model, whether it uses it or not."""
-    seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-    there = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
-    # gradients that the step made
-    made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
-    return _with_resident(graph, max(0, resident_bytes(model) - made - seen))

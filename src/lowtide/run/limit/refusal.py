@@ -1,9 +1,10 @@
-"""Refusals in a user's words: a budget that no plan meets, and CUDA out of memory in a limited step.
+"""What lowtide refuses, in a user's words.
 
-In: the facts that the planner's `BudgetError` of a step has, and its entry; or the allocator's word that it
-gives up. Out: an error, or a warning, that says what holds the memory, by names that a user knows, and what
-would help. Here alone the planner's refusals become a user's: `in_words` of eager steps, `with_user_names` of
-compiled graphs.
+In: arguments and models that do not fit, when the limit is put on; the facts that the planner's
+`BudgetError` of a step has, and its entry; or the allocator's word that it gives up. Out: an error, or a
+warning, that says what was given, what holds the memory, by names that a user knows, and what would help.
+Here alone the planner's refusals become a user's: `in_words` of eager steps, `with_user_names` of compiled
+graphs.
 """
 
 from __future__ import annotations
@@ -11,29 +12,188 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 
+from lowtide import accelerator, private
 from lowtide import budget as budgets
-from lowtide import private
 from lowtide.budget import format_bytes
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import bytes_under, gradient_of
+from lowtide.meter.resident import bytes_under, gradient_of, model_device
+from lowtide.plan import resolve
 from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import planned_holders
 from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, STANDING, STATE, UPDATE, WORKSPACES, in_lines
 from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.limit.need import own_share
+from lowtide.run.limit.need import Shortage, own_share
 from lowtide.run.messages import OF_GRAPH, OWN_OFF, warn
+from lowtide.run.scope.rules import takes
+from lowtide.store.stores import Stores
 
 OPTIMIZER_TOO = "Nor does the budget hold optimizer.step()."
 """Of a refused step, where the optimizer's own step is refused, too."""
 
 _OF_GRAPH = {"workspace": WORKSPACES, "parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
+
+
+# ---- arguments and models ------------------------------------------------------------------------
+
+
+def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
+    """Check that there is a well-written budget, or a policy that needs none.
+
+    Raises:
+        BudgetError: there is neither.
+    """
+    if budget is None and policy is None:
+        raise BudgetError(
+            f"{what} needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as "
+            "'full'"
+        )
+    if budget is not None:
+        budgets.check(budget)
+
+
+class CallError(PlanError, TypeError):
+    """``loss_fn`` takes other arguments than it will be given."""
+
+
+def check_arguments(model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
+    """Check the types of the arguments, and that they go with the model.
+
+    Raises:
+        PlanError: one does not; a `CallError`, which is a `TypeError`, too, where ``loss_fn`` takes other
+            arguments than it will be given.
+    """
+    if policy is not None:
+        resolve(policy)
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
+    is_module = isinstance(loss_fn, torch.nn.Module)
+    adds_arguments = is_module and private.forward_pre_hooks(loss_fn)
+    if loss_fn is not None and not adds_arguments and not takes(loss_fn.forward if is_module else loss_fn, 1):
+        name = getattr(loss_fn, "__qualname__", type(loss_fn).__name__)
+        raise CallError(
+            f"loss_fn={name} cannot be called with one argument: it is given the model's output "
+            "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
+            "criterion(output, target)"
+        )
+    check_optimizer(model, optimizer)
+    if stores is not None and not isinstance(stores, Stores):
+        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Check that this is ``None`` or an optimizer of the model's parameters.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
+    own = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if any(own.values()) and not held & own.keys():  # a frozen model is not limited
+        raise PlanError(
+            f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
+            "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
+            "the budget"
+        )
+
+
+def sharded_units(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that FSDP shards, the model itself (an empty name) among them."""
+    named = model.named_modules()
+    return [name for name, module in named if private.is_unit(module) or private.is_first_fsdp(module)]
+
+
+def refuse_first_fsdp(model: torch.nn.Module) -> None:
+    """Refuse a model that the first FSDP shards: it swaps the storages of the weights, so a replay would find
+    others.
+
+    Raises:
+        PlanError: the model is one, or holds one.
+    """
+    if any(map(private.is_first_fsdp, model.modules())):
+        raise PlanError(
+            "FullyShardedDataParallel, the first FSDP, swaps the weights' storages in every step, so nothing "
+            "can be recomputed from them: shard with torch.distributed.fsdp.fully_shard (FSDP2), which "
+            "lowtide.limit_memory takes"
+        )
+
+
+def refuse_several_devices(model: torch.nn.Module) -> None:
+    """Refuse a model that is on several devices, by itself or by `torch.nn.DataParallel`: a budget is of the
+    memory of one.
+
+    Raises:
+        PlanError: it is one, or holds one.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.DataParallel) and len(module.device_ids) > 1:
+            no_replicas()
+    named: dict[torch.device, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "meta":
+            named.setdefault(parameter.device, name)
+    if len(named) > 1:
+        places = ", ".join(f"{name} on {device}" for device, name in named.items())
+        raise PlanError(
+            f"the model is on several devices ({places}), and a budget is of one device's memory: move the "
+            f"model to one of them, or start one process for each device (torchrun) and share the model "
+            "between them, with fully_shard (FSDP2) or as pipeline stages (docs/guides/sharded.md)"
+        )
+
+
+def no_replicas() -> NoReturn:
+    """In the place of what copies a limited model for `torch.nn.DataParallel`.
+
+    Raises:
+        PlanError: always.
+    """
+    raise PlanError(
+        "torch.nn.DataParallel copies the model to each of its devices in every step, and no limit reaches "
+        "the copies: start one process for each device (torchrun) with DistributedDataParallel and limit the "
+        "model there, or run on one device without DataParallel (model.module is what it wraps)"
+    )
+
+
+def holds_reserved(asked: bool | None, model: torch.nn.Module, budget: str | int | None) -> bool:
+    """Whether a budget counts what is reserved: where that is asked for, and for ``"auto"`` on CUDA.
+
+    Raises:
+        PlanError: it is asked for, and the device or its allocator has nothing of the kind, or the budget is
+            a share of what the step requests.
+    """
+    if asked is False:
+        return False
+    device = model_device(model)
+    auto = budgets.asks_for(budget) == "auto"
+    native = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
+    if not asked:
+        return auto and native
+    if not native:
+        found = f"under {accelerator.allocator()}" if accelerator.is_accelerator(device) else f"on {device}"
+        raise PlanError(
+            "reserved=True holds what PyTorch's caching allocator for CUDA takes, and this model is "
+            f"{found}, which has none: leave reserved out; the budget counts requested bytes"
+        )
+    if not auto and isinstance(budget, str) and (budgets.asks_for(budget) or budget.strip().endswith("%")):
+        raise PlanError(
+            f"reserved=True takes a budget in bytes, such as '20GiB', or 'auto', not {budget!r}, which is "
+            "measured in requested bytes"
+        )
+    return True
+
+
+# ---- budgets -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,27 +215,6 @@ class Demand:
     plain_peak_bytes: int
     whole_peak_bytes: int | None
     shortage: Shortage | None
-
-
-class Shortage(NamedTuple):
-    """The optimizer's own step takes more than the budget.
-
-    Attributes:
-        limit_bytes: the budget.
-        parts: what stands at its peak, in bytes by name.
-    """
-
-    limit_bytes: int
-    parts: dict[str, int]
-
-    @property
-    def least_bytes(self) -> int:
-        """The smallest budget that holds it."""
-        return sum(self.parts.values())
-
-    def error(self) -> BudgetError:
-        """The refusal, without words (`in_words`)."""
-        return BudgetError("", self.least_bytes, budget_bytes=self.limit_bytes, parts=self.parts)
 
 
 def in_words(
@@ -198,6 +337,28 @@ def resident_by_name(
     return {name: count for name, count in (found | {STANDING: rest}).items() if count}
 
 
+def too_much_reserved(limit: int, least: int, requested: int, smallest: int) -> BudgetError:
+    """The refusal of a budget that holds what a plan requests, and not what PyTorch's allocator reserves.
+
+    Args:
+        limit: the budget in bytes.
+        least: the least that the allocator reserves for any plan that was found.
+        requested: what that plan requests.
+        smallest: the budget that would do.
+    """
+    return BudgetError(
+        f"the budget of {format_bytes(limit)} is too small for what PyTorch's allocator reserves: "
+        f"{format_bytes(least)} for {format_bytes(requested)} requested",
+        smallest,
+        "The rest is lost between blocks: with PYTORCH_ALLOC_CONF=expandable_segments:True it is often less.",
+        budget_bytes=limit,
+        remedies=[f"give a budget of {format_bytes(smallest)} or more, or leave reserved=True out"],
+    )
+
+
+# ---- out of memory -------------------------------------------------------------------------------
+
+
 class OutOfMemory:
     """Tells of limited models when their device is out of memory. PyTorch knows no way to take an observer
     away, so there is one a process: `out_of_memory`.
@@ -219,7 +380,9 @@ class OutOfMemory:
         for limiter in tuple(self._limiters):
             planned = limiter.cache.latest
             if planned is not None and not limiter.removed:
-                warn(_in_words(planned, limiter.maker.optimizer_bytes, device, asked_bytes), each_time=True)
+                warn(
+                    _in_words(planned, limiter.maker.counted.state_bytes, device, asked_bytes), each_time=True
+                )
 
 
 @cache
