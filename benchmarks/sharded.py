@@ -173,8 +173,8 @@ class Run:
 
 def _wait_for_search(handle: lowtide.Handle) -> None:
     for entry in handle._limiter.cache.known.values():
-        if entry.planned is not None and entry.planned.search is not None:
-            entry.planned.search.plan()
+        if entry.planned is not None and entry.planned.history.search is not None:
+            entry.planned.history.search.plan()
 
 
 def local(tensor: Any) -> Tensor:

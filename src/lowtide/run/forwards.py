@@ -1,14 +1,26 @@
-"""The forwards of one step, where it has several: those of the micro-batches of a pipeline's stages."""
+"""What runs within a step: its forwards, where it has several, and calls of compiled submodules.
+
+`Forwards` puts a recorder around each forward of a pipeline's micro-batches, `left_alone` takes it off around
+calls of compiled submodules, each of which is one opaque operation.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
+
+from lowtide import private
+from lowtide.interception import unseen
+
 Around = Callable[[], AbstractContextManager[Any]]
 """Makes what is around one forward."""
+
+Observer = Callable[[Callable[[], Any]], Any]
+"""Makes a call whose operations nobody sees."""
 
 
 class Forwards:
@@ -55,3 +67,37 @@ class Forwards:
         """Give the owners their own methods back."""
         for owner in self._owners:
             owner.__dict__.pop(self._method, None)
+
+
+class _Unrecorded:
+    """A compiled call whose operations are not intercepted."""
+
+    def __init__(self, call: Callable[..., Any], observer: Observer | None) -> None:
+        self.call = call
+        self.observer = observer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with unseen():
+            if self.observer is None:
+                return self.call(*args, **kwargs)
+            return self.observer(lambda: self.call(*args, **kwargs))
+
+
+@contextmanager
+def left_alone(modules: Iterable[torch.nn.Module], observer: Observer | None = None) -> Iterator[None]:
+    """Within the block, operations of compiled modules are not intercepted.
+
+    Such a call is one opaque operation: what it returns and what it saves is kept.
+    """
+    changed: list[tuple[torch.nn.Module, str, Any]] = []
+    for module in filter(private.is_compiled, modules):
+        name = private.compiled_call(module)
+        call = module.__dict__.get(name)
+        if call is not None and not isinstance(call, _Unrecorded):
+            module.__dict__[name] = _Unrecorded(call, observer)
+            changed.append((module, name, call))
+    try:
+        yield
+    finally:
+        for module, name, call in changed:
+            module.__dict__[name] = call

@@ -26,7 +26,6 @@ from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
-from lowtide.run.limit.delegate import Delegate, Engine, Refused
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
@@ -37,7 +36,10 @@ from lowtide.run.limit.unlimited import (
     SHARED,
     UNCALLED,
     UNREACHED,
+    Delegate,
     Engagement,
+    Engine,
+    Refused,
     Unlimited,
     governed,
     why_unlimited,

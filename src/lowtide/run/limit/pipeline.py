@@ -17,8 +17,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.forwards import Forwards
+from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter

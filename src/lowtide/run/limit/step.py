@@ -22,8 +22,7 @@ from weakref import WeakSet
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.run.compiled_submodules import left_alone
-from lowtide.run.forwards import Forwards
+from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.entry_states import Action

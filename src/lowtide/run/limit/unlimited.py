@@ -1,9 +1,13 @@
-"""Steps that run without a limit, limits that never engage, and the warnings for both."""
+"""Calls of a limited model that its limiter does not run: without a limit, or with `torch.compile` around.
+
+In: what a call begins with. Out: why it runs as it is, with the warning (`why_unlimited`); or what the
+compiled engine made of it (`Delegate`). A limit that never engages is warned of, too (`Engagement`).
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -12,7 +16,9 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.errors import PlanError
 from lowtide.interception import interceptors
+from lowtide.private import Compiling
 from lowtide.run.limit.key import Inputs
 from lowtide.run.messages import warn
 from lowtide.run.scope.scope import ScopeRecorder
@@ -58,6 +64,22 @@ _IN_SCOPE = (
     "this limited model runs inside lowtide.checkpoint or checkpointing(), which decides what is kept: its "
     "budget is not held. Take the scope off, or put the limit on a module around both"
 )
+
+_EAGERLY = (
+    "torch.compile around this limited model is left out, and its steps run eagerly under the limit: {}. To "
+    "compile parts of it, compile its submodules, which stay so"
+)
+_NOTHING = (
+    "PyTorch compiled nothing of its forward (it compiles none of the recurrent layers, and nothing under "
+    "TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why)"
+)
+
+Engine = Callable[[Any, Compiling], Any]
+"""From a limiter, and from what compiles, to a handle with ``run``.
+
+Raises:
+    PlanError: the engine cannot hold this limit; says why.
+"""
 
 
 @dataclass(frozen=True)
@@ -205,3 +227,55 @@ class Engagement:
             f"but its own forward never ran ({who}). Put the limit on what is called, or call the model "
             "itself"
         )
+
+
+# ---- steps with torch.compile around ---------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The compiled engine does not take this step."""
+
+
+class Delegate:
+    """Gives the steps that `torch.compile` is around to the compiled engine, or says why it does not.
+
+    A trainer compiles the model that it is given (``torch_compile=True``, accelerate's plugin), or the user
+    does. Dynamo does not look into a limiter. So the limiter's call learns what compiles, and with what, and
+    the model's own forward is compiled within the budget with the same.
+
+    Args:
+        engine: makes the handle; ``None`` takes no step.
+        tell: warns of something once.
+
+    Attributes:
+        handle: the compiled engine's, once it holds the limit.
+    """
+
+    def __init__(self, engine: Engine | None, tell: Callable[[str], None]) -> None:
+        self.engine = engine
+        self.handle: Any = None
+        self._tell = tell
+        self._refused = engine is None
+
+    def run(self, limiter: Any, compiling: Compiling, args: Any, kwargs: Any) -> Any:
+        """The forward of a step, compiled.
+
+        Raises:
+            Refused: it has to run eagerly.
+        """
+        if self._refused or self.engine is None:
+            raise Refused
+        try:
+            if self.handle is None:
+                self.handle = self.engine(limiter, compiling)
+            result = self.handle.run(*args, **kwargs)
+        except PlanError as why:
+            self._refuse(str(why))
+            raise Refused from None
+        if self.handle.compiles_nothing:
+            self._refuse(_NOTHING)
+        return result
+
+    def _refuse(self, why: str) -> None:
+        self.handle, self._refused = None, True
+        self._tell(_EAGERLY.format(why))

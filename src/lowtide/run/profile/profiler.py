@@ -25,9 +25,8 @@ from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_wrapper
-from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.digest import Geometry, digest, reach
-from lowtide.run.forwards import Forwards
+from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import Cost, Costs, UnderWay
 from lowtide.run.profile.forms import Forms, asks, may_be_meeting
