@@ -33,16 +33,14 @@ from lowtide.private import (
     room_for_backends,
     uncut_by_ddp,
 )
-from lowtide.remedies import INPUTS, REDUCED, STANDING
 from lowtide.run.limit.handle import LimitHandle
 from lowtide.run.limit.need import optimizer_need
 from lowtide.run.limit.refusal import (
     check_optimizer,
+    compiled_in_words,
     no_replicas,
     refuse_several_devices,
-    resident_by_name,
     sharded_units,
-    with_user_names,
 )
 from lowtide.run.messages import Once, Overruns, warn
 from lowtide.run.watch import StepWatch
@@ -315,19 +313,16 @@ class CompiledHandle(LimitHandle):
         return self._standing() - self._stood.gradients_now() + gradients + self.reduced_bytes
 
     def _in_words(self, error: BudgetError) -> BudgetError:
-        """The planner's refusal in a user's words; what stands before the step without a name are inputs."""
-        if error.smallest_bytes is None or STANDING not in error.parts:
-            return error
-        model, gradients, state = self.model, self._stood.gradient_bytes, self.optimizer_bytes
-        parts, after = error.parts, self._after()
-        if after and error.smallest_bytes <= budgets.with_slack(after) + 1:
-            stands = after - self.reduced_bytes
-            parts = {STANDING: stands, REDUCED: error.smallest_bytes - stands}
-            gradients = stands - self._standing() + self._stood.gradients_now()
-        parts = resident_by_name(parts, model, gradients, state, self._device)
-        if inputs := parts.pop(STANDING, 0):
-            parts[INPUTS] = inputs
-        return with_user_names(error, parts, error.smallest_bytes, error.plain_peak_bytes)
+        """The planner's refusal in a user's words."""
+        return compiled_in_words(
+            error,
+            self.model,
+            self._device,
+            gradient_bytes=self._stood.gradient_bytes,
+            state_bytes=self.optimizer_bytes,
+            after_bytes=self._after(),
+            reduced_bytes=self.reduced_bytes,
+        )
 
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""

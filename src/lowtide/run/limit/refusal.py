@@ -3,8 +3,8 @@
 In: arguments and models that do not fit, when the limit is put on; the facts that the planner's
 `BudgetError` of a step has, and its entry; or the allocator's word that it gives up. Out: an error, or a
 warning, that says what was given, what holds the memory, by names that a user knows, and what would help.
-Here alone the planner's refusals become a user's: `in_words` of eager steps, `with_user_names` of compiled
-graphs.
+Here alone the planner's refusals become a user's: `in_words` of eager steps, `compiled_in_words` of
+compiled graphs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from lowtide.meter.resident import bytes_under, gradient_of, model_device
 from lowtide.plan import resolve
 from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import planned_holders
-from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, STANDING, STATE, UPDATE, WORKSPACES, in_lines
+from lowtide.remedies import (
+    BUFFERS,
+    GRADIENTS,
+    INPUTS,
+    PARAMETERS,
+    REDUCED,
+    STANDING,
+    STATE,
+    UPDATE,
+    WORKSPACES,
+    in_lines,
+)
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.need import Shortage, own_share
 from lowtide.run.messages import OF_GRAPH, OWN_OFF, warn
@@ -264,14 +275,50 @@ def _of_step_or_optimizer(
             shown[_OF_GRAPH[storage.kind]] += storage.bytes
     gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
     device = torch.device(graph.device)
-    parts = resident_by_name(error.parts, model, gradients, state_bytes, device, shown)
-    found = with_user_names(error, parts, least, demand.whole_peak_bytes)
+    parts = _resident_by_name(error.parts, model, gradients, state_bytes, device, shown)
+    found = _with_user_names(error, parts, least, demand.whole_peak_bytes)
     if short is not None:
         found.add(OPTIMIZER_TOO)
     return found
 
 
-def with_user_names(
+def compiled_in_words(
+    error: BudgetError,
+    model: torch.nn.Module,
+    device: torch.device,
+    *,
+    gradient_bytes: int,
+    state_bytes: int,
+    after_bytes: int,
+    reduced_bytes: int,
+) -> BudgetError:
+    """The refusal of a step of compiled graphs in a user's words; what stands before the step without a name
+    are inputs.
+
+    Args:
+        error: the planner's. One that names no parts has its words already.
+        model: the limited one.
+        device: whose memory counts.
+        gradient_bytes: of the gradients that stood before the step.
+        state_bytes: of the optimizer.
+        after_bytes: the most live bytes between backward and the optimizer's step; 0 where nothing is reduced
+            then.
+        reduced_bytes: of these, what ranks add gradients up in.
+    """
+    if error.smallest_bytes is None or STANDING not in error.parts:
+        return error
+    parts = error.parts
+    if after_bytes and error.smallest_bytes <= budgets.with_slack(after_bytes) + 1:  # the peak is there
+        standing = after_bytes - reduced_bytes
+        parts = {STANDING: standing, REDUCED: error.smallest_bytes - standing}
+        gradient_bytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
+    parts = _resident_by_name(parts, model, gradient_bytes, state_bytes, device)
+    if inputs := parts.pop(STANDING, 0):
+        parts[INPUTS] = inputs
+    return _with_user_names(error, parts, error.smallest_bytes, error.plain_peak_bytes)
+
+
+def _with_user_names(
     error: BudgetError, parts: Mapping[str, int], smallest_bytes: int, plain_peak_bytes: int | None = None
 ) -> BudgetError:
     """The planner's refusal, with names that a user knows for what stands at the peak.
@@ -297,7 +344,7 @@ def with_user_names(
     return found
 
 
-def resident_by_name(
+def _resident_by_name(
     parts: Mapping[str, int],
     model: torch.nn.Module,
     gradient_bytes: int,
@@ -317,7 +364,7 @@ def resident_by_name(
 
     Example:
         >>> layer, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
-        >>> found = resident_by_name({"what else stands": 30}, layer, 0, 0, cpu)
+        >>> found = _resident_by_name({"what else stands": 30}, layer, 0, 0, cpu)
         >>> found["parameters"], found["what else stands"]
         (24, 6)
     """
