@@ -44,9 +44,9 @@ class Forwards:
         self._around: Around = nullcontext
         self._owners, self._method = list(owners), method
         for owner in self._owners:
-            setattr(owner, method, self._wrapped(getattr(owner, method)))
+            setattr(owner, method, self._wrap(getattr(owner, method)))
 
-    def _wrapped(self, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, own: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             with self._around():

@@ -17,7 +17,6 @@ from torch import nn
 
 import lowtide
 from lowtide import BudgetError, meter
-from lowtide.budget import format_bytes
 from lowtide.meter import measure, resident_bytes
 from lowtide.run.limit.limiter import Limiter
 
@@ -230,25 +229,4 @@ def test_a_model_whose_first_step_is_another_keeps_the_budget_from_where_it_was_
     assert handle.plan is not None and handle.plan.budget_bytes is not None
     assert max(peaks[3:]) <= handle.plan.budget_bytes < max(peaks), (
         "the second step departs, the third is looked at, and the plan is made anew"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"budget": "90%"}, "budget 90%"),
-        ({"budget": 600 << 20}, "budget 600 MiB"),
-        ({"policy": "full"}, "no budget"),
-    ],
-)
-def test_a_handle_says_in_one_line_what_it_limits(options: dict[str, Any], says: str) -> None:
-    model = small()
-    handle = lowtide.limit_memory(model, **options)
-    assert repr(handle) == f"<lowtide.Handle of Small: {says}, nothing planned yet>"
-    handle.prepare(batch())
-    plan = handle.prepare(batch(rows=150))
-    peak = format_bytes(plan.predicted_peak_bytes)
-    assert (
-        repr(handle)
-        == f"<lowtide.Handle of Small: {says}, 2 kinds of steps planned, latest predicted peak {peak}>"
     )

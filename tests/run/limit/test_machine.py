@@ -20,8 +20,6 @@ from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry, History, Planned, Room, Seen, Traits
 from lowtide.run.limit.entry_states import Action, State
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.step import PlannedStep
-from lowtide.run.messages import Overruns
 
 S, A = State, Action
 LIMIT = 1 << 20
@@ -274,42 +272,6 @@ def test_a_sibling_begins_with_what_is_known() -> None:
     assert machine.on_called(adds, version=0) is A.PLAN
     assert machine.on_plan_refused(adds, version=0) is A.PLAN
     assert machine.on_plan_refused(adds, version=0) is A.RAISE and adds.state is S.NEW
-
-
-# ---- the words ------------------------------------------------------------------------------------
-
-
-class Ended(PlannedStep):
-    """A step under a plan that took what it is given; nothing is measured."""
-
-    def __init__(self, plan: Plan, took: int | None) -> None:
-        self.planned, self.took, self._warned = Planned(key(), GRAPH, GRAPH, plan), took, None
-        self._peak = None
-
-    @property
-    def measured_bytes(self) -> int | None:
-        return self.took
-
-
-def test_each_step_above_its_budget_is_told_the_first_ones_at_length() -> None:
-    overruns = Overruns()
-    texts = [
-        Ended(PLAN, OVER).overrun_text(overruns, reason) for reason in ("plans with less", "accepted") * 5
-    ]
-    assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in texts)
-    assert [" so far)" in text for text in texts] == [False] * 6 + [True] * 4
-    assert "10 of this limit's steps" in texts[-1]
-    assert Ended(PLAN, LIMIT).overrun_text(overruns, "plans with less") == ""
-    assert Ended(PLAN, None).overrun_text(overruns, "plans with less") == "", "what is not measured"
-
-
-def test_the_backwards_of_one_step_count_once_and_are_told_as_they_take_more() -> None:
-    overruns, step = Overruns(), Ended(PLAN, OVER)
-    assert step.overrun_text(overruns, "plans with less")
-    assert not step.overrun_text(overruns, "plans with less"), "the second backward took no more"
-    step.took = OVER + 1
-    assert step.overrun_text(overruns, "more backwards")
-    assert overruns.steps.total() == 1
 
 
 # ---- on models ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import math
 import threading
 from collections import deque
 from dataclasses import replace
+from typing import NamedTuple
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
@@ -26,6 +27,26 @@ from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.verify import Verify
 
 MOST_ENTRIES = 24  # are remembered
+
+
+class _BetterPlan(NamedTuple):
+    """A better plan that one rank has found, as it tells the others.
+
+    Attributes:
+        json: the plan.
+        resident_bytes: what is resident before a step on that rank.
+        saved_bytes: by how much its budget is smaller than that of the plan in force.
+    """
+
+    json: str
+    resident_bytes: int
+    saved_bytes: int
+
+    @classmethod
+    def of(cls, planned: Planned, better: Planned) -> _BetterPlan:
+        """The better of two plans."""
+        saved = (planned.plan.budget_bytes or 0) - (better.plan.budget_bytes or 0)
+        return cls(better.plan.to_json(), better.graph.resident_bytes, saved)
 
 
 class Cache:
@@ -52,12 +73,13 @@ class Cache:
     # ---- a step begins ---------------------------------------------------------------------------
 
     def find(self, key: StepKey) -> Entry:
-        """The entry of steps with this key: their own, else the smallest one whose plan serves them, else a
-        new one. The new one begins from a sibling, where one is known: an entry whose steps differ from these
-        only in the gradients that exist before them. Of too many, the least recently used one goes.
+        """The entry for steps with this key: the one that was made for them, else the one of the smallest
+        steps whose plan serves these, too, else a new one. A new one begins from a sibling where there is
+        one: an entry whose steps differ from these only in the gradients that exist before them. Where there
+        are too many entries, the least recently used one goes.
         """
         with self.lock:
-            found = self.known.get(key) or self._serving(key)
+            found = self.known.get(key) or self._find_serving(key)
             if found is not None:
                 self.known[found.key] = self.known.pop(found.key)  # now the latest used
                 return found
@@ -71,7 +93,7 @@ class Cache:
                 machine.on_removed(self.known.pop(next(iter(self.known))))
             return entry
 
-    def _serving(self, key: StepKey) -> Entry | None:
+    def _find_serving(self, key: StepKey) -> Entry | None:
         """The smallest entry whose plan serves steps with this key."""
         serving = (entry for entry in self.known.values() if entry.serves(key))
         return min(serving, key=lambda entry: entry.key.elements(), default=None)
@@ -92,7 +114,8 @@ class Cache:
                 machine.on_removed(entry)
 
     def begin_step(self, entry: Entry, shared: bool = False, backward_unseen: bool = False) -> Action:
-        """What the next step of an entry does. Where that needs a plan, it is made here.
+        """Begin the next step of an entry: whether it is profiled, or runs under a plan. Where that needs a
+        plan, it is made here.
 
         Args:
             entry, shared, backward_unseen: as of `machine.on_called`.
@@ -147,7 +170,7 @@ class Cache:
         better = None if planned is None else machine.end_search(planned)
         found = (
             history is not None and history.search is not None,
-            None if better is None or planned is None else _less(planned, better),
+            None if better is None or planned is None else _BetterPlan.of(planned, better),
         )
         mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
         profile, old, versions, margins, findings, founds = zip(*maker.agreement.gather(mine), strict=True)
@@ -158,23 +181,19 @@ class Cache:
             maker.findings.update(found)
         machine.on_peers(entry, any(profile), any(old), max(margins))
 
-    def _take_better(
-        self, entry: Entry, planned: Planned, goes_on: bool, better: tuple[str, int, int] | None
-    ) -> None:
+    def _take_better(self, entry: Entry, planned: Planned, goes_on: bool, better: _BetterPlan | None) -> None:
         """Take the better plan that the first rank has found.
 
         Args:
             entry, planned: of the step that begins, and its plan in force.
             goes_on: whether the first rank still searches.
-            better: that plan as JSON, the bytes that stand before a step on the first rank, and by how many
-                bytes the budget falls (`_less`); or ``None``.
+            better: what it has found, or ``None``.
         """
         machine.note_peers_search(planned, goes_on)
         if better is not None:
-            text, resident, saved = better
             budget = planned.plan.budget_bytes
-            plan = adopt(text, planned.graph.resident_bytes, resident)
-            plan = replace(plan, budget_bytes=None if budget is None else budget - saved)
+            plan = adopt(better.json, planned.graph.resident_bytes, better.resident_bytes)
+            plan = replace(plan, budget_bytes=None if budget is None else budget - better.saved_bytes)
             machine.on_better_found(entry, replace(planned, plan=plan, history=History()))
 
     # ---- a step was profiled ---------------------------------------------------------------------
@@ -242,7 +261,7 @@ class Cache:
         """
         refusal = None
         graph, neighbours = self.maker.agree_on_step(graph, profiler.under_way.groups, profiler.given)
-        machine.agree(entry, graph)
+        machine.set_graph(entry, graph)
         self.maker.exchange_stage_peaks(entry)
         try:
             self._plan(entry, Action.PLAN)
@@ -315,11 +334,3 @@ class Cache:
                 f"{budgets.format_bytes(limit)}; later ones of its kind keep to it{others}",
                 each_time=True,
             )
-
-
-def _less(planned: Planned, better: Planned) -> tuple[str, int, int]:
-    """A plan as text, the bytes that exist before the step on the rank that found it, and by how many the
-    budget is smaller than that of the plan in force.
-    """
-    saved = (planned.plan.budget_bytes or 0) - (better.plan.budget_bytes or 0)
-    return better.plan.to_json(), better.graph.resident_bytes, saved

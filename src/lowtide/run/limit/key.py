@@ -1,4 +1,8 @@
-"""What a step begins with, and the key of its kind: steps with equal keys share a plan."""
+"""What a step begins with, and its cache key: steps with equal keys share a plan.
+
+In: a model and a call's arguments (`Inputs`). Out: the model's parts as they are now (`Members`), and the key
+(`StepKey`), which users know as the kind of a step.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Replace the forward of a model whose training step stays within a budget.
 
-A call (`Limiter.__call__`) that is not ours runs plainly. Else the last step is finished, the entry of this
-one is found, and it runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
+In: a call of the model (`Limiter.__call__`). Out: what the model returns. A call that is no training step
+runs plainly. Else the last step is finished, the entry of this one is found, and it runs: profiled, or under
+its plan, as the state machine says (`Limiter._run_next`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from lowtide.run.limit.unlimited import (
     Engine,
     Refused,
     Unlimited,
-    governed,
+    is_governed,
     why_unlimited,
 )
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
@@ -63,10 +64,10 @@ _TOGETHER = (
 
 
 class _Local(threading.local):
-    """The state of a thread.
+    """What a limiter knows of a thread.
 
     Attributes:
-        inside: the model's own forward runs.
+        inside: the model's own forward runs on it.
         step: the latest step.
     """
 
@@ -84,8 +85,8 @@ class Limiter:
         engine: holds the limit where `torch.compile` is around the model; ``None`` runs it eagerly.
         asked: as of `PlanMaker`: budget, policy, optimizer, progress.
 
-    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
-    It can be copied and pickled with the model; plans are not copied, the copy makes its own.
+    The limiter is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the
+    unchanged model. It can be copied and pickled with the model; the copy makes plans of its own.
 
     Attributes:
         maker: makes the plans.
@@ -98,8 +99,8 @@ class Limiter:
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
         called: whether any call has come here.
-        forwards: those of a step that has several, and runs their backwards itself; ``None`` where a step is
-            one forward, and its caller runs backward.
+        forwards: those of a pipeline's step, which has several and runs their backwards itself; ``None``
+            where a step is one forward, and its caller runs backward.
     """
 
     forwards: Forwards | None = None
@@ -120,7 +121,7 @@ class Limiter:
         self._begin(stores, asked)
 
     def _begin(self, stores: Stores | None, asked: dict[str, Any]) -> None:
-        """Begin with no plans; a copied model is not complete yet here."""
+        """Make what a copy does not share; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
         self.maker = PlanMaker(self.model, lambda: self.stores.groups, **asked)
@@ -229,13 +230,13 @@ class Limiter:
         kwargs: dict[str, Any],
         plainly: bool = False,
     ) -> Any:
-        """A call that is not ours runs plainly. Where `torch.compile` is around it, it runs compiled. Else
-        the last step is finished, the entry of this one is found, and its next step runs.
+        """Run a call plainly where it is no limited step, compiled where `torch.compile` is around it. Else
+        finish the last step, find the entry of this one, and run its next step.
 
         Args:
             plain: what was called, without a limit.
             args, kwargs: of the model.
-            plainly: the call is not ours, whatever else is true.
+            plainly: run it without a limit, whatever else is true.
         """
         self.called = True
         if plainly or self._is_off():
@@ -259,7 +260,7 @@ class Limiter:
         """Whether nothing around this model decides what its step keeps, and all its parameters are
         initialized.
         """
-        if governed() or torch.compiler.is_exporting():  # pyright: ignore
+        if is_governed() or torch.compiler.is_exporting():  # pyright: ignore
             return False
         if self.delegate.handle is None:
             if any(map(torch.nn.parameter.is_lazy, self.model.parameters())):
@@ -277,11 +278,11 @@ class Limiter:
             self.warn_once(why.reason)
         hides = why.in_backward and not self.visible
         self.visible |= not (why.in_backward or why.keeps_nothing)
-        with self._inside(), self._metering_gathered(), unseen_by_checkpoint() if hides else nullcontext():
+        with self._inside(), self._meter_gathered(), unseen_by_checkpoint() if hides else nullcontext():
             return self.own_step(*inputs.args, **inputs.kwargs)
 
     @contextmanager
-    def _metering_gathered(self) -> Iterator[None]:
+    def _meter_gathered(self) -> Iterator[None]:
         """Have main memory's meter count the storages that FSDP gathers weights into. The meter is their
         allocator, and a storage keeps the allocator of its first step, a step without a limit included.
         """
@@ -363,7 +364,7 @@ class Limiter:
         """A step that is profiled; a plan is made when its backward has ended."""
         cpp_recorder()  # takes half a minute once; better now than after backward
         self.maker.replicas = self._replicas()
-        verify, ended = self.cache.is_to_verify(entry), weakly(self._profile_ended)
+        verify, ended = self.cache.is_to_verify(entry), weakly(self._on_profile_end)
         return ProfiledStep(entry, inputs, verify, ended, self.forwards)
 
     def _replicas(self) -> Any:
@@ -372,7 +373,7 @@ class Limiter:
 
     def _begin_planned(self, entry: Entry, inputs: Inputs, shared: bool) -> PlannedStep:
         """A step under the entry's plan."""
-        members, ended = inputs.members, weakly(self._step_ended)
+        members, ended = inputs.members, weakly(self._on_step_end)
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
         # each forward of a pipeline has a recorder of its own, and other ranks would wait for one that evicts
@@ -431,7 +432,7 @@ class Limiter:
 
     # ---- a backward has ended --------------------------------------------------------------------
 
-    def _profile_ended(self, step: ProfiledStep) -> None:
+    def _on_profile_end(self, step: ProfiledStep) -> None:
         """The backward of a profiled step has ended: plan from it."""
         entry, profiler = step.entry, step.profiler
         if self.local.step is step:
@@ -456,7 +457,7 @@ class Limiter:
         if users and entry.planned is not None:
             self.measured_bytes = taken
 
-    def _step_ended(self, step: PlannedStep) -> None:
+    def _on_step_end(self, step: PlannedStep) -> None:
         """A backward of a planned step has ended: what follows, by what it took."""
         self._note_others(step)
         self.measured_bytes = step.measured_bytes

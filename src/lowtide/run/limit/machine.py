@@ -39,7 +39,9 @@ def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = Non
 
 
 def borrow(entry: Entry, sibling: Entry) -> None:
-    """A new entry begins from what is known of a sibling, whose steps found no gradients."""
+    """A new entry begins with the step graph and the records of a sibling, whose steps began without
+    gradients.
+    """
     assert sibling.graph is not None
     entry.graph = hidden_costs.with_earlier_gradients(sibling.graph)
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
@@ -93,12 +95,12 @@ def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) ->
 
 
 def note_taken(entry: Entry, taken_bytes: int) -> None:
-    """A profiled step of the user's took so much; it is held against the budget once that is known."""
+    """A profiled step of the user's took so many bytes; `pop_taken` hands them out once a budget is known."""
     entry.seen.unwarned_bytes = max(entry.seen.unwarned_bytes, taken_bytes)
 
 
 def pop_taken(entry: Entry) -> int:
-    """The most that profiled steps took since this was asked, or 0."""
+    """The most bytes that profiled steps took since the last call of this function, or 0."""
     taken, entry.seen.unwarned_bytes = entry.seen.unwarned_bytes, 0
     return taken
 
@@ -156,8 +158,8 @@ def on_profiled(
     return action
 
 
-def agree(entry: Entry, graph: StepGraph) -> None:
-    """The profiled step as the ranks that share the model agree on it."""
+def set_graph(entry: Entry, graph: StepGraph) -> None:
+    """The profiled step is replaced by what the ranks that share the model agreed on."""
     entry.graph = graph
 
 
@@ -174,7 +176,9 @@ def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
 
 
 def on_plan_refused(entry: Entry, version: int) -> Action:
-    """No plan fits this version of budget and optimizer, less the margin. The next attempt leaves none."""
+    """No plan fits this version of budget and optimizer, less the margin, which the next attempt does not
+    leave.
+    """
     planned = entry.planned
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
     facts: dict[Fact, bool] = {
@@ -405,7 +409,7 @@ def _facts_at_end(entry: Entry, step: EndedStep) -> dict[Fact, bool]:
 
 def _may_be_late(planned: Planned, took: int) -> bool:
     """Whether a buffer of a collective accounts for what a step on a CPU took more than predicted: Gloo's
-    threads let go of it when they run next, on a busy machine in whatever stands at its peak then.
+    threads let go of it when they run next, on a busy machine when the step is at its peak.
     """
     graph, more = planned.graph, took - planned.plan.predicted_peak_bytes
     sizes = [graph.storages[value.storage].bytes for value in graph.values]

@@ -53,7 +53,7 @@ class Shortage(NamedTuple):
 
     Attributes:
         limit_bytes: the budget.
-        parts: what stands at its peak, in bytes by name.
+        parts: what is live at its peak, in bytes by name.
     """
 
     limit_bytes: int
@@ -131,7 +131,7 @@ class CountedOptimizer:
         return Shortage(limit, parts) if limit is not None and sum(parts.values()) > limit else None
 
     def _parts(self) -> dict[str, int]:
-        """What stands at the peak of its own step, in bytes by name."""
+        """What is live at the peak of its own step, in bytes by name."""
         if self.optimizer is None:
             return {}
         need, own = self.need, resident_bytes(self.model)

@@ -73,8 +73,8 @@ class PipelineLimiter(Limiter):
         return self._schedule_step(*args, losses=self._losses, **kwargs)
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
-        # what the schedule makes once stands before later steps; to work out shapes it may run the stages
-        with self._metering_gathered():
+        # what the schedule makes once is resident in later steps; to work out shapes it may run the stages
+        with self._meter_gathered():
             private.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
         return super()._begin_profiled(entry, inputs)
 

@@ -275,7 +275,7 @@ class PlanMaker:
         """What is to be planned for: an entry's step, and what it may take of the budget.
 
         Raises:
-            BudgetError: nothing is left for a budget of this kind.
+            BudgetError: the budget is ``"auto"``, and too little is free.
         """
         free = entry.room.free_bytes
         plain_peak = max(plain(graph).peak_bytes + entry.room.hidden_bytes, self._greatest_plain)

@@ -104,12 +104,12 @@ class Agreement:
 
 
 def adopt(plan_json: str, resident_bytes: int, their_bytes: int) -> Plan:
-    """Another rank's plan for this one: only what stands before the step differs.
+    """Another rank's plan for this one: only what is resident before the step differs.
 
     Args:
         plan_json: the plan, as `Plan.to_json` writes it.
-        resident_bytes: what stands here.
-        their_bytes: what stands on the rank that made it.
+        resident_bytes: what is resident here.
+        their_bytes: what is resident on the rank that made it.
     """
     plan = Plan.from_json(plan_json)
     return replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + resident_bytes - their_bytes)

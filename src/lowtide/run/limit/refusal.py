@@ -234,8 +234,8 @@ def in_words(
     """The refusal of a step in a user's words, from the facts that the planner raises.
 
     Args:
-        error: the planner's, with the budget that is too small, the smallest peak of any plan and what stands
-            there; or that of a `Shortage`. One that names no parts has its words already.
+        error: the planner's, with the budget that is too small, the smallest peak of any plan and what is
+            live there; or that of a `Shortage`. One that names no parts has its words already.
         entry: of the step.
         model: the limited one.
         state_bytes: of the optimizer.
@@ -292,14 +292,14 @@ def compiled_in_words(
     after_bytes: int,
     reduced_bytes: int,
 ) -> BudgetError:
-    """The refusal of a step of compiled graphs in a user's words; what stands before the step without a name
-    are inputs.
+    """The refusal of a step of compiled graphs in a user's words; what is resident before the step and has no
+    name are inputs.
 
     Args:
         error: the planner's. One that names no parts has its words already.
         model: the limited one.
         device: whose memory counts.
-        gradient_bytes: of the gradients that stood before the step.
+        gradient_bytes: of the gradients that existed before the step.
         state_bytes: of the optimizer.
         after_bytes: the most live bytes between backward and the optimizer's step; 0 where nothing is reduced
             then.
@@ -321,11 +321,11 @@ def compiled_in_words(
 def _with_user_names(
     error: BudgetError, parts: Mapping[str, int], smallest_bytes: int, plain_peak_bytes: int | None = None
 ) -> BudgetError:
-    """The planner's refusal, with names that a user knows for what stands at the peak.
+    """The planner's refusal, with names that a user knows for what is live at the peak.
 
     Args:
         error: the planner's.
-        parts: what stands at the peak, in bytes by name.
+        parts: what is live at the peak, in bytes by name.
         smallest_bytes: the budget that would do.
         plain_peak_bytes: what a budget in percent is of.
     """
@@ -355,9 +355,9 @@ def _resident_by_name(
     """The parts of a peak, with names in place of "what else stands" as far as its bytes go.
 
     Args:
-        parts: what stands at the peak, in bytes by name.
+        parts: what is live at the peak, in bytes by name.
         model: whose parameters and buffers these are.
-        gradient_bytes: of the gradients that stood before the step.
+        gradient_bytes: of the gradients that existed before the step.
         state_bytes: of the optimizer.
         device: whose memory counts.
         shown: how many of a name's bytes are not in "what else stands", since the step itself has them.
@@ -427,9 +427,8 @@ class OutOfMemory:
         for limiter in tuple(self._limiters):
             planned = limiter.cache.latest
             if planned is not None and not limiter.removed:
-                warn(
-                    _in_words(planned, limiter.maker.counted.state_bytes, device, asked_bytes), each_time=True
-                )
+                state = limiter.maker.counted.state_bytes
+                warn(_out_of_memory_text(planned, state, device, asked_bytes), each_time=True)
 
 
 @cache
@@ -438,7 +437,7 @@ def out_of_memory() -> OutOfMemory:
     return OutOfMemory()
 
 
-def _in_words(planned: Planned, optimizer_bytes: int, device: int, asked_bytes: int) -> str:
+def _out_of_memory_text(planned: Planned, optimizer_bytes: int, device: int, asked_bytes: int) -> str:
     plan = planned.plan
     limit = "no budget" if plan.budget_bytes is None else f"a budget of {format_bytes(plan.budget_bytes)}"
     lines = [

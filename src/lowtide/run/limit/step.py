@@ -27,7 +27,7 @@ from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
-from lowtide.run.limit.unlimited import governing
+from lowtide.run.limit.unlimited import govern
 from lowtide.run.messages import Overruns, warn
 from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
@@ -151,7 +151,6 @@ class PlannedStep(StepWatch):
         tried: whether it evicts on demand to see whether steps differ, though it has a plan.
         ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
             recorded.
-        extra: how many operations its forward ran that the plan does not have.
     """
 
     def __init__(
@@ -168,7 +167,7 @@ class PlannedStep(StepWatch):
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.traits.backwards > 1
         if entry.planned.plan.moves:
-            lay_out(entry.planned.plan, stores, inputs.members.device)  # stands before the step
+            lay_out(entry.planned.plan, stores, inputs.members.device)  # resident before the step
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
         self.entry, self.planned, self.shared = entry, entry.planned, shared
         self.model = weakref.ref(inputs.members.modules[0])
@@ -206,6 +205,7 @@ class PlannedStep(StepWatch):
 
     @property
     def extra(self) -> int:
+        """How many operations its forward ran that the plan does not have."""
         if self._on_demand:
             return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
         return self.director.extra if self.director is not None else 0
@@ -223,7 +223,7 @@ class PlannedStep(StepWatch):
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
         if self._passes:
-            with governing(), unseen_by_checkpoint():
+            with govern(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
             result = self._run_recorded(forward, inputs)

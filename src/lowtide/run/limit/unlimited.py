@@ -103,7 +103,7 @@ def why_unlimited(inputs: Inputs) -> Unlimited | None:
     """Why a call is no limited step; ``None`` for one that is."""
     if keeps_nothing():
         return Unlimited(engages=False, keeps_nothing=True)
-    if governed():
+    if is_governed():
         return Unlimited(why_governed())
     if private.in_backward():
         return Unlimited("" if private.torch_checkpoint() is not None else IN_BACKWARD, in_backward=True)
@@ -127,7 +127,7 @@ _governing = cache(_Governing)
 
 
 @contextmanager
-def governing() -> Iterator[None]:
+def govern() -> Iterator[None]:
     """Within the block a limited model runs that nothing is recorded of, and decides for those inside it."""
     here = _governing()
     here.depth += 1
@@ -137,13 +137,13 @@ def governing() -> Iterator[None]:
         here.depth -= 1
 
 
-def governed() -> bool:
+def is_governed() -> bool:
     """Whether a limited model around this one, or a scope, decides what is kept."""
     return _governing().depth > 0 or any(one.governs for one in interceptors())
 
 
 def why_governed() -> str:
-    """What to tell of a step that is `governed`; empty where nobody would be surprised."""
+    """What to tell of a step that is `is_governed`; empty where nobody would be surprised."""
     governing = [one for one in interceptors() if one.governs]
     scoped = governing and all(isinstance(one, ScopeRecorder) for one in governing)
     return _IN_SCOPE if scoped and not _governing().depth else ""
@@ -158,7 +158,7 @@ def keeps_nothing() -> bool:
     return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore
 
 
-class _Runs:
+class _RanHook:
     """A hook that notes that a part of the model ran. A copy notes nothing: a copied model has a limit of its
     own.
     """
@@ -169,8 +169,8 @@ class _Runs:
     def __call__(self, *_: object) -> None:
         self.ran[self.name] = None
 
-    def __reduce__(self) -> tuple[type[_Runs], tuple[()]]:
-        return _Runs, ()
+    def __reduce__(self) -> tuple[type[_RanHook], tuple[()]]:
+        return _RanHook, ()
 
 
 class Engagement:
@@ -187,7 +187,7 @@ class Engagement:
         self._ran: dict[str, None] = {}
         self._with_gradients: set[int] = set()
         self._hooks = [
-            part.register_forward_pre_hook(_Runs(name, self._ran))
+            part.register_forward_pre_hook(_RanHook(name, self._ran))
             for name, part in self._model.named_modules()
             if part is not self._model and not isinstance(part, torch.jit.ScriptModule)
         ]

@@ -1,0 +1,27 @@
+"""Tables of state machines: the first row that fits holds, and looking it up changes nothing."""
+
+from __future__ import annotations
+
+from lowtide.transitions import Row, Table
+
+TABLE = Table(
+    (
+        Row(("open", "ajar"), "push", ("windy", "light"), "shut", "slam", "bang"),
+        Row(("open",), "push", ("light",), "shut", "close"),
+        Row((), "push", (), None, "creak"),
+    ),
+    nothing="",
+)
+
+
+def test_the_first_row_that_fits_holds() -> None:
+    assert TABLE.transition("open", "push", ["light", "windy", "wet"]) == ("shut", "slam")
+    assert TABLE.transition("open", "push", ["light"]) == ("shut", "close")
+    assert TABLE.transition("ajar", "push", ["light"]) == ("ajar", "creak"), "a row is for its states"
+    assert TABLE.row("ajar", "push", {"windy", "light"}).says == "bang"
+
+
+def test_where_no_row_fits_nothing_follows() -> None:
+    row = TABLE.row("open", "pull", ["light"])
+    assert (row.then, row.action, row.says) == (None, "", "")
+    assert TABLE.transition("open", "pull") == ("open", "")
