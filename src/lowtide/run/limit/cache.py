@@ -15,6 +15,7 @@ from typing import NamedTuple
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
+from lowtide.run.hidden_costs import with_all_of, with_overhead
 from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.entry_states import Action
@@ -126,7 +127,7 @@ class Cache:
         with self.lock:
             self._ask_peers(entry)
             action = self._plan(entry, machine.on_called(entry, self.maker.version, shared, backward_unseen))
-            alone, planned = self.maker.agreement is None, entry.planned
+            alone, planned = self.maker.peers.agreement is None, entry.planned
             if alone and action is Action.RUN and planned and (better := machine.end_search(planned)):
                 machine.on_better_found(entry, better)
             self.latest = entry.planned or self.latest
@@ -161,10 +162,10 @@ class Cache:
         """All ranks that share the plan exchange what the last step showed: if one has to profile or to plan
         again, all do. They take a better plan that the first of them has found.
         """
-        maker, planned = self.maker, entry.planned
+        maker, planned, agreement = self.maker, entry.planned, self.maker.peers.agreement
         history = None if planned is None else planned.history
         learned = history is not None and history.steps > LEARNING_STEPS and not history.awaits_better
-        if maker.agreement is None or learned:
+        if agreement is None or learned:
             return
         outdated = entry.is_outdated(maker.version)
         better = None if planned is None else machine.end_search(planned)
@@ -173,7 +174,7 @@ class Cache:
             None if better is None or planned is None else _BetterPlan.of(planned, better),
         )
         mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
-        profile, old, versions, margins, findings, founds = zip(*maker.agreement.gather(mine), strict=True)
+        profile, old, versions, margins, findings, founds = zip(*agreement.gather(mine), strict=True)
         if planned is not None:
             self._take_better(entry, planned, *founds[0])
         maker.version = max(versions)
@@ -259,8 +260,9 @@ class Cache:
         Raises:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
-        refusal = None
-        graph, neighbours = self.maker.agree_on_step(graph, profiler.under_way.groups, profiler.given)
+        refusal, peers = None, self.maker.peers
+        graph = with_overhead(with_all_of(self.maker.model, graph))
+        graph, neighbours = peers.agree_on_step(graph, profiler.under_way.groups, profiler.given)
         machine.set_graph(entry, graph)
         self.maker.exchange_stage_peaks(entry)
         try:
@@ -269,11 +271,11 @@ class Cache:
             refusal = error
         if neighbours is not None:  # if one refused alone, the others would wait in a collective
             refusal = neighbours.first_of_any(refusal)
-        peers, one_plan = self.maker.peers()
-        if peers is not None and one_plan:
-            refusal = self._agree_on_plan(peers, entry, graph, refusal)
-        elif peers is not None:
-            refusal = peers.first_of_any(refusal)
+        waiting, one_plan = peers.meet()
+        if waiting is not None and one_plan:
+            refusal = self._agree_on_plan(waiting, entry, graph, refusal)
+        elif waiting is not None:
+            refusal = waiting.first_of_any(refusal)
         if refusal is not None:
             try:
                 raise refusal

@@ -363,7 +363,7 @@ class Limiter:
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
         cpp_recorder()  # takes half a minute once; better now than after backward
-        self.maker.replicas = self._replicas()
+        self.maker.peers.replicas = self._replicas()
         verify, ended = self.cache.is_to_verify(entry), weakly(self._on_profile_end)
         return ProfiledStep(entry, inputs, verify, ended, self.forwards)
 
@@ -377,7 +377,7 @@ class Limiter:
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
         # each forward of a pipeline has a recorder of its own, and other ranks would wait for one that evicts
-        alone = self.forwards is None and not members.sharded and self.maker.agreement is None
+        alone = self.forwards is None and not members.sharded and self.maker.peers.agreement is None
         alone = alone and not entry.seen.backward_unseen
         step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
         machine.note_time(step.planned)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +21,6 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph, no_collection
 from lowtide.meter.reserved import MIB
 from lowtide.meter.resident import model_device
-from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan import make, resolve
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
@@ -30,19 +29,12 @@ from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.hidden_costs import spread, with_all_of, with_kept, with_overhead, with_resident
+from lowtide.run.hidden_costs import spread, with_kept, with_resident
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
-from lowtide.run.limit.ranks import (
-    Agreement,
-    agreement_across,
-    agreement_of,
-    agreement_of_shards,
-    agreement_over,
-)
+from lowtide.run.limit.ranks import Peers
 from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, too_much_reserved
 from lowtide.run.messages import LEAST, Once, warn
-from lowtide.trace.transforms import with_collectives
 from lowtide.words import count_text
 
 _SEARCH_SECONDS = 1.0
@@ -95,9 +87,7 @@ class PlanMaker:
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
         solved: how many plans took a search. A step that fits as it is takes none.
-        agreement: the ranks that share the model and its plans, or ``None``.
-        replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
-            that was profiled last, or ``None``.
+        peers: the other ranks that take part in the model's steps.
         warn_once: warns of something once.
     """
 
@@ -111,16 +101,13 @@ class PlanMaker:
         progress: bool | None = None,
         reserved: bool | None = None,
     ) -> None:
-        self.model, self.policy, self.groups, self.progress = model, policy, groups, progress
+        self.model, self.policy, self.progress = model, policy, progress
         self.budget, self.reserved, self.version = budget, reserved, 0
         self.warn_once = Once()
         self.counted = CountedOptimizer(model, optimizer, self.warn_once)
         self.findings: dict[str, str] = {}
         self.solved = 0
-        self.agreement: Agreement | None = None
-        self._looked_for_ranks = False  # a copied model is not complete yet here
-        self._met_peers = self._awaited = self._has_collectives = False
-        self.replicas: Any = None
+        self.peers = Peers(model, groups)
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
     def set_budget(self, budget: str | int) -> None:
@@ -150,77 +137,29 @@ class PlanMaker:
                     graph, patience, plan, limit = self._choose(entry, self.budget)
             except BudgetError as error:
                 first = entry.planned is None and not entry.room.margin_bytes
-                if not (self._awaited and first and error.smallest_bytes):
+                if not (self.peers.await_plan and first and error.smallest_bytes):
                     raise
                 graph, patience, plan, limit = self._choose(entry, error.smallest_bytes)
                 warn(f"{LEAST} {error}", each_time=True)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
-        search, goes_on = None, _ended_early(plan)
-        if goes_on and (self.agreement is None or self.agreement.rank == 0):
+        search, goes_on, agreement = None, _ended_early(plan), self.peers.agreement
+        if goes_on and (agreement is None or agreement.rank == 0):
             least = 0 if plan.budget_bytes else self.counted.step_peak_bytes - entry.room.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
                 search = BackgroundSearch(graph, plan.budget_bytes, patience.goes_on, least)
         # ranks that share a plan take a better one together, which the first of them finds
-        history = History(search=search, awaits_better=goes_on and self.agreement is not None)
+        history = History(search=search, awaits_better=goes_on and agreement is not None)
         plan = replace(plan, budget_bytes=limit)
         return Planned(entry.key, entry.graph, graph, plan, entry.forward_spans, history)
-
-    def agree_on_step(
-        self, profiled: StepGraph, groups: Sequence[Any], given: Sequence[int]
-    ) -> tuple[StepGraph, Agreement | None]:
-        """The step to plan for, from one that was profiled.
-
-        It has all of the model and the executor's own time. Its collectives may run again where the ranks
-        that share the model agree on the program.
-
-        Args:
-            profiled: the step.
-            groups: process groups over which its forward has collectives.
-            given: digests of what it was given.
-
-        Returns:
-            The step, and the ranks that share the model where each has to plan alone.
-        """
-        ran = (op for op in profiled.operations if op.phase == "forward")
-        self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran)
-        if not self._looked_for_ranks:
-            self._looked_for_ranks = True
-            self.agreement = (
-                agreement_of(self.model) or agreement_over(self.groups()) or agreement_across(groups, given)
-            )
-        graph, shared = with_overhead(with_all_of(self.model, profiled)), self.agreement
-        if shared is None:
-            return graph, None
-        if shared.same_program(graph):
-            return with_collectives(replace(graph, events=shared.broadcast(graph.events))), None
-        self.agreement = None  # on every rank alike
-        return graph, shared
 
     def exchange_stage_peaks(self, entry: Entry) -> None:
         """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
         percentage is of what the fullest rank takes.
         """
-        if not entry.forward_spans or self._met_peers:
-            return
-        if (ranks := agreement_over({"stages": self.replicas})) is not None:
+        if entry.forward_spans and (ranks := self.peers.stages()) is not None:
             own = plain(self._transform(entry)).peak_bytes + entry.room.hidden_bytes
             self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
-
-    def peers(self) -> tuple[Agreement | None, bool]:
-        """The ranks that wait for this one in a step, and whether all of them are to hold one plan.
-
-        These are the ranks that FSDP shards the model over, which hold one, or those that DDP averages
-        gradients over. ``None`` from the second time on: all ranks profile a first step together, and a later
-        one perhaps alone.
-        """
-        if self._met_peers:
-            return None, False
-        self._met_peers = True
-        shards = agreement_of_shards(self.model)
-        found = shards or agreement_over({} if self.replicas is None else {"replicas": self.replicas})
-        self._awaited = found is not None
-        return found, shards is not None
 
     # ---- the path --------------------------------------------------------------------------------
 
@@ -255,21 +194,13 @@ class PlanMaker:
         """How long a step may wait for a search."""
         from lowtide.plan.policies.chosen import least_time, optimal, split_search
 
-        if self._keep_others_waiting:
+        if self.peers.wait:
             seconds = max(_LEAST_SECONDS, graph.plain_seconds)
             policy, goes_on = split_search(resolve(self.policy), seconds, graph.device)
             return Patience(policy, goes_on, goes_on is not None and budgets.asks_for(budget) == "min")
         if self.policy != "optimal":
             return Patience(self.policy)
         return Patience(optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time)
-
-    @property
-    def _keep_others_waiting(self) -> bool:
-        """Whether other ranks wait while this one searches: those that share the plan, that take part in the
-        forward's collectives, that FSDP shards the model over, or DDP's.
-        """
-        waits = self.agreement is not None or self._has_collectives or self.replicas is not None
-        return waits or agreement_of_shards(self.model) is not None
 
     def _demand(self, entry: Entry, graph: StepGraph, budget: str | int | None, patience: Patience) -> Demand:
         """What is to be planned for: an entry's step, and what it may take of the budget.
@@ -284,12 +215,12 @@ class PlanMaker:
         if limit is not None:
             self.counted.move_state(
                 functools.partial(self._extra_seconds, graph, limit, free, patience),
-                self.agreement is not None,
+                self.peers.agreement is not None,
             )
         graph = with_resident(graph, -self.counted.moved_bytes)
         shortage = self.counted.shortage(limit)
-        if self.agreement is not None:
-            shortage = self.agreement.first_of_any(shortage)
+        if self.peers.agreement is not None:
+            shortage = self.peers.agreement.first_of_any(shortage)
         share = whole_peak if str(budget).rstrip().endswith("%") else None
         return Demand(graph, limit, free, plain_peak, share, shortage)
 
@@ -341,7 +272,7 @@ class PlanMaker:
             BudgetError: no plan fits, or the optimizer's own step does not; without a user's words.
         """
         graph, limit, free, shortage = demand.graph, demand.limit_bytes, demand.free_bytes, demand.shortage
-        alone = self.agreement is None
+        alone = self.peers.agreement is None
         if shortage is not None and alone and self._fits(graph, shortage.least_bytes, free, patience):
             raise shortage.error()  # no search for a smaller step
         plan = self._solve(graph, None if patience.finds_budget else limit, free, patience)
@@ -366,7 +297,8 @@ class PlanMaker:
                 error.budget_bytes = limit
                 raise
 
-        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+        agreement = self.peers.agreement
+        return solve(limit) if agreement is None else agreement.solve(solve, graph, limit)
 
     def _plan_within(self, graph: StepGraph, limit: int | None, free: int, patience: Patience) -> Plan:
         """A plan that leaves so much of the limit free.
@@ -400,7 +332,7 @@ class PlanMaker:
         Raises:
             BudgetError: none was found.
         """
-        if self.agreement is not None:
+        if self.peers.agreement is not None:
             self.warn_once(
                 "reserved",
                 "the budget counts requested bytes here: ranks that share a plan reserve different bytes",

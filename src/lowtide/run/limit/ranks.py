@@ -1,8 +1,8 @@
-"""Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by
-none.
+"""The ranks of a limited model, and what they agree on (`Peers`).
 
-Before a plan is made, the ranks of a tensor-parallel group exchange the bytes that their budgets leave for
-activations, and what the last step showed. The group is that of lowtide's layers, or the one that a profiled
+Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by
+none. Before a plan is made, the ranks of a tensor-parallel group exchange the bytes that their budgets leave
+for activations, and what the last step showed. The group is that of lowtide's layers, or the one that a profiled
 forward has collectives over, as DTensors do. The first rank solves for the fewest bytes and sends the plan to
 the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of the same
 values. Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
@@ -25,7 +25,9 @@ from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import unseen
+from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan.data import Plan
+from lowtide.trace.transforms import with_collectives
 
 T = TypeVar("T")
 
@@ -115,7 +117,84 @@ def adopt(plan_json: str, resident_bytes: int, their_bytes: int) -> Plan:
     return replace(plan, predicted_peak_bytes=plan.predicted_peak_bytes + resident_bytes - their_bytes)
 
 
-def agreement_of(model: torch.nn.Module) -> Agreement | None:
+class Peers:
+    """The other ranks that take part in the steps of a limited model.
+
+    Args:
+        model: the model, which may not be complete yet, as a copied one.
+        groups: process groups over which plans may shard, by name.
+
+    Attributes:
+        agreement: the ranks that share the model and its plans, or ``None``.
+        replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
+            that was profiled last, or that of a pipeline's stages; or ``None``.
+        await_plan: ranks that this one has met wait in a step until it has a plan.
+    """
+
+    def __init__(self, model: torch.nn.Module, groups: Callable[[], Mapping[str, Any]]) -> None:
+        self._model, self._groups = model, groups
+        self.agreement: Agreement | None = None
+        self.replicas: Any = None
+        self.await_plan = False
+        self._looked = self._met = self._has_collectives = False
+
+    @property
+    def wait(self) -> bool:
+        """Whether other ranks wait while this one searches: those that share the plan, that take part in the
+        forward's collectives, that FSDP shards the model over, or DDP's.
+        """
+        waits = self.agreement is not None or self._has_collectives or self.replicas is not None
+        return waits or _agreement_of_shards(self._model) is not None
+
+    def agree_on_step(
+        self, graph: StepGraph, groups: Sequence[Any], given: Sequence[int]
+    ) -> tuple[StepGraph, Agreement | None]:
+        """The step to plan for, from one that was profiled: its collectives may run again where the ranks
+        that share the model agree on the program. A collective, where there are such ranks.
+
+        Args:
+            graph: the profiled step.
+            groups: process groups over which its forward has collectives.
+            given: digests of what it was given.
+
+        Returns:
+            The step, and the ranks that share the model where each has to plan alone.
+        """
+        ran = (op for op in graph.operations if op.phase == "forward")
+        self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran)
+        if not self._looked:
+            self._looked = True
+            shares = _agreement_of(self._model) or _agreement_over(self._groups())
+            self.agreement = shares or _agreement_across(groups, given)
+        shared = self.agreement
+        if shared is None:
+            return graph, None
+        if shared.same_program(graph):
+            return with_collectives(replace(graph, events=shared.broadcast(graph.events))), None
+        self.agreement = None  # on every rank alike
+        return graph, shared
+
+    def stages(self) -> Agreement | None:
+        """The ranks of a pipeline, until they have met."""
+        return None if self._met else _agreement_over({"stages": self.replicas})
+
+    def meet(self) -> tuple[Agreement | None, bool]:
+        """The ranks that wait for this one in a step, and whether all of them are to hold one plan.
+
+        These are the ranks that FSDP shards the model over, which hold one, or those that DDP averages
+        gradients over. ``None`` from the second time on: all ranks profile a first step together, and a later
+        one perhaps alone.
+        """
+        if self._met:
+            return None, False
+        self._met = True
+        shards = _agreement_of_shards(self._model)
+        found = shards or _agreement_over({} if self.replicas is None else {"replicas": self.replicas})
+        self.await_plan = found is not None
+        return found, shards is not None
+
+
+def _agreement_of(model: torch.nn.Module) -> Agreement | None:
     """The ranks that share layers of ``model``; ``None`` where there are none, or several different
     groups.
     """
@@ -127,7 +206,7 @@ def agreement_of(model: torch.nn.Module) -> Agreement | None:
     return Agreement(shared.process_group, shared.global_rank(0), shared.rank)
 
 
-def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
+def _agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
     """The ranks of the one group that a plan may shard over; ``None`` without one, or with several, or for a
     single rank.
     """
@@ -139,23 +218,23 @@ def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
     return Agreement(group, torch.distributed.get_global_rank(group, 0), torch.distributed.get_rank(group))
 
 
-def agreement_across(groups: Sequence[Any], given: Sequence[int]) -> Agreement | None:
+def _agreement_across(groups: Sequence[Any], given: Sequence[int]) -> Agreement | None:
     """The ranks that took part in collectives over these groups (those of a mesh's dimension, where
     parameters are DTensors), if all were given the same: then steps of another size come to all of them at
     once. ``None`` where there are no such ranks, or they are in several groups and not all of the world. A
     collective.
     """
     named = {str(place): group for place, group in enumerate(groups)}
-    found = agreement_over(named) if len(named) < 2 else _agreement_of_world(groups)
+    found = _agreement_over(named) if len(named) < 2 else _agreement_of_world(groups)
     return found if found is not None and len(set(found.gather(tuple(given)))) == 1 else None
 
 
-def agreement_of_shards(model: torch.nn.Module) -> Agreement | None:
+def _agreement_of_shards(model: torch.nn.Module) -> Agreement | None:
     """The ranks that FSDP shards ``model`` over, and those that hold the same shards; ``None`` where there
     are none, or they are in several groups and not all of the world.
     """
     groups = private.process_groups(model)
-    return agreement_over({"shards": groups[0]}) if len(groups) == 1 else _agreement_of_world(groups)
+    return _agreement_over({"shards": groups[0]}) if len(groups) == 1 else _agreement_of_world(groups)
 
 
 def _agreement_of_world(groups: Sequence[Any]) -> Agreement | None:
@@ -163,7 +242,7 @@ def _agreement_of_world(groups: Sequence[Any]) -> Agreement | None:
     sizes = [torch.distributed.get_world_size(group) for group in groups]
     whole = torch.distributed.group.WORLD
     if sizes and whole is not None and math.prod(sizes) == torch.distributed.get_world_size():
-        return agreement_over({"world": whole})
+        return _agreement_over({"world": whole})
     return None
 
 
