@@ -290,14 +290,14 @@ class TransferEngine:
             self._next += 1
 
     def note_use(self, stored: StoredTensor) -> None:
-        """A value is in use, and no longer ahead of need; nor is any before it."""
+        """A value that was fetched is in use now: neither it nor any fetched before it is ahead of need."""
         self._early.pop(id(stored), None)
         self._order.pop(stored.move.fetched, None)
 
 
 def lay_out(plan: Plan, stores: Stores, device: torch.device) -> None:
     """Lay out and reserve what every step under ``plan`` stores, once. A step that is measured begins after
-    it: the slab counts as standing.
+    that, so the slab counts as resident.
     """
     if stores.prepared is not None and stores.prepared[0] is plan and stores.prepared[1] == device:
         return

@@ -37,10 +37,10 @@ class StepWatch:
     """Follows one step of a limited model, from its forward to the end of each of its backwards.
 
     Args:
-        on_end: called with this each time that a backward through the step has ended. Autograd's graph holds
-            the watch, so it must not hold the model (`weakly`).
+        on_end: called with the watch each time that a backward through the step has ended. Autograd's graph
+            holds the watch, so ``on_end`` must not hold the model (`weakly`).
         device: whose memory and time are watched.
-        on_gone: called when backward through the step has become impossible. It must not hold the model
+        on_gone: called when backward through the step has become impossible; it must not hold the model,
             either. ``None`` closes the watch then, so that no meter stays open after the last step.
 
     Attributes:

@@ -186,7 +186,9 @@ class LimitHandle(ABC):
 
 
 def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled engine's member of that name, where that engine holds the limit."""
+    """Have the compiled engine's handle answer, by its member of the same name, where that engine holds the
+    limit.
+    """
 
     @functools.wraps(member)
     def found(self: Handle, *args: Any, **kwargs: Any) -> Any:
@@ -364,12 +366,12 @@ class Handle(LimitHandle):
 
 
 def count_reduced(handle: Handle, reduced_bytes: int) -> None:
-    """Count what gradients are copied into while ranks add them up, beside the optimizer's state: it is there
-    after backward, when the optimizer's own step may be the peak.
+    """Count the buffers that gradients are copied into while ranks add them up, beside the optimizer's state:
+    they exist after backward, when the optimizer's own step may be the peak.
 
     Args:
         handle: of a limit that knows its optimizer; nothing is planned yet.
-        reduced_bytes: the most there is of that at once.
+        reduced_bytes: the most bytes that these buffers have at once.
     """
     handle._limiter.maker.counted.reduced_bytes = reduced_bytes
 

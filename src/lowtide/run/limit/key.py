@@ -157,20 +157,24 @@ class Inputs:
         return Members(self._model)
 
     @cached_property
+    def _flat(self) -> tuple[list[Any], Any]:
+        """The arguments without containers, and the containers."""
+        return private.tree_flatten((self.args, self.kwargs))
+
+    @cached_property
     def key(self) -> StepKey:
         """The key of the step."""
-        return step_key(self.members, self.args, self.kwargs)
+        return _step_key(self.members, *self._flat)
 
     @property
     def has_free_arguments(self) -> bool:
         """Whether something among the arguments has no part in the key: a number, or an object."""
         shown = (torch.Tensor, str, bool, type(None))
-        return not all(isinstance(leaf, shown) for leaf in private.tree_flatten((self.args, self.kwargs))[0])
+        return not all(isinstance(leaf, shown) for leaf in self._flat[0])
 
 
-def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:
+def _step_key(members: Members, leaves: list[Any], structure: Any) -> StepKey:
     """The key of a step of a model with these members and arguments, now."""
-    leaves, structure = private.tree_flatten((args, kwargs))
     device = members.device.type
     trainable, gradients, types = members.parameter_states()
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)

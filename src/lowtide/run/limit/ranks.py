@@ -2,10 +2,12 @@
 
 Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by
 none. Before a plan is made, the ranks of a tensor-parallel group exchange the bytes that their budgets leave
-for activations, and what the last step showed. The group is that of lowtide's layers, or the one that a profiled
-forward has collectives over, as DTensors do. The first rank solves for the fewest bytes and sends the plan to
-the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of the same
-values. Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
+for activations, and what the last step showed. The group is that of lowtide's layers, or the one that a
+profiled forward has collectives over, as DTensors do. The first rank solves for the fewest bytes and sends
+the plan to the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of
+the same values.
+
+Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
 keeps the results of collectives. Pipeline stages share no layers, and never wait for one another here. Ranks
 that FSDP shards a model over, and those of DDP, exchange once, when the first profiled step has ended: what
 one of them refuses fails on all. FSDP's begin with one plan; a better one, which the search finds beside

@@ -66,8 +66,8 @@ class ProfiledStep:
         entry: of the step.
         inputs: of the step.
         verify: whether each operation runs twice.
-        on_end: called with this once a backward of the step has ended. Autograd's graph holds the step, so
-            it must not hold the model.
+        on_end: called with the step once a backward of it has ended. Autograd's graph holds the step, so
+            ``on_end`` must not hold the model.
         forwards: as of `Profiler`.
 
     Attributes:
@@ -108,8 +108,8 @@ class ProfiledStep:
         return self.profiler.watch.reaches_backward()
 
     def is_needed(self) -> bool:
-        """Whether autograd still holds what the step saved, though a backward of it has ended. Else the rest
-        went with an output that no loss used.
+        """Whether autograd still holds some of what the step saved, though a backward of it has ended: its
+        caller kept the graph. What belonged to an output that no loss used is gone with that output.
         """
         return self._has_ended and self.profiler.tracer.unreleased > 0
 
@@ -134,9 +134,9 @@ class PlannedStep(StepWatch):
         stores: hold values that the plan moves.
         verify: as of `lowtide.limit_memory`.
         shared: other limited models take part in the step, so its peak is not its own.
-        can_evict: no other process has to evict what this one does, so that it may evict on demand.
-        on_end: called with this each time that a backward of the step has ended. Autograd's graph holds the
-            step, so it must not hold the model.
+        may_evict: no other process has to evict what this one does, so that it may evict on demand.
+        on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
+            step, so ``on_end`` must not hold the model.
 
     Attributes:
         model: refers weakly to the limited model.
@@ -161,7 +161,7 @@ class PlannedStep(StepWatch):
         verify: Verify,
         on_end: Callable[[Any], None],
         shared: bool = False,
-        can_evict: bool = True,
+        may_evict: bool = True,
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
@@ -179,7 +179,7 @@ class PlannedStep(StepWatch):
         plan = entry.planned.plan
         held = plan.budget_bytes is not None and self.peak_bytes is not None
         own = held and not shared and not plan.moves
-        self.can_evict = can_evict and own and cpp_recorder() is not None
+        self.can_evict = may_evict and own and cpp_recorder() is not None
         action = machine.on_forward_begins(entry, self.planned, self.can_evict, inputs.has_free_arguments)
         self._on_demand, self._passes = action in (Action.EVICT, Action.TRY), action is Action.PASS
         self.tried = action is Action.TRY

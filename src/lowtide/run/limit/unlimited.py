@@ -128,7 +128,9 @@ _governing = cache(_Governing)
 
 @contextmanager
 def govern() -> Iterator[None]:
-    """Within the block a limited model runs that nothing is recorded of, and decides for those inside it."""
+    """Within the block a limited model runs of which nothing is recorded. It decides what is kept of limited
+    models inside it, too.
+    """
     here = _governing()
     here.depth += 1
     try:
@@ -143,7 +145,7 @@ def is_governed() -> bool:
 
 
 def why_governed() -> str:
-    """What to tell of a step that is `is_governed`; empty where nobody would be surprised."""
+    """The warning of a step for which something else decides; empty where nobody would be surprised."""
     governing = [one for one in interceptors() if one.governs]
     scoped = governing and all(isinstance(one, ScopeRecorder) for one in governing)
     return _IN_SCOPE if scoped and not _governing().depth else ""
@@ -245,16 +247,16 @@ class Delegate:
 
     Args:
         engine: makes the handle; ``None`` takes no step.
-        tell: warns of something once.
+        warn_once: warns of something once.
 
     Attributes:
         handle: the compiled engine's, once it holds the limit.
     """
 
-    def __init__(self, engine: Engine | None, tell: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine | None, warn_once: Callable[[str], None]) -> None:
         self.engine = engine
         self.handle: Any = None
-        self._tell = tell
+        self._warn_once = warn_once
         self._refused = engine is None
 
     def run(self, limiter: Any, compiling: Compiling, args: Any, kwargs: Any) -> Any:
@@ -278,4 +280,4 @@ class Delegate:
 
     def _refuse(self, why: str) -> None:
         self.handle, self._refused = None, True
-        self._tell(_EAGERLY.format(why))
+        self._warn_once(_EAGERLY.format(why))
