@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lowtide import budget as budgets
 from lowtide import limit_memory, private
-from lowtide.budget import format_bytes, parse, resolve, rounded_up, too_small
+from lowtide.budget import parse, resolve, rounded_up, too_small
 from lowtide.errors import BudgetError
 
 
@@ -88,25 +88,6 @@ def test_malformed_budgets_quote_the_text_and_list_the_forms(text: Any) -> None:
     assert repr(text) in str(caught.value)
     assert "600MiB" in str(caught.value)
     assert caught.value.smallest_bytes is None
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (1536, "1.5 KiB"),
-        (600 * 2**20, "600 MiB"),
-        (2**30, "1 GiB"),
-        (int(5.367 * 2**30), "5.37 GiB"),
-        (1023 * 2**20, "1 GiB"),
-        (-(2**20), "-1 MiB"),
-        (100 * 2**10, "100 KiB"),
-    ],
-)
-def test_format_bytes(count: int, expected: str) -> None:
-    assert format_bytes(count) == expected
 
 
 GIB = 1 << 30

@@ -39,3 +39,17 @@ def test_digests_are_the_same_in_every_process():
 def test_a_graph_is_read_from_its_dictionary() -> None:
     with pytest.raises(ValueError, match=r"json\.loads it first"):
         StepGraph.from_json("{}")  # type: ignore[arg-type]
+
+
+LAYERS = 4
+
+
+@pytest.fixture(scope="module")
+def graph() -> StepGraph:
+    return transformer(LAYERS)
+
+
+def test_a_graph_prints_as_one_line(graph: StepGraph):
+    assert (
+        repr(graph).startswith(f"StepGraph({len(graph.operations):,} operations, ") and len(repr(graph)) < 300
+    )

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from lowtide.meter import resident_bytes
+from lowtide.meter import resident_bytes, storages
 from lowtide.meter.resident import free_main_memory
 
 
@@ -65,3 +65,7 @@ def test_resident_bytes_counts_storages_once() -> None:
     assert resident_bytes(None, optimizer) == 4 * 160 + 4
     assert resident_bytes(model, optimizer, "cuda") == 0
     assert resident_bytes() == 0
+
+
+def test_storages_look_into_sparse_tensors() -> None:
+    assert sum(s.nbytes() for s in storages([torch.eye(3).to_sparse()])) == 2 * 3 * 8 + 3 * 4

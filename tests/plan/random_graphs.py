@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 from random import Random
 
 from synthetic import Tape
 
+from lowtide.errors import PlanError
 from lowtide.graph import Event, StepGraph, Storage, Value
+from lowtide.plan.simulate import Simulator
 
 
 def random_graph(seed: int, operations: int = 7) -> StepGraph:
@@ -124,3 +127,20 @@ def with_resized(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
         values=tuple(replace(v, storable=v.storable and v.id not in resized) for v in graph.values),
         saved=tuple(replace(s, droppable=s.droppable and s.value not in resized) for s in graph.saved),
     )
+
+
+def all_plans(graph: StepGraph) -> list[tuple[int, float]]:
+    """(peak, extra seconds) of every feasible set of stored values."""
+    sim = Simulator(graph)
+    saved = set(sim.droppable)
+    choices = [v.id for v in graph.values if v.producer is not None and (v.storable or v.id in saved)]
+    choices = [v for v in choices if v in saved or sim.readers[v]]
+    found: list[tuple[int, float]] = []
+    for size in range(len(choices) + 1):
+        for stored in combinations(choices, size):
+            try:
+                step = sim.simulate(stored)
+            except PlanError:
+                continue
+            found.append((step.peak_bytes, step.extra_seconds))
+    return found

@@ -356,3 +356,14 @@ def residual_network(blocks: int = 6, bytes_: int = 1 << 16) -> StepGraph:
     tape.node("mean_backward", [], loss, [x], 1e-6)
     tape.backward()
     return tape.graph()
+
+
+def one_linear() -> StepGraph:
+    """A product of an input and a parameter, which both stay anyway."""
+    tape = Tape()
+    tape.module = "linear"
+    x, weight = tape.before(64, "input"), tape.before(32, "parameter")
+    (out,) = tape.op("mm", [x, weight], [64], seconds=1.0)
+    tape.node("mm_backward", [tape.save(x)], out, [weight], 2.0, 0)
+    tape.backward()
+    return tape.graph(replay_overhead_seconds=0.25, overhead_seconds=0.5)

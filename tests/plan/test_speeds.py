@@ -9,9 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from moving_steps import graph_of
 
+import lowtide
+from lowtide import meter
 from lowtide.plan import speeds
 from lowtide.plan.data import Link
+from lowtide.plan.moves import (
+    default_placements,
+    missing_links,
+)
+from lowtide.plan.speeds import link_speeds
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Lease
 from lowtide.store.tier import StoreError
@@ -94,3 +102,22 @@ def test_a_slow_tier_is_not_measured_for_long(measured: Measure) -> None:
     tier = Slow(clock, 1000.0)
     measured(tier, tier.compute)
     assert clock.now < 2 * 24 * 4.0 + 1, "one round: 24 transfers of 4 s each, both ways"
+
+
+def test_a_name_is_enough_for_the_tiers_and_codecs_of_this_machine() -> None:
+    graph = graph_of(4)
+    plan = lowtide.plan(graph, budget="90%", policy="mixed")
+    assert plan.policy == "mixed" and plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
+
+
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_speeds_are_measured_once_and_in_little_room() -> None:
+    link_speeds.cache_clear()
+    device = torch.device("cpu")
+    with meter.peak(device) as first:
+        links = missing_links(default_placements("cpu"), None, (), "cpu")
+    assert 0 < first.peak_bytes <= 6 << 20
+    with meter.peak(device) as second:
+        assert missing_links(default_placements("cpu"), None, (), "cpu") == links
+    assert second.peak_bytes == 0
+    link_speeds.cache_clear()

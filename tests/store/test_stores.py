@@ -25,6 +25,11 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.plan.data import Link, Shard, form_and_tier
+from lowtide.plan.data.decisions import TIERS
+from lowtide.store import stores
+from lowtide.store.host import Host
+from lowtide.store.stores import Stores
+from lowtide.store.tier import Tier
 
 pytestmark = on_each_backend
 ROWS, WIDTH, LAYERS = 33, 21, 3  # 693 elements: neither two nor four divide them
@@ -352,3 +357,27 @@ def test_a_rank_that_dies_in_a_gather_ends_the_others_with_an_error(tmp_path: Pa
             "them has ended" in said
         )
         assert "start the ranks again" in said
+
+
+def test_every_tier_that_a_plan_may_name_can_be_opened(tmp_path: Path) -> None:
+    with Stores() as stores:
+        opened = {name: stores.tier(name, str(tmp_path), torch.device("cpu")) for name in TIERS}
+    assert {name: tier.name for name, tier in opened.items()} == {name: name for name in TIERS}
+
+
+def test_a_device_with_and_without_its_number_has_one_tier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan for ``cuda`` reserves is where the values of ``cuda:1`` go, if that is the current one."""
+    opened: list[torch.device] = []
+
+    def opening(path: str, device: torch.device) -> Tier:
+        opened.append(device)
+        return Host()
+
+    monkeypatch.setitem(stores._OPEN, "host", opening)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    with Stores() as ours:
+        assert ours.tier("host", "", torch.device("cuda")) is ours.tier("host", "", torch.device("cuda:1"))
+        assert ours.tier("host", "", torch.device("cuda:0")) is not ours.tier(
+            "host", "", torch.device("cuda")
+        )
+    assert opened == [torch.device("cuda:1"), torch.device("cuda:0")]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import random
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -16,13 +14,9 @@ import torch
 from faults import before_each
 
 from lowtide import meter
-from lowtide.errors import PlanError
-from lowtide.plan.data.decisions import TIERS
-from lowtide.store import stores
 from lowtide.store.disk import BUFFER_BYTES, Disk
 from lowtide.store.host import Host
 from lowtide.store.slab import Arena, Lease
-from lowtide.store.stores import Stores
 from lowtide.store.tier import StoreError, Tier
 
 Make = Callable[..., Tier]
@@ -173,45 +167,12 @@ def test_an_error_in_a_transfer_is_raised_where_it_is_awaited(
     assert torch.equal(out, noise(100, 3))
 
 
-def test_a_truncated_file_is_said(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    slot = disk.take(100_000)
-    disk.write(noise(100_000, 0), slot).wait()
-    os.ftruncate(disk._file.fileno(), 50_000)
-    with pytest.raises(StoreError, match=r"cut short.*of 100000 bytes"):
-        disk.read(slot, torch.empty(100_000, dtype=torch.uint8)).wait()
-    disk.close()
-
-
-def test_a_full_disk_is_said_before_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    disk = Disk(tmp_path)
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(StoreError, match=r"no room.*bytes are free there.*path="):
-        disk.expect([0], [1000])
-    with pytest.raises(StoreError, match="no room"):
-        disk.take(1000)
-    assert disk.arena.taken_bytes == 0
-    disk.close()
-
-
 def test_no_memory_on_the_host_is_said() -> None:
     host = Host()
     with pytest.raises(StoreError, match=r"the host has no room.*disk tier"):
         host.take(1 << 60)
     assert host.arena.taken_bytes == 0
     host.close()
-
-
-def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot hold lowtide's file.*give path=") as refused:
-        Disk(tmp_path / "missing")
-    assert refused.value.__cause__ is None, "the message says all that the system's error says"
-    if Path("/dev/shm").is_dir():
-        with pytest.raises(PlanError, match="lies in main memory"):
-            Disk("/dev/shm")
 
 
 def test_closing_waits_for_what_is_under_way_and_ends_the_threads(
@@ -228,28 +189,6 @@ def test_closing_waits_for_what_is_under_way_and_ends_the_threads(
     assert set(threading.enumerate()) <= before
 
 
-def test_kill_leaves_no_file(tmp_path: Path) -> None:
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            tier, source = Disk(str(tmp_path)), torch.ones(1 << 20, dtype=torch.uint8)
-            slot = tier.take(1 << 20)
-            tier.write(source, slot).wait()
-            os.write(writer, b"x")
-            while True:
-                tier.write(source, slot)
-        finally:
-            os._exit(1)
-    os.read(reader, 1)
-    time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    os.close(reader)
-    os.close(writer)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_transfers_go_through_buffers_that_do_not_grow(make: Make) -> None:
     for size in (BUFFER_BYTES, 8 * BUFFER_BYTES):
         tier = make()
@@ -262,27 +201,3 @@ def test_transfers_go_through_buffers_that_do_not_grow(make: Make) -> None:
             meter.measure(lambda t=tier, o=out, s=slot: t.read(s, o).wait(), timeline=False).peak_bytes == 0
         )
         assert torch.equal(data, out)
-
-
-def test_every_tier_that_a_plan_may_name_can_be_opened(tmp_path: Path) -> None:
-    with Stores() as stores:
-        opened = {name: stores.tier(name, str(tmp_path), torch.device("cpu")) for name in TIERS}
-    assert {name: tier.name for name, tier in opened.items()} == {name: name for name in TIERS}
-
-
-def test_a_device_with_and_without_its_number_has_one_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan for ``cuda`` reserves is where the values of ``cuda:1`` go, if that is the current one."""
-    opened: list[torch.device] = []
-
-    def opening(path: str, device: torch.device) -> Tier:
-        opened.append(device)
-        return Host()
-
-    monkeypatch.setitem(stores._OPEN, "host", opening)
-    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
-    with Stores() as ours:
-        assert ours.tier("host", "", torch.device("cuda")) is ours.tier("host", "", torch.device("cuda:1"))
-        assert ours.tier("host", "", torch.device("cuda:0")) is not ours.tier(
-            "host", "", torch.device("cuda")
-        )
-    assert opened == [torch.device("cuda:1"), torch.device("cuda:0")]

@@ -5,57 +5,22 @@ touched.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from call_specs import Watch, aten, needs_allocator, one, spec_of
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import accelerator
-from lowtide.meter import available, peak
+from lowtide.meter import peak
 from lowtide.trace.clock import Clock
-from lowtide.trace.costs import roofline, timing
-from lowtide.trace.costs.roofline import Roofline, calibrate
-from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, likely_flops, runnable
+from lowtide.trace.costs import timing
+from lowtide.trace.costs.roofline import Roofline
+from lowtide.trace.costs.specs import OpSpec, TensorSpec, flops, runnable
 from lowtide.trace.costs.timing import Bench, estimate, measure_costs
-
-aten = torch.ops.aten
-CPU = torch.device("cpu")
-
-
-def spec_of(
-    *shape: int,
-    dtype: torch.dtype = torch.float32,
-    key: int = 0,
-    stride: tuple[int, ...] | None = None,
-    offset: int = 0,
-) -> TensorSpec:
-    strides = stride or torch.empty(shape, device="meta").stride()
-    count = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1
-    return TensorSpec(count * dtype.itemsize, dtype, shape, strides, offset, CPU, key)
-
-
-class Watch(TorchDispatchMode):
-    """Looks at the inputs of what runs inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def one(spec: OpSpec, **options: Any) -> OpCost:
-    return measure_costs({"it": spec}, time_budget=0.05, **options)["it"]
-
-
-needs_allocator = pytest.mark.skipif(not available(), reason="no C++ compiler here")
 
 
 @needs_allocator
@@ -95,50 +60,6 @@ def test_scratch_is_what_comes_and_goes_within() -> None:
     )
     assert cost.source == "measured"
     assert cost.scratch_bytes >= 2 * 32 * 4  # a partial sum of both weight gradients per thread
-
-
-def test_inputs_have_their_layout_and_share_storages() -> None:
-    base = spec_of(8, 8)
-    other = TensorSpec(base.storage_bytes, torch.float32, (4, 8), (1, 4), 32, CPU, 0)
-    spec = OpSpec(aten.mul.Tensor, (other, other))
-    assert spec.input_bytes() == 256
-    assert one(spec).source == "measured"
-    # FSDP frees storages: there is nothing in it, and still it is timed
-    freed = TensorSpec(0, torch.float32, (4, 8), (8, 1), 0, CPU, 0)
-    assert one(OpSpec(aten.neg.default, (freed,))).source == "measured"
-    wide = spec_of(4, 1 << 20, stride=(0, 1))
-    assert wide.bytes == 4 << 20
-    assert spec_of(0, 5, stride=(5, 1)).bytes == 0
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
-)
-def test_inputs_are_finite_and_not_denormal(dtype: torch.dtype) -> None:
-    bench = Bench()
-    data = bench._storage([spec_of(600_000, dtype=dtype)]).view(dtype)
-    parts = (torch.view_as_real(data) if dtype.is_complex else data).double()
-    assert parts.min() > 0.05
-    assert parts.max() < 1
-    assert parts.var() > 0.01
-
-
-def test_integers_are_valid_indices_and_masks_let_everything_through() -> None:
-    table, index = spec_of(50, 8), spec_of(3, 4, dtype=torch.int64, key=1)
-    assert one(OpSpec(aten.embedding.default, (table, index))).source == "measured"
-    mask = spec_of(4, 4, dtype=torch.bool, key=1)
-    assert one(OpSpec(aten.masked_fill.Scalar, (spec_of(4, 4), mask, 0.0))).source == "measured"
-    assert one(OpSpec(aten.bernoulli.default, (spec_of(100),))).source == "measured"
-    rows = spec_of(3, dtype=torch.int64, key=1)
-    assert one(OpSpec(aten.index.Tensor, (spec_of(1, 8), [rows]))).source == "measured"
-
-
-def test_lengths_are_one() -> None:
-    lengths = spec_of(5, dtype=torch.int64)
-    args = (torch.zeros(5, dtype=torch.int64),)
-    spec = OpSpec(aten.repeat_interleave.Tensor, (lengths,))
-    timing._fit(spec, args)
-    assert args[0].tolist() == [1] * 5 and one(spec).source == "measured"
 
 
 def test_random_state_stays_as_it_was() -> None:
@@ -202,35 +123,6 @@ def test_other_namespaces_are_never_run() -> None:
     assert not runnable(torch.ops._c10d_functional.all_reduce.default)
 
 
-def test_an_operation_without_a_formula_is_taken_for_the_product_that_its_sizes_make() -> None:
-    rows, inner, width, groups = 96, 40, 24, 4
-    product = 2 * rows * inner * width
-    with torch.library._scoped_library("lowtide_costs_test", "DEF") as library:
-        library.define("product(Tensor x, Tensor y) -> Tensor")
-        library.define("back(Tensor x, Tensor y, Tensor g) -> (Tensor, Tensor)")
-        library.define("whole(Tensor x) -> Tensor")
-        library.define("unknown(Tensor x) -> Tensor")
-        library.impl("product", lambda x, y: x.new_empty(*x.shape[:-1], y.shape[-1]), "Meta")
-        library.impl("back", lambda x, y, g: (torch.empty_like(x), torch.empty_like(y)), "Meta")
-        library.impl("whole", torch.empty_like, "Meta")
-        ops = torch.ops.lowtide_costs_test
-
-        def taken(op: Any, *shapes: tuple[int, ...]) -> int:
-            return likely_flops(OpSpec(op, tuple(spec_of(*one, key=at) for at, one in enumerate(shapes))))
-
-        assert taken(ops.product.default, (rows, inner), (inner, width)) == product
-        assert taken(ops.product.default, (8, rows, inner), (8, inner, width)) == 8 * product
-        grouped = (rows, inner), (groups, inner, width)
-        assert taken(ops.product.default, *grouped) == product
-        assert taken(ops.back.default, *grouped, (rows, width)) == 2 * product
-        assert taken(ops.whole.default, (rows, inner)) == 2 * rows * inner
-        assert taken(ops.unknown.default, (rows, inner)) == 0
-        line = Roofline(1e9, 1e12, 0.0)
-        spec = OpSpec(ops.product.default, (spec_of(rows, inner), spec_of(inner, width, key=1)))
-        assert estimate(spec, line).seconds == pytest.approx(product / 1e9)
-    assert likely_flops(OpSpec(aten.neg.default, (spec_of(rows, inner),))) == 0
-
-
 def test_what_would_not_fit_is_estimated() -> None:
     spec = OpSpec(aten.neg.default, (spec_of(1000),), output_bytes=4000)
     assert one(spec, memory_limit_bytes=7999).source == "estimated"
@@ -262,51 +154,6 @@ def test_estimates_follow_the_roofline() -> None:
         aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     )
     assert flops(convolution) == 2 * 36 * 4 * 27
-
-
-def test_a_roofline_takes_a_quarter_of_what_an_accelerator_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card that the model nearly fills has room for its measurement, too; no other card is asked."""
-    taken: list[tuple[torch.device, int]] = []
-    for name, found in {"is_present": True, "free_bytes": 30 << 20, "unused_bytes": 2 << 20}.items():
-        monkeypatch.setattr(accelerator, name, lambda *_, found=found: found)
-    monkeypatch.setattr(
-        "lowtide.trace.costs.roofline._calibrated", lambda *given: taken.append((given[0], 2 * given[-1]))
-    )
-    calibrate("cuda:1")
-    calibrate("cuda:1", memory_limit_bytes=3 << 20)
-    monkeypatch.setattr(accelerator, "free_bytes", lambda _: 80 << 30)
-    calibrate("cuda:1")
-    assert taken == [(torch.device("cuda:1"), count << 20) for count in (8, 2, 256)]
-
-
-def test_calibration_is_sensible_and_cached() -> None:
-    line = calibrate()
-    assert 1e8 < line.flops_per_second < 1e15
-    assert 1e8 < line.bytes_per_second < 1e13
-    assert 0 < line.overhead_seconds < 1
-    assert calibrate() is line
-
-
-@pytest.mark.parametrize(("rate", "largest"), [(1e15, 4096), (2e12, 2048), (3e9, 512)])
-def test_a_slow_devices_product_is_a_small_one(
-    rate: float, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """4096 squared in double precision takes a gaming card a second, and a stand-in five."""
-    sides: list[int] = []
-
-    class Timed:
-        def __init__(self, _: object) -> None: ...
-
-        def time(self, call: Any) -> tuple[None, Callable[[], float]]:
-            side = call.args[0].shape[0] if call.func is aten.mm.default else 0
-            sides.append(side)
-            return None, lambda: 1e-6 + 2 * side**3 / rate
-
-    monkeypatch.setattr(roofline, "Clock", Timed)
-    monkeypatch.setattr(roofline, "_SIDE", {"cpu": 4096})
-    found = roofline._calibrated.__wrapped__(torch.device("cpu"), torch.float32, 1, 1 << 10)
-    assert max(sides) == largest
-    assert found.flops_per_second == pytest.approx(rate, rel=0.2)
 
 
 class FakeClock:
