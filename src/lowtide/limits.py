@@ -121,11 +121,13 @@ def limit_memory(
         "reserved": reserved is not None,
     }
     if private.is_compiled(model) and "_orig_mod" in model._modules:
-        return _compiled(model, budget, optimizer, [name for name, given in meaningless.items() if given])
+        return _limit_compiled(
+            model, budget, optimizer, [name for name, given in meaningless.items() if given]
+        )
     why_eager = None
     in_parts = any(private.is_compiled(block) for block in model.modules() if block is not model)
     if in_parts and schedule is None and budget is not None and not any(meaningless.values()):
-        handle, why_eager = _compiled_blocks(model, budget, optimizer)
+        handle, why_eager = _limit_blocks(model, budget, optimizer)
         if handle is not None:
             return handle
     before = handle_of(model if schedule is None else schedule)
@@ -156,7 +158,7 @@ def limit_memory(
     return Handle(limiter)
 
 
-def _compiled(
+def _limit_compiled(
     model: torch.nn.Module,
     budget: str | int | None,
     optimizer: torch.optim.Optimizer | None,
@@ -176,7 +178,7 @@ def _compiled(
     return limit_compiled(model, budget, optimizer=None if optimizer is None else innermost(optimizer))
 
 
-def _compiled_blocks(
+def _limit_blocks(
     model: torch.nn.Module, budget: str | int, optimizer: torch.optim.Optimizer | None
 ) -> tuple[Any, str | None]:
     """The compiled engine's handle for a model whose blocks are compiled, or ``None`` and why it has none."""

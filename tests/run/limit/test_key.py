@@ -37,8 +37,8 @@ def test_what_changes_a_step_is_part_of_its_key_and_a_number_is_not() -> None:
     before = key((8, 4), scale=1.0)
     assert key((8, 4), scale=2.0) == before != key((8, 4), scale=None)
     inputs = Inputs(MODEL, (torch.zeros(8, 4),), {"scale": 1.0}, compiled=False)
-    assert inputs.has_free_arguments
-    assert not Inputs(MODEL, (torch.zeros(8, 4), "sum", None), {}, compiled=False).has_free_arguments
+    assert inputs.has_unkeyed_arguments
+    assert not Inputs(MODEL, (torch.zeros(8, 4), "sum", None), {}, compiled=False).has_unkeyed_arguments
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     of = lambda: Inputs(model, (torch.zeros(8, 4),), {}, compiled=False).key  # noqa: E731
     found = [of()]

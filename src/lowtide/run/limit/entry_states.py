@@ -81,7 +81,7 @@ Fact = Literal[
     "can evict",  # it may evict on demand, and can
     "untried",  # no step has run since the first was profiled
     "may differ",  # steps may run other operations: one did, or the forward reads values
-    "free arguments",  # something among its arguments has no part in the cache key: a number, or an object
+    "unkeyed arguments",  # something among its arguments has no part in the cache key: a number, or an object
     "changes nothing",  # the step fits as it is
     "unwatched",  # whether it departs from its plan is of no use: no step did so far, or there is no budget
     # of a planned step whose backward has ended
@@ -198,7 +198,7 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
         Row((_S.VARYING,), _E.FORWARD_BEGINS, ("can evict",), None, _A.EVICT),
         Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "may differ"), None, _A.TRY),
-        Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "free arguments"), None, _A.TRY),
+        Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "unkeyed arguments"), None, _A.TRY),
         Row((), _E.FORWARD_BEGINS, ("changes nothing", "unwatched"), None, _A.PASS),
         Row((), _E.FORWARD_BEGINS, (), None, _A.RUN),
         # what a row of the following says is told where the step took more than its budget

@@ -167,7 +167,7 @@ class Inputs:
         return _step_key(self.members, *self._flat)
 
     @property
-    def has_free_arguments(self) -> bool:
+    def has_unkeyed_arguments(self) -> bool:
         """Whether something among the arguments has no part in the key: a number, or an object."""
         shown = (torch.Tensor, str, bool, type(None))
         return not all(isinstance(leaf, shown) for leaf in self._flat[0])

@@ -307,7 +307,7 @@ class Limiter:
         """
         self.engagement.end()
         self.visible = False
-        drop_idle_key()
+        drop_idle_key()  # else Dynamo would guard on what the last backward left on this thread
         step = self.local.step
         if step is None:
             return None
@@ -377,9 +377,9 @@ class Limiter:
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
         # each forward of a pipeline has a recorder of its own, and other ranks would wait for one that evicts
-        alone = self.forwards is None and not members.sharded and self.maker.peers.agreement is None
-        alone = alone and not entry.seen.backward_unseen
-        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
+        may_evict = self.forwards is None and not members.sharded and self.maker.peers.agreement is None
+        may_evict = may_evict and not entry.seen.backward_unseen
+        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, may_evict)
         machine.note_time(step.planned)
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)

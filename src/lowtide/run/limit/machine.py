@@ -244,20 +244,20 @@ def stop_search(planned: Planned) -> None:
 # ---- a step runs under its plan ------------------------------------------------------------------
 
 
-def on_forward_begins(entry: Entry, planned: Planned, can_evict: bool, free_arguments: bool) -> Action:
+def on_forward_begins(entry: Entry, planned: Planned, can_evict: bool, unkeyed_arguments: bool) -> Action:
     """The forward of a planned step begins.
 
     Args:
         entry: of the step.
         planned: the plan that it runs under.
         can_evict: it may evict on demand, and can.
-        free_arguments: something among its arguments has no part in the key: a number, or an object.
+        unkeyed_arguments: something among its arguments has no part in the key: a number, or an object.
     """
     facts: dict[Fact, bool] = {
         "can evict": can_evict,
         "untried": entry.is_untried,
         "may differ": entry.seen.may_differ,
-        "free arguments": free_arguments,
+        "unkeyed arguments": unkeyed_arguments,
         "changes nothing": planned.plan.changes_nothing,
         "unwatched": planned.plan.budget_bytes is None or not entry.seen.may_differ,
     }

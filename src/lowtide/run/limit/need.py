@@ -283,22 +283,22 @@ def _bytes(items: Any) -> int:
     return bytes_under(item for item in items if isinstance(item, torch.Tensor))
 
 
-def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: OptimizerNeed | None) -> int:
+def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: OptimizerNeed) -> int:
     """What is reserved once steps run under a plan, from now on, after one ``torch.cuda.empty_cache()``.
 
     Args:
         graph: of the step.
         plan: keeps, recomputes and no more: what moves has memory of its own.
         model: its gradients go before the next step, unless the step was profiled with them.
-        need: what the optimizer takes, or ``None``.
+        need: what the optimizer takes.
     """
     allocator, standing = caching_allocator(model_device(model))
     allocator.empty_cache()
     # what is left of the profiled step: the optimizer's update, and then its gradients go
     sizes = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
-    for size in _blocks(need.to_come_bytes if need is not None else 0, sizes):
+    for size in _blocks(need.to_come_bytes, sizes):
         allocator.allocate(size)
-    update = _blocks(need.step_bytes if need is not None else 0, sizes)
+    update = _blocks(need.step_bytes, sizes)
     for block in [allocator.allocate(size) for size in update]:
         allocator.free(block)
     if not any(storage.kind == "gradient" for storage in graph.storages):

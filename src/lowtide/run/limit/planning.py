@@ -46,7 +46,7 @@ _SEARCH_STEPS = 10
 _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
 
-_MARGIN = 0.02
+_RESERVED_ERROR = 0.02
 """What the prediction of reserved bytes may be short by, as a share of the budget: what an operation asks
 for, and in which order, is known of one run in the profiled step, and of none where the program records the
 history itself.
@@ -365,12 +365,12 @@ def within_reserved(
         taken.append((reserved(plan), plan))
         return taken[-1][0]
 
-    room = int(limit * (1 - _MARGIN))
+    room = int(limit * (1 - _RESERVED_ERROR))
     try:
         plan = choose(graph, room, price, policy=policy, target=plan.predicted_peak_bytes, first=plan)
     except BudgetError:
         least, lowest = min(taken, key=lambda one: one[0])
-        smallest = int(least / (1 - _MARGIN)) + MIB
+        smallest = int(least / (1 - _RESERVED_ERROR)) + MIB
         raise too_much_reserved(limit, least, lowest.predicted_peak_bytes, smallest) from None
     found = next(bytes for bytes, one in taken if one is plan)
     note = f"PyTorch's allocator reserves {budgets.format_bytes(found)} for its steps, as predicted"

@@ -180,7 +180,7 @@ class PlannedStep(StepWatch):
         held = plan.budget_bytes is not None and self.peak_bytes is not None
         own = held and not shared and not plan.moves
         self.can_evict = may_evict and own and cpp_recorder() is not None
-        action = machine.on_forward_begins(entry, self.planned, self.can_evict, inputs.has_free_arguments)
+        action = machine.on_forward_begins(entry, self.planned, self.can_evict, inputs.has_unkeyed_arguments)
         self._on_demand, self._passes = action in (Action.EVICT, Action.TRY), action is Action.PASS
         self.tried = action is Action.TRY
         self.ran: tuple[int, int] | None = None
