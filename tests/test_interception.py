@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from names_seen import Names, names_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import interception, private
 from lowtide.interception import (
     _KEY,
-    _STATE,
     Interceptor,
     _included,
     _Kernel,
     _RecordStream,
-    _thread,
-    alone,
     interceptors,
     is_evicted,
     proceed,
@@ -34,28 +31,6 @@ from lowtide.interception import (
 def seen() -> bool:
     """Whether operations of this thread come to our kernels."""
     return _included(_KEY)
-
-
-class Names(Interceptor):
-    """Notes what it sees."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.names.append(str(func))
-        return proceed(func, args, kwargs)
-
-    @property
-    def short(self) -> list[str]:
-        """The names without namespace and overload."""
-        return [name.split(".")[1] for name in self.names]
-
-
-def names_of(run: Callable[[], Any]) -> list[str]:
-    with Names() as names:
-        run()
-    return names.short
 
 
 # ---- the key -------------------------------------------------------------------------------------
@@ -346,29 +321,6 @@ def test_compiled_functions_run_compiled() -> None:
     assert names.short == ["sin", "cos"]
 
 
-def test_a_thread_sees_its_own_operations_only() -> None:
-    found: dict[str, list[str]] = {}
-    began, go = threading.Event(), threading.Event()
-
-    def other() -> None:
-        found["outside"] = [str(one) for one in interceptors()]
-        with Names() as names:
-            began.set()
-            go.wait(10)
-            torch.ones(2).cos()
-        found["other"] = names.short
-
-    thread = threading.Thread(target=other)
-    with Names() as names:
-        thread.start()
-        began.wait(10)
-        torch.ones(2).sin()
-        go.set()
-        thread.join()
-        assert seen()
-    assert found == {"outside": [], "other": ["ones", "cos"]} and names.short == ["ones", "sin"]
-
-
 def test_nothing_is_held_afterwards() -> None:
     import weakref
 
@@ -450,54 +402,3 @@ def test_a_stream_is_recorded_on_memory_that_the_allocator_knows(monkeypatch: py
     alias = torch.empty(0).set_(private.borrowed_storage(plain))  # pyright: ignore
     kernel(keys, alias, "a stream")
     assert recorded[0] is clone and recorded[1] is plain
-
-
-def test_two_threads_of_one_backward_are_seen_both() -> None:
-    """Autograd has a thread for each device, and gives it the state of the thread that called backward: while
-    one is in an operation the other's are seen, too, and each operation runs once.
-    """
-
-    class Slow(Names):
-        """Stays in the operation that the first thread runs until the second has run its own."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.inside, self.other_ran = threading.Event(), threading.Event()
-
-        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if func is torch.ops.aten.sin.default:
-                self.inside.set()
-                assert self.other_ran.wait(10)
-            return super().operation(func, args, kwargs)
-
-    slow = Slow()
-    x, found = torch.ones(3), []
-
-    def device_thread(state: Any) -> None:
-        private.set_thread_object(_STATE, state)
-        private.include_key(_KEY, True)
-        assert slow.inside.wait(10)
-        found.append(x.cos())
-        found.append(x * 2)
-        slow.other_ran.set()
-
-    with slow:
-        other = threading.Thread(target=device_thread, args=(_thread(),))
-        other.start()
-        result = x.sin()
-        other.join()
-        after = x.tan()
-    assert sorted(slow.short) == ["cos", "mul", "sin", "tan"]
-    assert torch.equal(result, torch.ones(3).sin()) and torch.equal(after, torch.ones(3).tan())
-    assert torch.equal(found[0], torch.ones(3).cos())
-
-
-def test_what_stops_while_others_run_alone_stays_stopped() -> None:
-    """As an abandoned profile does that is found to be garbage."""
-    one, other = Names(), Names()
-    with one:
-        other.start()
-        with alone():
-            other.stop()
-        assert interceptors() == [one]
-    assert interceptors() == []

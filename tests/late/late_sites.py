@@ -62,6 +62,6 @@ ELSEWHERE = {
         "CUDA copies at once into memory that is not page-locked; another device may not"
     ),
     "optim/stream.py: GradientStream.add.finish: one.wait()": "it is over: what went wrong is raised",
-    "run/move.py: Gathered.get: gather.join()": "a collective: tests/store/test_shard.py",
+    "run/move.py: Gathered.get: gather.join()": "a collective: tests/store/test_stores.py",
 }
 """Those that no stream of a single process can show, and why."""
