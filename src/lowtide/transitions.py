@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 State = TypeVar("State")
@@ -45,6 +47,14 @@ class Table(Generic[State, Evidence, Fact, Action]):
     rows: tuple[Row[State, Evidence, Fact, Action], ...]
     nothing: Action
 
+    @cached_property
+    def _by_evidence(self) -> dict[Evidence, list[Row[State, Evidence, Fact, Action]]]:
+        """The rows of each evidence, in their order: every step looks some up."""
+        found = defaultdict[Evidence, list[Row[State, Evidence, Fact, Action]]](list)
+        for row in self.rows:
+            found[row.evidence].append(row)
+        return found
+
     def row(
         self, state: State, evidence: Evidence, facts: Iterable[Fact] = ()
     ) -> Row[State, Evidence, Fact, Action]:
@@ -56,9 +66,8 @@ class Table(Generic[State, Evidence, Fact, Action]):
             facts: what is true of it; others are not.
         """
         true = set(facts)
-        for row in self.rows:
-            fits = evidence == row.evidence and (not row.states or state in row.states)
-            if fits and true.issuperset(row.facts):
+        for row in self._by_evidence.get(evidence, ()):
+            if (not row.states or state in row.states) and true.issuperset(row.facts):
                 return row
         return Row((), evidence, (), None, self.nothing)
 
