@@ -153,20 +153,20 @@ def prepare(case: Case, engines: Sequence[Engine], rows: Rows, shared: Any) -> l
     return found
 
 
-def settled(row: dict[str, Any], rounds: int) -> bool:
+def timed_enough(row: dict[str, Any], rounds: int) -> bool:
     """Whether a row has been timed often enough: so many rounds, or fewer that agree."""
     done = len(row.get("seconds", ()))
     return done >= rounds or (done >= LEAST_ROUNDS and uncertainty(row) <= AGREED)
 
 
 def time_in_turn(case: Case, variants: Sequence[Variant], rows: Rows, rounds: int) -> None:
-    """Rounds of all variants, the plain compiled one first among them, until all are settled; written after
+    """Rounds of all variants, the plain compiled one first among them, until all are timed often enough; written after
     each round.
     """
     draw, order = random.Random(0), list(range(len(variants)))
     for made in variants:
         made.step()
-    while not all(settled(rows.row(case.name, made.engine), rounds) for made in variants):
+    while not all(timed_enough(rows.row(case.name, made.engine), rounds) for made in variants):
         draw.shuffle(order)
         wall, own = [0.0] * len(variants), [0.0] * len(variants)
         for which in order:
@@ -201,7 +201,7 @@ def run(case: Case, rows: Rows, rounds: int, only: str, engines: Sequence[Engine
         missing = [
             engine
             for engine in wanted
-            if "peak_bytes" not in (row := rows.row(case.name, engine)) or not settled(row, rounds)
+            if "peak_bytes" not in (row := rows.row(case.name, engine)) or not timed_enough(row, rounds)
         ]
         for at in range(0, len(missing), TOGETHER):
             group = [PLAIN, *(engine for engine in missing[at : at + TOGETHER] if engine != PLAIN)]

@@ -258,7 +258,7 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
     """Run one sample plain, plain again, and with everything evicted."""
     outcome = Outcome(name, variant)
 
-    def settle(status: Status, note: str = "") -> Outcome:
+    def ended(status: Status, note: str = "") -> Outcome:
         outcome.counts[status] += 1
         if note:
             outcome.notes.append(note[:300])
@@ -270,7 +270,7 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
                 plain = run_sample(call, sample, variant, record=False)
                 again = run_sample(call, sample, variant, record=False)
             except NoGradient:
-                return settle("no gradient")
+                return ended("no gradient")
             except (
                 RuntimeError,
                 ValueError,
@@ -279,13 +279,13 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
                 IndexError,
                 AssertionError,
             ) as error:
-                return settle(
+                return ended(
                     "plain raises",
                     f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
                 )
             unsteady = equal(plain, again)
             if unsteady:
-                return settle("plain differs", unsteady)
+                return ended("plain differs", unsteady)
             try:
                 planned = run_sample(call, sample, variant, record=True)
             except TimeoutError:
@@ -293,16 +293,16 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
             except Exception as error:
                 unsteady = _unsteady(call, sample, variant, plain)
                 if unsteady:
-                    return settle("plain differs", unsteady)
-                return settle(
+                    return ended("plain differs", unsteady)
+                return ended(
                     "error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
                 )
             wrong = equal(plain, planned)
             unsteady = _unsteady(call, sample, variant, plain) if wrong else ""
     except TimeoutError:
-        return settle("too slow")
+        return ended("too slow")
     if unsteady:
-        return settle("plain differs", unsteady)
+        return ended("plain differs", unsteady)
     assert planned.recorder is not None
     outcome.kept.update(planned.recorder.tape.findings)
     for nbytes, is_gone, writer in planned.gone:
@@ -311,7 +311,7 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
             outcome.dropped_bytes += nbytes
         else:
             outcome.still[writer] += nbytes
-    return settle("different" if wrong else "bitwise", wrong)
+    return ended("different" if wrong else "bitwise", wrong)
 
 
 def _dtype(op: Any, variant: Variant) -> torch.dtype | None:

@@ -85,7 +85,7 @@ class Gathers:
 
 
 @contextmanager
-def settled() -> Iterator[None]:
+def collectives_finish() -> Iterator[None]:
     """Within the block collectives of FSDP and of DTensors return when Gloo's threads hold nothing of what
     they moved.
 
@@ -98,12 +98,12 @@ def settled() -> Iterator[None]:
     with ExitStack() as stack:
         for place, name in places:
             own = getattr(place, name)
-            setattr(place, name, partial(_settled, own))
+            setattr(place, name, partial(_finished, own))
             stack.callback(setattr, place, name, own)
         yield
 
 
-def _settled(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _finished(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = own(*args, **kwargs)
     end, asleep = time.monotonic() + LATE_SECONDS, 0
     while asleep < 2 and not isinstance(result, dist.Work) and time.monotonic() < end:
@@ -193,7 +193,7 @@ def rows_of(family: str, way: str) -> list[dict[str, Any]]:
     """A model without a limit, with each block checkpointed, and within budgets."""
     if way == LARGE:
         sharded_models.make_larger()
-    with settled():  # in timed steps, too: one that takes more may be planned for again
+    with collectives_finish():  # in timed steps, too: one that takes more may be planned for again
         runs, rows = _trained(family, way)
         if way in ("FSDP2", LARGE):
             _time(runs, rows)

@@ -172,7 +172,7 @@ class Contest:
         one = self.plain if name == "plain" else self._contender(name)
         one.model.zero_grad(set_to_none=True)
         begin = time.perf_counter()
-        first = total_peak(one.model, self.batch, one.step)  # compiles, or looks at the step
+        first = total_peak(one.model, self.batch, one.step)  # compiles, or profiles the step
         first_seconds = time.perf_counter() - begin
         bits = [compared(self.exact, one.model)]
         for _ in range((3 if self.compiled else UNSETTLED) - 1 if one.handle else 2):

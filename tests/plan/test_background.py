@@ -14,7 +14,7 @@ from torch import nn
 import lowtide
 from lowtide.plan.background import BackgroundSearch
 from lowtide.run.limit import planning
-from lowtide.run.profile.costs import Cost
+from lowtide.run.profile.costs import MeasuredCost
 
 
 class Chain(nn.Module):
@@ -38,7 +38,7 @@ class Chain(nn.Module):
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No step waits for a search; every operation takes as long, so that each run finds the same plans."""
-    monkeypatch.setattr(Cost, "read", lambda cost: (1e-5, cost.scratch_bytes, cost.blocks))
+    monkeypatch.setattr(MeasuredCost, "read", lambda cost: (1e-5, cost.scratch_bytes, cost.blocks))
     monkeypatch.setattr(planning, "_SEARCH_SECONDS", 1e-6)
     monkeypatch.setattr(planning, "_SEARCH_STEPS", 0)
     yield

@@ -32,7 +32,7 @@ def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("no_events")
 def test_tensors_of_the_host_beside_a_gpu_count_no_bytes_and_are_not_evicted() -> None:
     profiler = Profiler(None, torch.device("cuda"))
-    profiler.costs = costs.Costs(torch.device("cpu"))
+    profiler.costs = costs.CostMeter(torch.device("cpu"))
     with profiler:
         assert not profiler.tracer.packs(torch.ones(100).exp())[1]
     graph = profiler.graph()

@@ -28,7 +28,7 @@ from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import Gradients, same_attributes, same_random
 
 Specs = Mapping[Signature, OpSpec]
-Costs = Mapping[Signature, OpCost]
+CostBySignature = Mapping[Signature, OpCost]
 
 
 def trace_fake(
@@ -37,7 +37,7 @@ def trace_fake(
     kwargs: dict[str, Any],
     modules: list[torch.nn.Module],
     device: torch.device | str,
-    costs: Callable[[Specs], Costs] = measure_costs,
+    costs: Callable[[Specs], CostBySignature] = measure_costs,
 ) -> StepGraph:
     """The graph of a step that runs on fake tensors, as of `lowtide.trace`.
 
@@ -252,7 +252,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
             return grouped_product(*call.args, **call.kwargs)
         return private.call(call.func, call.args, call.kwargs)
 
-    def graph_with(self, costs: Costs) -> StepGraph:
+    def graph_with(self, costs: CostBySignature) -> StepGraph:
         """The graph, with what calls of each signature cost; nothing where that is not known."""
         return self.graph(
             lambda key: (costs[key].seconds, costs[key].scratch_bytes, ()) if key in costs else (0.0, 0, ())

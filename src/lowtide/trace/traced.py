@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-OpCosts = tuple[float, int, tuple[int, ...]]
+CostFigures = tuple[float, int, tuple[int, ...]]
 """What an operation takes: seconds, scratch bytes, blocks, as `lowtide.graph.Operation` has them."""
 
 

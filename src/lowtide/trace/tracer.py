@@ -26,7 +26,7 @@ from lowtide.ops import Call, enter
 from lowtide.trace.gathered import with_gathered
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.source import calling_line
-from lowtide.trace.traced import OpCosts, TracedOperation, TracedStorage, TracedValue
+from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue
 from lowtide.trace.transforms import in_place
 from lowtide.trace.untouched import Gradients
 
@@ -438,7 +438,7 @@ class Tracer:
 
     # ---- the whole -------------------------------------------------------------------------------
 
-    def graph(self, cost_of: Callable[[Any], OpCosts] = lambda signature: (0.0, 0, ())) -> StepGraph:
+    def graph(self, cost_of: Callable[[Any], CostFigures] = lambda signature: (0.0, 0, ())) -> StepGraph:
         """What was written down, as data; ends the trace.
 
         Args:

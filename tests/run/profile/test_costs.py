@@ -14,7 +14,7 @@ import lowtide
 from lowtide import meter
 from lowtide.meter.register import Moments, Peak
 from lowtide.ops import Call
-from lowtide.run.profile.costs import Cost, Costs
+from lowtide.run.profile.costs import CostMeter, MeasuredCost
 
 
 def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> None:
@@ -34,7 +34,7 @@ def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> N
         (torch.ops._c10d_functional.reduce_scatter_tensor.default, 256),
         (torch.ops.aten.mm.default, 0),  # what is left of another operation is counted elsewhere
     ):
-        costs, cost = Costs(torch.device("cpu")), Cost(is_collective="c10d" in str(func))
+        costs, cost = CostMeter(torch.device("cpu")), MeasuredCost(is_collective="c10d" in str(func))
         for last in (False, True):
             costs.measure(cost, lambda last=last: call(last))
         assert cost.scratch_bytes == expected
@@ -71,7 +71,7 @@ def test_the_first_run_of_a_kind_says_little() -> None:
     """It may search for a kernel, as cuDNN does, and is timed cold: what is measured of the others counts, in
     backward, too, which runs once. Of a single run there is nothing else.
     """
-    costs, cost, single = Costs(torch.device("cpu")), Cost(), Cost()
+    costs, cost, single = CostMeter(torch.device("cpu")), MeasuredCost(), MeasuredCost()
 
     def searching() -> torch.Tensor:
         torch.ones(1 << 20)
@@ -109,7 +109,7 @@ def test_blocks_are_those_of_a_warm_run_in_the_order_in_which_they_come_and_go(
 ) -> None:
     """Where the allocator is modelled, the first run's count only where there is no other."""
     monkeypatch.setattr("lowtide.run.profile.costs.peaks", lambda device: partial(Listed, device))
-    costs, cost, single = Costs(torch.device("cpu")), Cost(), Cost()
+    costs, cost, single = CostMeter(torch.device("cpu")), MeasuredCost(), MeasuredCost()
     monkeypatch.setattr(costs, "_lists", True)
     monkeypatch.setattr(Listed, "lists", [(9000, -9000), (64, 512, 512, -4, -512, 8, -512, -8), (100,)])
     for found in (cost, cost, cost, single):
@@ -120,7 +120,7 @@ def test_blocks_are_those_of_a_warm_run_in_the_order_in_which_they_come_and_go(
 
 def test_what_others_take_is_no_cost_of_an_operation() -> None:
     """Other programs on a CPU, and other ranks that a collective waits for."""
-    costs, cost = Costs(torch.device("cpu")), Cost()
+    costs, cost = CostMeter(torch.device("cpu")), MeasuredCost()
 
     def waiting() -> torch.Tensor:
         time.sleep(0.05)
@@ -131,9 +131,9 @@ def test_what_others_take_is_no_cost_of_an_operation() -> None:
 
 
 def test_calls_that_differ_in_where_they_write_cost_the_same() -> None:
-    aten, costs = torch.ops.aten, Costs(torch.device("cpu"))
+    aten, costs = torch.ops.aten, CostMeter(torch.device("cpu"))
 
-    def cost(func: Any, *args: Any, **kwargs: Any) -> Cost:
+    def cost(func: Any, *args: Any, **kwargs: Any) -> MeasuredCost:
         return costs.of(Call(func, args, kwargs))
 
     row, rows = torch.ones(4), torch.ones(2, 4)

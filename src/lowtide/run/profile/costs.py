@@ -1,7 +1,7 @@
 """What the operations of a profiled step cost: seconds and scratch bytes, measured while it runs.
 
-In: a call that is about to run. Out: a `Cost`, which calls share that cost the same: the median of a few runs
-says how long they take, the most of any how much they allocate beside their results.
+In: a call that is about to run. Out: a `MeasuredCost`, which calls share that cost the same: the median of a
+few runs says how long they take, the most of any how much they allocate beside their results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide.meter.register import Moments
 from lowtide.ops import Call, enter, has_plain_storage, is_wrapper, op_info, written_tensors
 from lowtide.trace.clock import Clock
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.traced import OpCosts
+from lowtide.trace.traced import CostFigures
 
 RUNS = 5
 """So many runs of what costs the same are measured; more of them say little more."""
@@ -33,7 +33,7 @@ _POLLS, _SAME_POLLS = 100, 4
 """It asks so often, and after so many equal answers no more."""
 
 
-class Cost:
+class MeasuredCost:
     """Seconds and scratch bytes, measured of calls that cost the same.
 
     Attributes:
@@ -89,15 +89,15 @@ class Cost:
         if warm or not self.warm or self.is_collective:
             self.scratch_bytes = max(self.scratch_bytes, scratch_bytes)
 
-    def read(self) -> OpCosts:
+    def read(self) -> CostFigures:
         """The median of the warm runs, of cold ones where there are none; their most scratch; the blocks."""
         runs = self.warm or self.cold
         seconds = statistics.median(read() for read in runs) if runs else 0.0
         return seconds, self.scratch_bytes, self.blocks
 
 
-class Costs:
-    """The costs of one step's operations.
+class CostMeter:
+    """Measures what the operations of one step cost, each as often as it takes.
 
     Args:
         device: whose memory and time are measured.
@@ -114,13 +114,13 @@ class Costs:
         # bytes come and go in the memory of the step's device: its own meter reads them
         self._meters = measurable(device)
         self._lists = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
-        self._known: dict[Any, Cost] = {}
+        self._known: dict[Any, MeasuredCost] = {}
 
     @cached_property
     def _peaks(self) -> Callable[[bool], Peak]:
         return peaks(self.device)
 
-    def of(self, call: Call) -> Cost:
+    def of(self, call: Call) -> MeasuredCost:
         """The cost of a call, one for all calls of the same overload whose arguments have the same shapes,
         strides, types and numbers, wherever in a tensor they write.
         """
@@ -134,10 +134,10 @@ class Costs:
             space = call.info.name.partition(".")[0]
             functional, in_place = space == "_c10d_functional", space == "c10d" and not call.info.sends
             writes = functional and bool(call.info.written)
-            found = self._known[key] = Cost(functional or in_place, in_place, functional, writes)
+            found = self._known[key] = MeasuredCost(functional or in_place, in_place, functional, writes)
         return found
 
-    def measure(self, cost: Cost, call: Callable[[], Any], warm: bool = True) -> Any:
+    def measure(self, cost: MeasuredCost, call: Callable[[], Any], warm: bool = True) -> Any:
         """What ``call`` returns. Its seconds and scratch count for ``cost``, unless that has enough runs."""
         warm = warm and bool(cost.warm or cost.cold)
         runs = cost.warm if warm else cost.cold
@@ -162,7 +162,9 @@ class Costs:
         runs.append(seconds)
         return result
 
-    def run(self, cost: Cost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool) -> Any:
+    def run(
+        self, cost: MeasuredCost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
+    ) -> Any:
         """What an operation returns, measured; a collective is waited for, and a functional one moves copies.
 
         The threads that carry out a collective hold its buffers until they have tidied up, so only copies let
@@ -177,7 +179,7 @@ class Costs:
         return self.measure(cost, lambda: proceed(func, args, kwargs), warm)
 
     def _moved_in_copies(
-        self, cost: Cost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
+        self, cost: MeasuredCost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
     ) -> Any:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -214,10 +216,10 @@ class UnderWay:
 
     def __init__(self) -> None:
         self.groups: list[Any] = []
-        self.begun: dict[int, tuple[tuple[str, Cost], object]] = {}
+        self.begun: dict[int, tuple[tuple[str, MeasuredCost], object]] = {}
         self._most: dict[str, int] = {}  # by operation, the most scratch of one that others overlapped
 
-    def begins(self, call: Call, cost: Cost, results: list[Any], may_run_again: bool) -> None:
+    def begins(self, call: Call, cost: MeasuredCost, results: list[Any], may_run_again: bool) -> None:
         """A collective with this cost has begun, and has returned ``results``."""
         for tensor in results:
             if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):

@@ -15,7 +15,7 @@ import torch
 
 from lowtide.ops import Call, has_plain_storage
 from lowtide.run.digest import digest_address
-from lowtide.run.profile.costs import Cost, UnderWay
+from lowtide.run.profile.costs import MeasuredCost, UnderWay
 from lowtide.run.profile.segments import SegmentedTape
 from lowtide.run.record.cpp_recorder import add_plain, cpp_recorder
 from lowtide.trace.traced import TracedOperation
@@ -73,7 +73,12 @@ class Forms:
         )
 
     def learn(
-        self, call: Call, results: list[Any], cost: Cost, operation: TracedOperation | None, recorded: bool
+        self,
+        call: Call,
+        results: list[Any],
+        cost: MeasuredCost,
+        operation: TracedOperation | None,
+        recorded: bool,
     ) -> None:
         """Python has run a call: if it need not run others of its form, C++ does.
 

@@ -28,7 +28,7 @@ from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_w
 from lowtide.run.digest import Geometry, digest, reach
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
-from lowtide.run.profile.costs import Cost, Costs, UnderWay
+from lowtide.run.profile.costs import CostMeter, MeasuredCost, UnderWay
 from lowtide.run.profile.forms import Forms, asks, may_be_meeting
 from lowtide.run.profile.segments import SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Kept, SavedTensor, Wrapped, unpack
@@ -37,7 +37,7 @@ from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.values import Node
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
-from lowtide.trace.traced import OpCosts
+from lowtide.trace.traced import CostFigures
 from lowtide.trace.tracer import Tracer
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
@@ -112,7 +112,7 @@ class Profiler(Interceptor):
         self._workspace_bytes = resident_workspace_bytes(device)
         self.tracer = Tracer(model, device)
         self.tape = SegmentedTape(self.tracer, verify)
-        self.costs = Costs(device)
+        self.costs = CostMeter(device)
         self.verified = verify
         self.began = time.perf_counter()
         self.peak_bytes: int | None = None
@@ -131,7 +131,7 @@ class Profiler(Interceptor):
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
-        self._opaque: dict[Any, Cost] = {}  # of calls whose operations nobody saw
+        self._opaque: dict[Any, MeasuredCost] = {}  # of calls whose operations nobody saw
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
         notes = (self.note_node, self.note_meeting, self.note_overwritten)
         named = {note.__name__: weakly(note) for note in notes}
@@ -265,12 +265,12 @@ class Profiler(Interceptor):
             self._forms.learn(call, ran.flat, cost, tracer.operations[index], records)
         return ran.result
 
-    def _run(self, call: Call, cost: Cost, warm: bool) -> _Ran:
+    def _run(self, call: Call, cost: MeasuredCost, warm: bool) -> _Ran:
         """Run an operation that no replay runs again."""
         result = self.costs.run(cost, call.func, call.args, call.kwargs, warm)
         return self._ran(call, result, flat_results(result), None)
 
-    def _run_recorded(self, call: Call, cost: Cost) -> _Ran:
+    def _run_recorded(self, call: Call, cost: MeasuredCost) -> _Ran:
         """Run an operation of the forward, with a node for its replays; where that has yet to be trusted, run
         it twice. One that does not reproduce gets no node.
         """
@@ -353,7 +353,7 @@ class Profiler(Interceptor):
         returns, or that autograd saves in it, is written down as the result of one opaque operation.
         """
         tracer = self.tracer
-        cost = self._opaque.setdefault(len(tracer.operations), Cost())
+        cost = self._opaque.setdefault(len(tracer.operations), MeasuredCost())
         tracer.opaque += 1
         try:
             result = self.costs.measure(cost, call)
@@ -479,10 +479,12 @@ class Profiler(Interceptor):
         """The step; gradients that it left in the model have their parameters' names."""
         self.close()
         self.tracer.name_gradients()
-        nothing = Cost()
+        nothing = MeasuredCost()
 
-        def cost_of(signature: Any) -> OpCosts:
-            cost = signature if isinstance(signature, Cost) else self._opaque.get(signature[1], nothing)
+        def cost_of(signature: Any) -> CostFigures:
+            cost = (
+                signature if isinstance(signature, MeasuredCost) else self._opaque.get(signature[1], nothing)
+            )
             return cost.read()
 
         with no_collection():
