@@ -160,8 +160,8 @@ def timed_enough(row: dict[str, Any], rounds: int) -> bool:
 
 
 def time_in_turn(case: Case, variants: Sequence[Variant], rows: Rows, rounds: int) -> None:
-    """Rounds of all variants, the plain compiled one first among them, until all are timed often enough; written after
-    each round.
+    """Rounds of all variants, the plain compiled one first among them, until all are timed often enough;
+    written after each round.
     """
     draw, order = random.Random(0), list(range(len(variants)))
     for made in variants:

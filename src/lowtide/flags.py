@@ -23,7 +23,7 @@ Budget = Annotated[
         "under a --policy]"
     ),
 ]
-Policy = Annotated[
+PolicyName = Annotated[
     str | None,
     typer.Option(
         help="How to meet the budget: optimal (the default), mixed (moves values, too), or "

@@ -51,7 +51,7 @@ class Interceptor:
     _thread_state: _Thread | None = None
 
     def start(self) -> None:
-        """From here on, until `stop`, on this thread."""
+        """See the operations of this thread from here on, until `stop`."""
         with _LOCK:
             _register()
             native = _registration().native
@@ -75,7 +75,7 @@ class Interceptor:
         _update(thread, lambda active: [one for one in active if one is not self])
         thread.choose()
         if not thread.active and _RUNNING.level < 0:
-            _include(_PARSED, False)  # another thread's kernels find out by themselves
+            _include(_PARSED, False)  # on another thread `_Kernel` sees that nothing is active
 
     def __enter__(self) -> Any:
         self.start()
@@ -110,7 +110,9 @@ class _Thread:
         self.cpp: Any = None  # takes part as long as its interceptor is the only one
 
     def choose(self) -> None:
-        """Whose C++ recorder takes part, if anyone's."""
+        """Turn on the C++ recorder of the only active interceptor, and the one that was on off. Where several
+        are active, no C++ recorder is on.
+        """
         if self.cpp is not None:
             self.cpp.on = False
         self.cpp = self.active[0].cpp if len(self.active) == 1 else None
@@ -137,8 +139,8 @@ def interceptors() -> list[Interceptor]:
 
 
 def _update(thread: Any, change: Callable[[list[Any]], list[Any]]) -> None:
-    """Change a thread's active interceptors. A collection of garbage that begins meanwhile may end another
-    one, which would come back with a list made before.
+    """Change a thread's list of active interceptors. While the changed list is made, a collection of garbage
+    may stop another interceptor; storing the list would make that one active again, so it is made anew.
     """
     while True:
         before = thread.active
@@ -149,8 +151,8 @@ def _update(thread: Any, change: Callable[[list[Any]], list[Any]]) -> None:
 
 
 def drop_idle_key() -> None:
-    """Take the key out of this thread where no interceptor is active: autograd puts back what was let in when
-    a backward began, and until the next operation Dynamo would guard on it.
+    """Take the key out of this thread where no interceptor is active. After a backward autograd restores the
+    keys that were in when it began; until the next operation Dynamo would compile for a thread with the key.
     """
     thread = _known_thread()
     if thread is not None and not thread.active and _RUNNING.level < 0:
@@ -269,12 +271,12 @@ class _Kernel:
 
 
 class _RecordStream(_Kernel):
-    """The kernel of ``tensor.record_stream(stream)``, which no interceptor sees: by its schema it writes, but
-    the tensor's bytes stay as they are.
+    """The kernel of ``tensor.record_stream(stream)``, which no interceptor sees: its schema says that it
+    writes the tensor, but it leaves the bytes as they are.
 
-    PyTorch's allocator keeps only memory of its own until a stream has read it: bytes that the storage shares
-    with a lazy clone become its own before, and of a borrowed storage those are meant that it was borrowed
-    from.
+    PyTorch's allocator records a stream only for memory that it gave out itself. So a storage that shares its
+    bytes with a lazy clone gets a copy of its own first, and for a borrowed storage the stream is recorded on
+    the tensor that lent the bytes.
     """
 
     __slots__ = ()

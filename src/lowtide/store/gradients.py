@@ -13,11 +13,11 @@ from lowtide.errors import PlanError
 
 
 class GradientSlab:
-    """Keeps the gradients of some parameters in one contiguous tensor for each type and device.
+    """Keeps the gradients of some parameters in one contiguous tensor, the slab, for each type and device.
 
-    Backward makes each gradient where it likes; as soon as it is accumulated its bytes move into the slab and
-    ``.grad`` becomes a view of it, so the long-lived gradients never lie scattered among short-lived
-    activations. Works with ``zero_grad(set_to_none=True)`` and with accumulation over several backwards;
+    Backward allocates each gradient as usual. As soon as a gradient is accumulated, its bytes are copied into
+    the slab and ``.grad`` becomes a view of the slab, so long-lived gradients never lie scattered among
+    short-lived activations. Works with ``zero_grad(set_to_none=True)`` and with accumulation over several backwards;
     values are bitwise those without it. The slab stays allocated, also while ``.grad`` is ``None``:
     `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first limited
     step).
@@ -64,8 +64,8 @@ class GradientSlab:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_into, view)))
 
     def remove(self) -> None:
-        """From now on gradients stay where backward makes them. Those in the slab stay in it, until set to
-        ``None``.
+        """Take the hooks off the parameters: new gradients stay where backward allocates them. A gradient in the
+        slab stays there until ``.grad`` is set to ``None``.
         """
         for hook in self._hooks:
             hook.remove()
@@ -77,7 +77,7 @@ class GradientSlab:
 
 
 def _into(view: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Put a gradient into its place."""
+    """Copy a parameter's gradient into its place in the slab, and make ``.grad`` a view of that."""
     gradient = parameter.grad
     if gradient is not None and gradient.data_ptr() != view.data_ptr():
         view.copy_(gradient)
