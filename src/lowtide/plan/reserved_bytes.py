@@ -81,9 +81,9 @@ def block_changes(
 
 def _within(operation: Operation | None, made: dict[BlockName, int]) -> Iterator[tuple[BlockName, int]]:
     """The blocks that one operation allocates and frees, in order: a block's name with its bytes, or with 0
-    where the block is freed. The blocks in ``made`` are the operation's results, and stay. Where the operation's blocks were not recorded, its
-    scratch is asked for beside the results, in one block; scratch bytes beyond a multiple of 512 are a
-    counter or a flag, in a second block.
+    where the block is freed. The blocks in ``made`` are the operation's results, and stay. Where the
+    operation's blocks were not recorded, its scratch is asked for beside the results, in one block; scratch
+    bytes beyond a multiple of 512 are a counter or a flag, in a second block.
     """
     blocks, left = operation.blocks if operation is not None else (), defaultdict[int, list[BlockName]](list)
     if blocks:

@@ -17,10 +17,10 @@ class GradientSlab:
 
     Backward allocates each gradient as usual. As soon as a gradient is accumulated, its bytes are copied into
     the slab and ``.grad`` becomes a view of the slab, so long-lived gradients never lie scattered among
-    short-lived activations. Works with ``zero_grad(set_to_none=True)`` and with accumulation over several backwards;
-    values are bitwise those without it. The slab stays allocated, also while ``.grad`` is ``None``:
-    `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first limited
-    step).
+    short-lived activations. Works with ``zero_grad(set_to_none=True)`` and with accumulation over several
+    backwards; values are bitwise those without it. The slab stays allocated, also while ``.grad`` is
+    ``None``: `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first
+    limited step).
 
     Args:
         parameters: those whose gradients move; duplicates count once.
@@ -64,8 +64,8 @@ class GradientSlab:
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_into, view)))
 
     def remove(self) -> None:
-        """Take the hooks off the parameters: new gradients stay where backward allocates them. A gradient in the
-        slab stays there until ``.grad`` is set to ``None``.
+        """Take the hooks off the parameters: new gradients stay where backward allocates them. A gradient in
+        the slab stays there until ``.grad`` is set to ``None``.
         """
         for hook in self._hooks:
             hook.remove()
