@@ -68,6 +68,12 @@ class CountingAllocator:
         """Bytes live now, of those allocated while it was installed."""
         return self.calls.lt_live()
 
+    @property
+    def register_addresses(self) -> list[int]:
+        """Where C++ finds what opens a register, says its peak and its live bytes, and closes it."""
+        calls = (getattr(self.calls, f"lt_mark_{name}") for name in ("open", "peak", "live", "close"))
+        return [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls]
+
 
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:

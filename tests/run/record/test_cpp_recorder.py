@@ -23,6 +23,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
+from lowtide.run.profile.costs import MeasuredCost
 from lowtide.run.record import directors, tape, values
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.recorder import Recorder
@@ -442,6 +443,7 @@ def test_cpp_reads_declared_slots_alone() -> None:
         "Storage": Storage,
         "Version": traced.TracedValue,
         "Operation": traced.TracedOperation,
+        "Cost": MeasuredCost,
     }
     assert structs.keys() == classes.keys()
     for name, kind in classes.items():

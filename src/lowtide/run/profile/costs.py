@@ -41,12 +41,14 @@ class MeasuredCost:
         is_collective: whether the calls are collectives, functional or in place.
         in_place: whether the calls are collectives that write into a tensor that they are given.
         writes: whether the calls are functional collectives that write into an argument and return it.
-        warm, cold: functions that read the seconds of a run. Cold runs are the first ones of operations that
-            run twice, and the first run of all.
+        warm, cold: the seconds of each run, or a function that reads them. Cold runs are the first ones of
+            operations that run twice, and the first run of all.
         scratch_bytes: the most of any warm run, or of the cold ones where there are none: a cold run may
             search for the fastest kernel (cuDNN), in memory that no later run takes.
         blocks: what a run asks CUDA's allocator for (`lowtide.graph.Operation.blocks`); empty elsewhere.
         reproduced: how many second runs gave the same bytes as the first.
+
+    The C++ recorder (`run/record/cpp/profile.h`) adds runs, too: their seconds.
     """
 
     __slots__ = (
@@ -67,20 +69,14 @@ class MeasuredCost:
         self.is_collective, self.in_place, self.moves, self.writes = is_collective, in_place, moves, writes
         self.scratch_bytes = self.reproduced = 0
         self.blocks: tuple[int, ...] = ()
-        self.warm: list[Callable[[], float]] = []
-        self.cold: list[Callable[[], float]] = []
+        self.warm: list[Callable[[], float] | float] = []
+        self.cold: list[Callable[[], float] | float] = []
 
     def trusted(self, name: str) -> bool:
         """Whether operations of this kind, and of this name, need no second run any more: what is not of ATen
         may depend on more than its arguments.
         """
         return self.reproduced >= RUNS and name.startswith("aten.")
-
-    def is_known(self, name: str, recorded: bool, verified: bool) -> bool:
-        """Whether operations of this kind, and of this name, are neither measured nor run twice any more."""
-        if self.is_collective or not recorded:
-            return not self.is_collective and len(self.warm) >= RUNS
-        return len(self.cold) >= RUNS and (not verified or self.trusted(name))
 
     def note_scratch(self, scratch_bytes: int, warm: bool) -> None:
         """A run took so much scratch."""
@@ -92,7 +88,7 @@ class MeasuredCost:
     def read(self) -> CostFigures:
         """The median of the warm runs, of cold ones where there are none; their most scratch; the blocks."""
         runs = self.warm or self.cold
-        seconds = statistics.median(read() for read in runs) if runs else 0.0
+        seconds = statistics.median(run() if callable(run) else run for run in runs) if runs else 0.0
         return seconds, self.scratch_bytes, self.blocks
 
 

@@ -246,8 +246,6 @@ class Profiler(Interceptor):
             self._ran_here[torch.is_grad_enabled()] += 1
         ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
         if not ran.made and not call.written:
-            if ran.node is not None:
-                self._forms.learn(call, ran.flat, cost, None, records)
             return ran.result
         index = tracer.add_writer(call, reads, ran.made, cost, reason, ran.returned, evicted)
         if call.info.collective:

@@ -14,12 +14,8 @@ from functools import cache
 from typing import Any
 
 from lowtide import interception, private
-from lowtide.graph import Storage
 from lowtide.ops import OpInfo, op_info, operation_named
 from lowtide.plan.data import ProgramStep
-from lowtide.trace import traced
-from lowtide.trace.source import calling_line
-from lowtide.trace.tracer import Tracer
 
 _PASS, _RECORD, _PYTHON = 0, 1, 2
 
@@ -40,16 +36,10 @@ def cpp_recorder() -> Any:
             director=directors.PlanDirector,
             here=values.LiveValue.here,
             unpack=handles.unpack,
-            bring_back=replay.bring_back,
+            bring_back=replay.bring_back_in_python,
+            run_node=replay.run_node,
+            drop_inputs=values.Node.drop_inputs,
             overwritten=handles.raise_overwritten,
-        )
-        module.know_traced(  # those of a profiled step (`cpp/profile.h`)
-            tracer=Tracer,
-            reference=traced.TracedStorage,
-            storage=Storage,
-            version=traced.TracedValue,
-            operation=traced.TracedOperation,
-            calling_line=calling_line,
         )
     return module
 

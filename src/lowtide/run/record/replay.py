@@ -15,7 +15,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import compress, tee
 from operator import eq, methodcaller
 from typing import Any
@@ -27,7 +27,7 @@ from lowtide.errors import ReplayError
 from lowtide.interception import cpp_module, unseen
 from lowtide.ops import Call, op_info
 from lowtide.run.digest import words_of
-from lowtide.run.record.values import Fetch, LiveValue, Node, Overwrite, Ref, SparseInput, Writer
+from lowtide.run.record.values import Fetch, LiveValue, Node, Ref, SparseInput, Writer
 from lowtide.trace.untouched import generator_state, set_generator_state
 
 
@@ -48,9 +48,14 @@ def bring_back(value: LiveValue, on_demand: Any = None) -> torch.Tensor:
     Raises:
         ReplayError: the replay starts from a tensor that was overwritten or freed.
     """
+    cpp = cpp_module()
+    base = None if cpp is None else cpp.replay(value, on_demand)
+    return bring_back_in_python(value, on_demand) if base is None else base
+
+
+def bring_back_in_python(value: LiveValue, on_demand: Any = None) -> torch.Tensor:
+    """As `bring_back`, where there is no C++, a value was moved, or an error has to be raised."""
     base = value.here()
-    if base is None and type(value.node) is Node:  # the C++ recorder's: perhaps it recorded all that runs
-        base = cpp_module().replay(value, on_demand)
     if base is None:
         base = Replay(value, on_demand).run()
         if on_demand is not None:
@@ -108,57 +113,19 @@ class Replay:
 
     def _run(self, node: Node) -> None:
         """Run one recorded operation again, and cache its outputs for their readers."""
-        overwritten = {id(one.ref): self._write_target(node, one) for one in node.written}
-        made = [self._base(node, value) for value in node.inputs] if node.call is not None else []
-        if node.call is not None:
-            for place, _ in node.updated:
-                made[place] = self._own_copy(node, node.inputs[place])
-            flat = cpp_module().again(node.call, made)
-        else:
-            args = [self._argument(node, item, overwritten) for item in node.args]
-            kwargs = {name: self._argument(node, item, overwritten) for name, item in node.kwargs.items()}
-            for position in node.statistics:
-                args[position] = args[position].clone()
-            flat = flat_results(run_again(node, args, kwargs))
-            del args, kwargs
-        for position, output in node.outputs:
-            self._place(output, flat[position])
-        for one in node.written:
-            self._place(one.new, overwritten[id(one.ref)])
-        for place, new in node.updated:
-            self._place(new, made[place])
-        del flat, overwritten, made
+        bases = [self._base(node, value) for value in node.inputs]
+        for reference, tensor in run_node(node, bases, list(map(self._is_alone, node.inputs))):
+            self._place(reference, tensor)
+        del bases
         node.drop_inputs()
         for source in node.inputs:
             self.uses[id(source)] -= 1
             if self.uses[id(source)] <= 0:
                 self.made.pop(id(source), None)
 
-    def _write_target(self, node: Node, one: Overwrite) -> torch.Tensor:
-        """What the operation may write to: the old value itself where it has no other reader, else a copy."""
-        ref, old = one.ref, one.ref.value
-        if not one.reads:
-            blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
-            return ref.over(blank.untyped_storage())
-        return ref.over(self._own_copy(node, old).untyped_storage())
-
-    def _own_copy(self, node: Node, old: LiveValue) -> torch.Tensor:
-        """A tensor on the old value's bytes if nobody else waits for them, else on a copy."""
-        base = self._base(node, old)
-        if old.held is None and old.readers <= 1 and self.uses[id(old)] <= 1:
-            return base
-        return words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
-
-    def _argument(self, node: Node, item: Any, overwritten: dict[int, torch.Tensor]) -> Any:
-        """A recorded argument with tensors in place of references."""
-        if isinstance(item, Ref):
-            base = overwritten.get(id(item))
-            return item.view(self._base(node, item.value) if base is None else base)
-        if isinstance(item, SparseInput):
-            return item.here()
-        if isinstance(item, list):
-            return [self._argument(node, part, overwritten) for part in item]
-        return item
+    def _is_alone(self, value: LiveValue) -> bool:
+        """Whether nobody else waits for the bytes of a value that an operation overwrites."""
+        return value.held is None and value.readers <= 1 and self.uses[id(value)] <= 1
 
     def _base(self, node: Node, value: LiveValue) -> torch.Tensor:
         """A tensor on a value that the replay reads."""
@@ -180,6 +147,62 @@ class Replay:
                 self.on_demand.note_cached(value)
         if self.uses[id(value)] > 0:
             self.made[id(value)] = tensor
+
+
+def run_node(
+    node: Node, bases: list[torch.Tensor], alone: list[bool]
+) -> Sequence[tuple[weakref.ref[LiveValue] | None, torch.Tensor]]:
+    """Run a recorded operation again; C++ calls it, too (`cpp/replay.h`).
+
+    Args:
+        node: the operation.
+        bases: a tensor on each value that it reads.
+        alone: whether nobody else waits for that value, so that its bytes may be overwritten.
+
+    Returns:
+        A weak reference to each value that it wrote, with a tensor on it.
+    """
+    if node.call is not None:
+        for place, _ in node.updated:
+            bases[place] = _own_copy(bases[place], alone[place])
+        flat = cpp_module().again(node.call, bases)
+        wrote = [(new, bases[place]) for place, new in node.updated]
+        return [(value, flat[position]) for position, value in node.outputs] + wrote
+    read = {id(value): (base, free) for value, base, free in zip(node.inputs, bases, alone, strict=True)}
+    overwritten: dict[int, torch.Tensor] = {}
+    for one in node.written:  # the old value itself where nobody else reads it, else a copy
+        ref, old = one.ref, one.ref.value
+        if one.reads:
+            base = _own_copy(*read[id(old)])
+        else:
+            base = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
+        overwritten[id(ref)] = ref.over(base.untyped_storage())
+    args = [_argument(item, read, overwritten) for item in node.args]
+    kwargs = {name: _argument(item, read, overwritten) for name, item in node.kwargs.items()}
+    for position in node.statistics:
+        args[position] = args[position].clone()
+    flat = flat_results(run_again(node, args, kwargs))
+    wrote = [(one.new, overwritten[id(one.ref)]) for one in node.written]
+    return [(value, flat[position]) for position, value in node.outputs] + wrote
+
+
+def _argument(
+    item: Any, read: dict[int, tuple[torch.Tensor, bool]], overwritten: dict[int, torch.Tensor]
+) -> Any:
+    """A recorded argument with tensors in place of references: on what is read, by value, or overwritten, by
+    reference.
+    """
+    if isinstance(item, Ref):
+        found = overwritten.get(id(item))
+        return item.view(read[id(item.value)][0] if found is None else found)
+    if isinstance(item, SparseInput):
+        return item.here()
+    return [_argument(part, read, overwritten) for part in item] if isinstance(item, list) else item
+
+
+def _own_copy(base: torch.Tensor, alone: bool) -> torch.Tensor:
+    """What an operation may overwrite in place of a value's bytes: these, or a copy."""
+    return base if alone else words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
 
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -209,13 +209,6 @@ class OnDemand {
     return total;
   }
 
-  template <class With>
-  static void each_input(PyObject* node, With with) {  // Python's nodes have a list
-    PyObject* inputs = classes->node.inputs(node);
-    for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(inputs); ++at)
-      with(PySequence_Fast_GET_ITEM(inputs, at));
-  }
-
   Live live_;
   int64_t room_, left_ = 0;
   py::object learn_;

@@ -1,6 +1,7 @@
 // The recorder of a profiled step: it writes operations down, too, as lowtide.trace.tracer.Tracer.add_writer.
-// Python runs the first calls of each form (an operation with arguments of the same shapes, strides, types
-// and numbers), measures and verifies them, and has it learn what their later calls share.
+// Python runs the first call of each kind (an operation with arguments of the same types), and has it learn
+// what later calls share. It measures and verifies the first calls of each form (a kind with the same shapes,
+// strides and numbers) as lowtide.run.profile.costs does.
 #pragma once
 
 #include <torch/csrc/DynamicTypes.h>
@@ -8,43 +9,9 @@
 #include <string_view>
 
 #include "recorder.h"
+#include "traced.h"
 
 namespace lowtide {
-
-struct Traced {  // the classes of what is written down, and slots of lowtide.trace.tracer.Tracer
-  struct OfTracer {
-    py::object type;
-    Slot in_forward{type, "in_forward"}, closed{type, "closed"}, opaque{type, "opaque"},
-        left_bytes{type, "left_bytes"}, known{type, "known"}, handed_out{type, "handed_out"},
-        scopes{type, "scopes"}, modules{type, "modules"}, backward_module{type, "backward_module"},
-        files{type, "files"}, operations{type, "operations"}, storages{type, "storages"},
-        values{type, "values"}, events{type, "events"}, signatures{type, "signatures"};
-  } tracer;
-  struct OfReference {  // to a storage
-    py::object type;
-    Slot key{type, "key"}, number{type, "number"}, value{type, "value"}, phase{type, "phase"},
-        resized{type, "resized"}, gathered{type, "gathered"};
-  } reference;
-  struct OfStorage {
-    py::object type;
-    Slot id{type, "id"}, bytes{type, "bytes"}, kind{type, "kind"}, producer{type, "producer"},
-        name{type, "name"};
-  } storage;
-  struct OfVersion {
-    py::object type;
-    Slot storage{type, "storage"}, version{type, "version"}, producer{type, "producer"},
-        shape{type, "shape"}, dtype{type, "dtype"};
-  } version;
-  struct OfOperation {
-    py::object type;
-    Slot name{type, "name"}, reads{type, "reads"}, writes{type, "writes"}, phase{type, "phase"},
-        module{type, "module"}, random{type, "random"}, reason{type, "reason"}, source{type, "source"},
-        region{type, "region"};
-  } operation;
-  py::object calling_line;
-  py::str op{"op"}, nothing{""};
-};
-inline Traced* traced = nullptr;  // set once per process
 
 struct ProfilerCalls {  // functions of Python, which do not hold the profiler
   py::object register_storage;  // a tensor's, that is there already: returns the reference to it
@@ -53,6 +20,7 @@ struct ProfilerCalls {  // functions of Python, which do not hold the profiler
   py::object note_node;         // the operation with that index runs in a backward
   py::object note_meeting;      // and perhaps adds to a first tensor the gradient of another node
   py::object note_overwritten;  // a list of tensors
+  py::object note_finding;      // the name of an operation that does not reproduce, and why
 };
 
 class ProfileRecorder : public Recorder {
@@ -60,11 +28,14 @@ class ProfileRecorder : public Recorder {
   using Digest = int64_t (*)(const void*, int64_t);
 
   // Of a profiler in Python: its tape and tracer; collectives under way; its functions. `digest` is the
-  // address of a function of bytes and how many; 0 where nothing is verified.
+  // address of a function of bytes and how many; 0 where nothing is verified. `meter` are addresses, too. Of
+  // calls of one form so many `runs` are measured, and run twice.
   ProfileRecorder(py::object tape, py::object tracer, py::dict begun, const ProfilerCalls& profiler,
-                  uintptr_t digest)
+                  uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
       : Recorder(std::move(tape), py::none(), py::none(), std::make_shared<Program>(true), nullptr),
         digest_(reinterpret_cast<Digest>(digest)),
+        meter_(meter),
+        runs_(runs),
         parts_(std::make_unique<Parts>(std::move(tracer), std::move(begun), profiler)) {}
 
   ~ProfileRecorder() override {
@@ -80,48 +51,46 @@ class ProfileRecorder : public Recorder {
     py::gil_scoped_acquire gil;
     Unseen unseen;  // Python copies what replays start from
     Parts& p = *parts_;
-    form_.clear();
+    forget_call();
     if (python_ran_) from_python();
     backward_ = torch::autograd::get_current_graph_task_id() != -1;
     bool forward = is_true(traced->tracer.in_forward(p.tracer));
     if ((forward && (backward_ || !hooks_.on_top())) || !p.is_quiet()) return false;
-    const auto& schema = op.schema();
-    first_ = stack->size() - schema.arguments().size();
+    first_ = stack->size() - op.schema().arguments().size();
     tensors_.clear();
-    note(&schema);
-    note(forward + 2 * backward_);
-    for (size_t at = first_; at < stack->size(); ++at) {
-      const IValue& argument = (*stack)[at];
-      bool where = (argument.isInt() || argument.isNone()) && says_where(schema, at - first_);
-      if (where || note_argument(argument, at - first_, 0)) continue;
-      form_.clear();
-      return false;
-    }
-    auto found = p.forms.find(form_);
-    if (found == p.forms.end()) {
+    note(kind_, forward + 2 * backward_);
+    if (!note_call(op.schema(), *stack)) return forget_call();
+    auto found = p.kinds.find(kind_);
+    if (found == p.kinds.end()) {
       asked_ = std::this_thread::get_id();
       return false;
     }
-    form_.clear();
     p.like = found->second;
+    py::object& cost = p.costs[form_];
+    if (!cost) cost = traced->cost.type();
+    p.cost = cost;
     const Operation& known = *program_->next(0, op);
     find_reads(known);
     bool took = forward ? record(known, op, keys, stack) : run_aside(op, keys, stack);
     p.overwritten.clear();
     p.first.reset();
+    second_.clear();
     if (took && forward) ++ran_[c10::GradMode::is_enabled()];
+    forget_call();
     return took;
   }
 
-  // The call that Python has just run was written down as `operation`, if it wrote anything; all of its form
-  // cost the same, and are written down alike. They may add up the gradients of two nodes.
+  // Python has just run the first call of its kind, which was written down as `operation`; all of its form
+  // cost the same. They may add up the gradients of two nodes.
   void learn(py::object operation, py::object cost, bool adds_up) {
-    if (!form_.empty() && asked_ == std::this_thread::get_id())
-      parts_->forms.emplace(std::exchange(form_, {}), Form{std::move(operation), std::move(cost), adds_up});
+    if (kind_.empty() || asked_ != std::this_thread::get_id()) return;
+    parts_->kinds.emplace(kind_, Kind{std::move(operation), adds_up});
+    parts_->costs.emplace(form_, std::move(cost));
+    forget_call();
   }
 
   void turn(bool on_now) override {
-    form_.clear();
+    forget_call();
     Recorder::turn(on_now);
   }
 
@@ -168,7 +137,7 @@ class ProfileRecorder : public Recorder {
     o.module.set(made, p.module(backward_));
     o.source.set(made, backward_ ? py::object(traced->nothing) : traced->calling_line(p.files));
     p.operations.append(made);
-    p.signatures.append(p.like.cost);
+    p.signatures.append(p.cost);
     p.events.append(py::make_tuple(traced->op, index));
     if (backward_) p.profiler.note_node(index);
     if (p.first.defined()) p.profiler.note_meeting(index, wrapped(p.first));
@@ -180,8 +149,8 @@ class ProfileRecorder : public Recorder {
   }
 
  private:
-  struct Form {
-    py::object operation, cost;
+  struct Kind {
+    py::object operation;
     bool adds_up = false;
   };
 
@@ -197,8 +166,10 @@ class ProfileRecorder : public Recorder {
         operations{of(traced->tracer.operations)}, storages{of(traced->tracer.storages)},
         values{of(traced->tracer.values)}, events{of(traced->tracer.events)},
         signatures{of(traced->tracer.signatures)};
-    std::unordered_map<std::string, Form> forms;
-    Form like;  // of the call that runs; so are these: ids of what it reads, what it overwrites, and adds to
+    std::unordered_map<std::string, Kind> kinds;
+    std::unordered_map<std::string, py::object> costs;  // by form
+    Kind like;  // of the call that runs; so are these: ids of what it reads, what it overwrites, and adds to
+    py::object cost;
     c10::SmallVector<py::object, 4> reads;
     Tensors overwritten;
     Tensor first;
@@ -285,10 +256,7 @@ class ProfileRecorder : public Recorder {
   };
 
   bool run_aside(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {  // it is not recorded
-    {
-      py::gil_scoped_release others;
-      run(op, keys, stack);
-    }
+    measure(true, [&] { run(op, keys, stack); });
     Tensors results = flat_results(*stack, first_);
     Places places = new_among(results);
     if (!places.empty() || !parts_->overwritten.empty()) write_down(results, places);
@@ -298,6 +266,8 @@ class ProfileRecorder : public Recorder {
   void find_reads(const Operation& known) {
     Parts& p = *parts_;
     p.reads.clear();
+    p.overwritten.clear();  // an operation may have failed
+    p.first.reset();
     if (p.like.adds_up) p.first = *tensors_[0].tensor;
     c10::SmallVector<long, 4> ids;
     for (auto& one : tensors_) {
@@ -309,6 +279,83 @@ class ProfileRecorder : public Recorder {
       ids.push_back(id);
       p.reads.push_back(std::move(value));
     }
+  }
+
+  // ---- measured and verified ----------------------------------------------------------------------
+
+  // Runs a call of the present form, and adds what it took to the form's costs, if they have too few runs:
+  // lowtide.run.profile.costs.Costs.measure.
+  template <class Call>
+  void measure(bool warm, Call call) {
+    const auto& c = traced->cost;
+    py::handle cost = parts_->cost, cold = c.cold(cost), warms = c.warm(cost);
+    bool is_first = !PyList_GET_SIZE(warms.ptr());
+    warm = warm && (!is_first || PyList_GET_SIZE(cold.ptr()));
+    py::handle runs = warm ? warms : cold;
+    if (PyList_GET_SIZE(runs.ptr()) >= runs_) {
+      py::gil_scoped_release others;
+      call();
+      return;
+    }
+    double seconds = 0;
+    int64_t scratch = 0;
+    {
+      py::gil_scoped_release others;
+      Measured measured(meter_);
+      call();
+      seconds = measured.seconds();
+      scratch = measured.scratch_bytes();
+    }
+    py::reinterpret_borrow<py::list>(runs).append(seconds);
+    if (!warm && !is_first) return;
+    int64_t most = warm && is_first ? 0 : PyLong_AsLongLong(c.scratch(cost));
+    c.scratch.set(cost, py::int_(std::max(most, scratch)));
+  }
+
+  // The arguments of a second run are noted before the first, with a copy of what that overwrites.
+  void run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
+                    const TensorArgument* target) override {
+    second_.clear();
+    if (digest_ && PyLong_AsLong(traced->cost.reproduced(parts_->cost)) < runs_) {
+      second_.assign(stack->begin() + static_cast<std::ptrdiff_t>(first_), stack->end());
+      if (target != nullptr) {
+        const Tensor& now = *target->tensor;
+        second_[target->argument] = at::empty_strided(now.sizes(), now.strides(), now.options()).copy_(now);
+      }
+    }
+    measure(false, [&] { run(op, keys, stack); });
+  }
+
+  bool reproduces(const Operation& known, const Tensors& results, const Tensor& updated) override {
+    if (second_.empty()) return true;
+    Tensor copy = updated.defined() ? second_[known.writes[0]].toTensor() : Tensor();
+    std::string why;
+    try {
+      Replaying replaying;
+      measure(true, [&] { known.op->callBoxed(second_); });
+      Tensors again = flat_results(second_, 0);
+      bool same = again.size() == results.size() && (!copy.defined() || same_bytes(updated, copy));
+      for (size_t at = 0; same && at < results.size(); ++at)
+        same = results[at].defined() == again[at].defined() &&
+            (!results[at].defined() || same_bytes(results[at], again[at]));
+      if (!same) why = "a second run with equal inputs gave other bytes";
+    } catch (const c10::Error& error) {
+      why = std::string("its second run raised RuntimeError: ") + error.what_without_backtrace();
+    }
+    second_.clear();
+    if (why.empty()) {
+      const Slot& reproduced = traced->cost.reproduced;
+      reproduced.set(parts_->cost, py::int_(PyLong_AsLong(reproduced(parts_->cost)) + 1));
+      return true;
+    }
+    parts_->profiler.note_finding(py::handle(traced->operation.name(parts_->like.operation)), why);
+    return false;
+  }
+
+  static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.digest.same_bytes
+    if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
+    Tensor one = a.contiguous(), other = b.contiguous();
+    return one.numel() == 0 || !std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes());
   }
 
   // ---- bytes -------------------------------------------------------------------------------------
@@ -330,13 +377,46 @@ class ProfileRecorder : public Recorder {
   // ---- forms -------------------------------------------------------------------------------------
 
   template <class T>
+  static void note(std::string& text, const T& number) {
+    text.append(reinterpret_cast<const char*>(&number), sizeof(number));
+  }
+
+  template <class T>
   void note(const T& number) {
-    form_.append(reinterpret_cast<const char*>(&number), sizeof(number));
+    note(form_, number);
   }
 
   void note(at::IntArrayRef numbers) {
     note(numbers.size());
     form_.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+  }
+
+  void both(char tag) {
+    note(tag);
+    note(kind_, tag);
+  }
+
+  bool forget_call() {
+    form_.clear();
+    kind_.clear();
+    return false;
+  }
+
+  // Notes form and kind of a call; false where there is more to it than is noted here.
+  bool note_call(const c10::FunctionSchema& schema, const Stack& stack) {
+    note(&schema);
+    note(kind_, &schema);
+    for (size_t at = first_; at < stack.size(); ++at) {
+      const IValue& argument = stack[at];
+      bool whole = argument.isInt() || argument.isNone();
+      if (whole && says_where(schema, at - first_)) continue;
+      auto type = schema.arguments()[at - first_].real_type()->kind();
+      bool names = type == c10::TypeKind::LayoutType || type == c10::TypeKind::ScalarTypeType ||
+          type == c10::TypeKind::OptionalType;
+      if (argument.isInt() && names) note(kind_, argument.toInt());
+      if (!note_argument(argument, at - first_, 0)) return false;
+    }
+    return true;
   }
 
   // Whether an argument says where in a tensor the operation writes, not how much: lowtide.ops.
@@ -351,36 +431,36 @@ class ProfileRecorder : public Recorder {
     if (argument.isTensor()) return note_tensor(argument.toTensor(), place, item);
     if (argument.isList()) {
       at::ArrayRef<IValue> items = argument.toListRef();
-      note('[');
+      both('[');
       note(items.size());
       for (size_t at = 0; at < items.size(); ++at) {
         if (!note_argument(items[at], place, at)) return false;
       }
       return true;
     }
-    if (argument.isNone()) return note('-'), true;
-    if (argument.isInt()) return note('i'), note(argument.toInt()), true;
-    if (argument.isDouble()) return note('d'), note(argument.toDouble()), true;
-    if (argument.isBool()) return note('b'), note(argument.toBool()), true;
-    if (argument.isComplexDouble()) return note('c'), note(argument.toComplexDouble()), true;
-    if (argument.isDevice()) return note('D'), form_.append(argument.toDevice().str()), true;
+    if (argument.isNone()) return both('-'), true;
+    if (argument.isInt()) return both('i'), note(argument.toInt()), true;
+    if (argument.isDouble()) return both('d'), note(argument.toDouble()), true;
+    if (argument.isBool()) return both(argument.toBool() ? '1' : '0'), true;
+    if (argument.isComplexDouble()) return both('c'), note(argument.toComplexDouble()), true;
+    if (argument.isDevice()) return both('D'), form_.append(argument.toDevice().str()), true;
     if (!argument.isString()) return false;
-    note('s');
+    both('s');
     note(argument.toStringView().size());
     form_.append(argument.toStringView());
     return true;
   }
 
   bool note_tensor(const Tensor& tensor, size_t place, size_t item) {
-    if (!tensor.defined()) return note('_'), true;
-    note(tensor.scalar_type());
+    if (!tensor.defined()) return both('_'), true;
+    both(static_cast<char>(tensor.scalar_type()));
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-      note('#');
+      both('#');
       form_.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.element_size());
       return true;
     }
     if (!plain(tensor) || !tensor.is_cpu() || tensor.storage().nbytes() > FEW_BYTES) return false;
-    note('t');
+    both('t');
     note(tensor.sizes());
     note(tensor.strides());
     tensors_.push_back({place, item, &tensor, storage_key(tensor)});
@@ -390,7 +470,10 @@ class ProfileRecorder : public Recorder {
   static constexpr size_t FEW_BYTES = 1 << 20;  // of more, threads make a digest sooner
 
   const Digest digest_;
-  std::string form_;  // of a call that Python is about to run
+  const Meter meter_;
+  const Py_ssize_t runs_;
+  std::string form_, kind_;  // of the call that runs, or that Python is about to run
+  Stack second_;             // the arguments of its second run
   std::thread::id asked_;
   bool backward_ = false;
   std::unique_ptr<Parts> parts_;

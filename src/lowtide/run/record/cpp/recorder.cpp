@@ -5,6 +5,7 @@
 //
 //   recorder.h   the operations of a forward, and its saved tensors
 //   profile.h    the operations of a profiled step: lowtide.run.profile
+//   traced.h     what these are written down as, and what measures them
 //   saved.h      what autograd holds in place of a saved tensor
 //   on_demand.h  evicts values when memory is short
 //   replay.h     brings evicted values back
@@ -121,25 +122,30 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   py::class_<ProfileRecorder, Recorder, std::shared_ptr<ProfileRecorder>>(m, "ProfileRecorder")
       .def(py::init([](py::object tape, py::object tracer, py::dict begun, py::object register_storage,
                        py::object end_storage, py::object value_of, py::object note_node,
-                       py::object note_meeting, py::object note_overwritten, uintptr_t digest) {
-             ProfilerCalls profiler{register_storage, end_storage,  value_of,
-                               note_node,        note_meeting, note_overwritten};
-             return std::make_shared<ProfileRecorder>(tape, tracer, begun, profiler, digest);
+                       py::object note_meeting, py::object note_overwritten, py::object note_finding,
+                       uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
+             ProfilerCalls profiler{register_storage, end_storage,      value_of,    note_node,
+                                    note_meeting,     note_overwritten, note_finding};
+             return std::make_shared<ProfileRecorder>(tape, tracer, begun, profiler, digest, meter, runs);
            }),
            py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "register_storage"_a, "end_storage"_a,
-           "value_of"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "digest"_a)
+           "value_of"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "note_finding"_a,
+           "digest"_a, "meter"_a, "runs"_a)
       .def("learn", &ProfileRecorder::learn)
       .def_property_readonly("program", &ProfileRecorder::program);
   m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });
   m.def("know", [](py::object value, py::object node, py::object tape, py::object director,
-                   py::object here, py::object unpack, py::object bring_back, py::object overwritten) {
-    classes = new Classes{{value}, {node}, {tape}, {director}, here, unpack, bring_back, overwritten};
+                   py::object here, py::object unpack, py::object bring_back, py::object run_node,
+                   py::object drop_inputs, py::object overwritten) {
+    classes = new Classes{{value}, {node}, {tape}, {director}, here, unpack, bring_back, run_node,
+                          drop_inputs, overwritten};
   }, py::kw_only(), "value"_a, "node"_a, "tape"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
-     "overwritten"_a);
+     "run_node"_a, "drop_inputs"_a, "overwritten"_a);
   m.def("know_traced", [](py::object tracer, py::object reference, py::object storage, py::object version,
-                          py::object operation, py::object calling_line) {
-    traced = new Traced{{tracer}, {reference}, {storage}, {version}, {operation}, calling_line};
-  }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "calling_line"_a);
+                          py::object operation, py::object cost, py::object calling_line) {
+    traced = new Traced{{tracer}, {reference}, {storage}, {version}, {operation}, {cost}, calling_line};
+  }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "cost"_a,
+     "calling_line"_a);
   m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
@@ -147,6 +153,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   m.def("let_in", torch::wrap_pybind_function(&let_in));
   m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
   m.def("replay", [](py::handle value, std::shared_ptr<OnDemand> on_demand) -> py::object {
+    if (classes == nullptr) return py::none();
     Tensor found = Replay(value, std::move(on_demand)).run_here();
     return found.defined() ? wrapped(found) : py::none();
   });

@@ -198,6 +198,17 @@ class Recorder {
     return places;
   }
 
+  // Runs an operation that will be recorded. It may overwrite a target.
+  virtual void run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
+                            const TensorArgument*) {
+    py::gil_scoped_release others;
+    run(op, keys, stack);
+  }
+
+  // Whether a second run of an operation gave the results of the first, and the same updated target. Only a
+  // profiled step makes one.
+  virtual bool reproduces(const Operation&, const Tensors&, const Tensor&) { return true; }
+
   // An operation has run, and wrote something.
   virtual void write_down(const Tensors&, const Places&) {}
 
@@ -240,14 +251,16 @@ class Recorder {
     py::object call = Boxed<RecordedCall>::of(op);
     if (!describe(*Boxed<RecordedCall>::in(call), *stack, inputs)) return false;
     if (on_demand()) on_demand()->relieve_if_short();
-    {
-      py::gil_scoped_release others;
-      run(op, keys, stack);
-    }
+    run_recorded(op, keys, stack, target);
     Tensors results = flat_results(*stack, first_);
     Places places = new_among(results);
     if (places.empty() && target == nullptr) return true;
+    bool again = reproduces(known, results, updated);
     write_down(results, places);
+    if (!again) {
+      if (target != nullptr) update(py::none(), updated, false);
+      return true;
+    }
     if (on_demand()) {
       for (size_t at : places) on_demand()->note_allocated(results[at].storage().nbytes());
     }

@@ -1,4 +1,4 @@
-// Brings back an evicted value: lowtide.run.record.replay.bring_back for calls that C++ recorded.
+// Brings back an evicted value: lowtide.run.record.replay.bring_back. Python runs the nodes that it recorded.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -32,7 +32,7 @@ class Replay {
     std::sort(order_.begin(), order_.end());
     order_.erase(std::unique(order_.begin(), order_.end()), order_.end());
     for (auto& [_, node] : order_) {
-      for (py::handle input : inputs_of(node)) ++values_[input.ptr()].uses;
+      each_input(node, [&](PyObject* input) { ++values_[input].uses; });
     }
     ++values_[value_.ptr()].uses;
     Replaying replaying;
@@ -48,11 +48,7 @@ class Replay {
     Tensor made;    // kept until the last of them
   };
 
-  static py::tuple inputs_of(py::handle node) {
-    return py::reinterpret_borrow<py::tuple>(classes->node.inputs(node));
-  }
-
-  // Finds the nodes that have to run; false where Python recorded one of them.
+  // Finds the nodes that have to run; false where Python has to: a value was moved, or an error is raised.
   bool collect(PyObject* value) {
     std::vector<PyObject*> wanted{value};
     while (!wanted.empty()) {
@@ -63,23 +59,35 @@ class Replay {
       known->second.made = here(next);
       if (known->second.made.defined()) continue;
       PyObject* node = classes->value.node(next);
-      if (call_of(node) == nullptr || classes->value.held(next) != Py_None) return false;
+      if (!is_node(node) || classes->value.held(next) != Py_None) return false;
       order_.emplace_back(PyLong_AsLong(classes->node.order(node)), node);
-      for (py::handle input : inputs_of(node)) wanted.push_back(input.ptr());
+      each_input(node, [&](PyObject* input) { wanted.push_back(input); });
     }
     return true;
   }
 
   void run(py::handle node) {
-    auto& n = classes->node;
-    c10::GradMode::set_enabled(n.grad(node) == Py_True);
-    py::tuple inputs = inputs_of(node);
+    c10::GradMode::set_enabled(classes->node.grad(node) == Py_True);
     Tensors bases;
-    for (py::handle input : inputs) {
-      bases.push_back(values_[input.ptr()].made);
+    each_input(node.ptr(), [&](PyObject* input) {
+      bases.push_back(values_[input].made);
       TORCH_CHECK(bases.back().defined(), "a replay lacks an input: please report this");
-    }
+    });
     if (on_demand_) on_demand_->relieve_if_short();
+    if (call_of(node) != nullptr) run_again(node, bases);
+    else run_in_python(node, bases);
+    bases.clear();
+    if (RecordedCall* call = call_of(node)) call->drop_inputs();
+    else classes->drop_inputs(node);
+    each_input(node.ptr(), [&](PyObject* input) {
+      Known& known = values_[input];
+      if (--known.uses <= 0) known.made.reset();
+    });
+  }
+
+  void run_again(py::handle node, Tensors& bases) {
+    auto& n = classes->node;
+    auto inputs = py::reinterpret_borrow<py::tuple>(n.inputs(node));
     auto updated = py::reinterpret_borrow<py::tuple>(n.updated(node));
     for (py::handle one : updated) {
       size_t place = PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0));
@@ -88,7 +96,6 @@ class Replay {
     Tensors results = call_of(node)->again(bases);
     for (py::handle one : updated)
       keep(PyTuple_GET_ITEM(one.ptr(), 1), bases[PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0))]);
-    bases.clear();
     for (py::handle output : py::reinterpret_borrow<py::tuple>(n.outputs(node))) {
       keep(PyTuple_GET_ITEM(output.ptr(), 1), results[PyLong_AsSize_t(PyTuple_GET_ITEM(output.ptr(), 0))]);
     }
@@ -97,18 +104,31 @@ class Replay {
         if (result.defined()) on_demand_->note_allocated(result.storage().nbytes());
       }
     }
-    results.clear();
-    call_of(node)->drop_inputs();
-    for (py::handle input : inputs) {
-      Known& known = values_[input.ptr()];
-      if (--known.uses <= 0) known.made.reset();
+  }
+
+  void run_in_python(py::handle node, const Tensors& bases) {
+    py::list given, alone;
+    size_t at = 0;
+    each_input(node.ptr(), [&](PyObject* input) {
+      given.append(wrapped(bases[at++]));
+      alone.append(py::bool_(is_alone(input)));
+    });
+    for (py::handle pair : py::list(classes->run_node(node, given, alone))) {
+      const Tensor& result = THPVariable_Unpack(PyTuple_GET_ITEM(pair.ptr(), 1));
+      keep(PyTuple_GET_ITEM(pair.ptr(), 0), result);
+      if (on_demand_) on_demand_->note_allocated(result.storage().nbytes());
     }
+  }
+
+  // Whether nobody else waits for the bytes of a value that a call overwrites.
+  bool is_alone(py::handle value) {
+    bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= 1;
+    return nobody && values_[value.ptr()].uses <= 1;
   }
 
   // What a call may overwrite in place of a value: its bytes where nobody else waits for them, or a copy.
   Tensor own_copy(py::handle value, const Tensor& base) {
-    bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= 1;
-    if (nobody && values_[value.ptr()].uses <= 1) return base;
+    if (is_alone(value)) return base;
     int64_t bytes = base.storage().nbytes();
     if (on_demand_) on_demand_->note_allocated(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();
@@ -116,6 +136,7 @@ class Replay {
 
   // Keeps what was written while its value has readers.
   void keep(py::handle reference, const Tensor& result) {
+    if (reference.is_none()) return;
     py::object made = behind(reference);
     if (made.is_none()) return;
     if (readers_of(made) > 0 && classes->value.cached(made) == Py_None) {

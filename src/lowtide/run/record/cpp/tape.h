@@ -34,7 +34,7 @@ struct Classes {
     py::object type;
     Slot at{type, "at"}, skipped{type, "skipped"};
   } director;
-  py::object here, unpack, bring_back, overwritten;  // functions in Python
+  py::object here, unpack, bring_back, run_node, drop_inputs, overwritten;  // functions in Python
   py::tuple nothing{0};
   py::dict no_names;
 };
@@ -138,6 +138,14 @@ inline bool is_node(py::handle object) {  // those that Python made are of a cla
 
 inline RecordedCall* call_of(py::handle node) {  // or null: Python recorded it
   return is_a(node, classes->node.type) ? Boxed<RecordedCall>::in(classes->node.call(node)) : nullptr;
+}
+
+// Calls `with` for each value that a node reads.
+template <class With>
+void each_input(PyObject* node, With with) {  // Python's nodes have a list
+  PyObject* inputs = classes->node.inputs(node);
+  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(inputs); ++at)
+    with(PySequence_Fast_GET_ITEM(inputs, at));
 }
 
 // A node without its inputs and outputs.
