@@ -150,10 +150,11 @@ def caching_allocator(device: torch.device) -> tuple[CachingAllocator, dict[int,
 
 
 _THREADS = 2
+"""Threads of a training step that have cuBLAS workspaces of their own: forward's and backward's."""
 
 
 class _Taken(threading.local):
-    """On which devices and streams this thread and backward's have theirs."""
+    """The devices and streams on which this thread, and backwards that it begins, have their workspaces."""
 
     def __init__(self) -> None:
         self.where: set[tuple[int | None, int]] = set()
@@ -163,14 +164,13 @@ _TAKEN = _Taken()
 
 
 def workspace_bytes(device: torch.device) -> int:
-    """Bytes of the workspaces of a training step on ``device``; 0 where there are none, as on a CPU."""
+    """Bytes of the cuBLAS workspaces of a training step on ``device``; 0 where none are, as on a CPU."""
     return _THREADS * private.blas_workspace_bytes(device)
 
 
 def resident_workspace_bytes(device: torch.device) -> int:
-    """The same, of a step that runs on this thread and the current stream: from here on they are resident.
-
-    So they are no part of what a step that is watched from here on allocates, be it the first.
+    """Allocate the cuBLAS workspaces of steps on this thread and the current stream, and return their bytes
+    (`workspace_bytes`). They are resident then, and no part of what a later step is seen to allocate.
     """
     count = workspace_bytes(device)
     if count and device.type == "cuda":
@@ -185,7 +185,7 @@ def resident_workspace_bytes(device: torch.device) -> int:
 
 
 class _Takes(torch.autograd.Function):
-    """Multiplies on forward's thread and on backward's."""
+    """Allocates workspaces: of forward's thread in its forward, of backward's in its backward."""
 
     @staticmethod
     def forward(_: Any, one: torch.Tensor) -> torch.Tensor:

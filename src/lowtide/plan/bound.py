@@ -66,10 +66,10 @@ A_SECOND = 750_000
 """Operations that are simulated in about a second."""
 
 _A_COLUMN = 30
-"""Operations that could be simulated while a linear program is solved, for each of its columns."""
+"""Work of solving a linear program, for each of its columns: as much as simulating so many operations."""
 
 _WHOLE = 3
-"""How much longer one takes where the columns are to be whole numbers."""
+"""How many times as much work a program in whole numbers is."""
 
 Spans = list[tuple[int, int]]
 """half-open, in events"""
@@ -229,19 +229,19 @@ class Relaxation:
         return self.op_column.get(self.sim.producer[value])
 
     def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
-        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it)."""
+        """The columns of ``value``'s moves, each with -1; with ``replayed_from`` only of those moves after
+        which a replay may read it.
+        """
         rows = self._moving.get(value, ())
         return [(column, -1.0) for column, m in rows if m.replayable_from or not replayed_from]
 
     def _available(self, value: int) -> list[tuple[int, float]]:
-        """Entries that are -1 when an operation can read ``value``: it is stored, replayed, or waits
-        elsewhere.
-        """
+        """The columns, each with -1, by which an operation can read ``value``: stored, replayed or moved."""
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
         return [*entries, *self.replays_of(value), *self.moves_of(value, replayed_from=True)]
 
     def replays_of(self, value: int) -> list[tuple[int, float]]:
-        """The entry that is -1 when ``value`` is replayed, if it may be."""
+        """The column of ``value``'s replay, with -1; nothing where it may not be replayed."""
         column = self.replay_column(value)
         return [] if column is None else [(column, -1.0)]
 
@@ -399,7 +399,7 @@ class Relaxation:
         return int(np.ceil((self.fixed + self.occupancy(self._forced_shares())).max() - 0.5))
 
     def bound(self, budget: int) -> Bound:
-        """No schedule within ``budget`` bytes adds less; the sharpest that is known, else by `solve`."""
+        """The bound for ``budget`` bytes: the sharpest that was found so far, by `solve` where none was."""
         if budget >= self.sim.plain_peak and not self.sim.evicted_by_scopes:
             return Bound(0.0, self.least_peak)
         if budget not in self.floors:
@@ -409,7 +409,7 @@ class Relaxation:
     def solve(self, budget: int, beside: Bytes | None = None) -> tuple[float, Floats]:
         """The least extra seconds within ``budget`` (infinite when nothing fits), and the relaxed decisions.
         Memory rows are added as they are found violated; stopping early leaves rows out, so the answer stays
-        a lower bound. With ``beside`` bytes more at each event it is none.
+        a lower bound. With ``beside``, bytes that are taken at each event as well, the answer is no bound.
         """
         if beside is None and budget in self._answers:
             return self._answers[budget]
@@ -426,8 +426,8 @@ class Relaxation:
         return seconds, self._point
 
     def _add_rows_and_solve(self, budget: int, held: Bytes) -> float:
-        """Add the rows of moments at which more than ``budget`` would stand beside what is ``held``, and
-        solve, until there are none."""
+        """Add the memory rows of moments at which the relaxed decisions and the bytes ``held`` exceed
+        ``budget``, and solve, until no moment does."""
         best = 0.0
         for number in range(_ROUNDS):
             load = (held + self.occupancy(self._point)) / max(1, budget)

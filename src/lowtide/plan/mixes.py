@@ -31,10 +31,11 @@ between what fits and what does not.
 """
 
 _CLOSE = 0.01
-"""How close to each other these two get, as a share of the budget."""
+"""The largest target that fits and the smallest that does not are at least so far apart, as a share of the
+budget, or nothing between them is tried."""
 
 _STARTS = 2
-"""Mixes of either kind in which single decisions are exchanged."""
+"""How many of the best mixes of either kind (from recomputing, from the program) have decisions exchanged."""
 
 _TRIES = 120
 """Exchanges of single decisions."""
@@ -135,8 +136,11 @@ class MixedSearch:
         return least
 
     def least(self, seconds: float | None = None) -> Candidate:
-        """The mix with the smallest peak that is found: all that may move does, and the rest is what the
-        recomputing planner finds least with, in about so many seconds where they are given.
+        """The mix with the smallest peak that is found: of the sets of stored values with the smallest peaks,
+        either all values that may move do, or none.
+
+        Args:
+            seconds: about how long the search for the smallest peak may take; ``None`` for no limit.
         """
         search = self.search
         lowest = search.smallest if seconds is None else search.lowest_within(seconds)
@@ -157,7 +161,7 @@ class MixedSearch:
 
     def _from_recomputing(self, budget: int) -> Iterator[Candidate]:
         """Mixes that move values which recomputing alone stores, for budgets from the real one up to the
-        plain step's peak: as few as will do, the earliest of the forward first.
+        plain step's peak: the earliest values of the forward, and no more of them than needed to fit.
         """
         top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_kept)]
         for k in range(_POINTS):

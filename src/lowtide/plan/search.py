@@ -34,25 +34,26 @@ from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
 from lowtide.progress import current
 
 _NEAR_GAP = 0.0025
-"""Distance to the bound, as a share of the step's time, at which decisions that were rounded once will do."""
+"""Distance to the bound, as a share of the step's time, at which the first rounded decisions are taken."""
 
 _GOOD_GAP = 0.005
 """The distance at which the search ends."""
 
 _OVER = 0.25
-"""How far beyond the budget, as a share of it, decisions are changed to bring a plan back into it."""
+"""How far above the budget, as a share of it, a rounded plan may lie for its decisions to be changed until it
+fits."""
 
 _MORE_SEGMENTS = 1.5
 """Factor between the numbers of segments that are tried."""
 
 _EFFORT = 33 * A_SECOND
-"""What a search may take, where nobody says less, before what is found has to do."""
+"""The work of one search, where no smaller limit is given."""
 
 _DESCENTS = 3
-"""Baselines from which lower plans are looked for, the lowest ones."""
+"""How many of the lowest baselines are lowered further (`Descent`)."""
 
 _DESCENT_EFFORT = 0.93 * A_SECOND
-"""What each of them may take."""
+"""The work of one descent."""
 
 _LAST = 0.3
 """Share of the effort that is left, at least, to make the first plan that fits faster."""
@@ -61,19 +62,19 @@ _ROUNDS = 12
 """Times that the program is solved anew, each time corrected by an exact simulation."""
 
 _VAIN = 8
-"""Of these, how many in a row may find nothing better."""
+"""Corrected solutions in a row that find nothing better before the search ends."""
 
 _PASSES = 4
 """Times that `LocalSearch.faster` goes through what it may store."""
 
 _FAILURES = 80
-"""Values that it tries in vain, one after another, before it ends."""
+"""Values in a row that `LocalSearch.faster` tries in vain before it ends."""
 
 _TURNS = 60
 """Changes at the peak that are simulated in vain before `LocalSearch.lower` ends."""
 
 _BOUNDED = 0.4
-"""What closing a set and bounding its peak takes, as a share of a simulation."""
+"""Work of closing a set and bounding its peak, as a share of a simulation's."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Candidate:
 
     @property
     def height(self) -> tuple[int, int]:
-        """How high it reaches, and at how many moments."""
+        """Its peak in bytes, and at how many events it stands."""
         simulation = self.simulation
         at_peak = np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)
         return (simulation.peak_bytes, int(at_peak))
@@ -357,13 +358,21 @@ class Search:
         return min(fitting, key=lambda c: c.key)
 
     def ended_early(self, best: Candidate, budget: int) -> bool:
-        """Whether the latest search, which found ``best``, was given less than it could have used."""
+        """Whether the latest search, which found ``best``, ended at a limit below the usual one, while a plan
+        with less extra time may exist.
+        """
         return self.effort.over and self.effort.limit < _EFFORT and self._far(best, budget, _GOOD_GAP)
 
     def _search(self, budget: int, best: Candidate | None, descents: int | None) -> Candidate | None:
-        """The best plan found, round after round, until one is close enough to the bound or enough was
-        simulated; nothing where none fits. ``best`` is one that does. No more than ``descents`` are looked
-        for by descending, and where that is a number, only if nothing else fits."""
+        """The best plan found, round after round, until one is close enough to the bound or the effort is
+        spent; ``None`` where no plan fits.
+
+        Args:
+            budget: bytes.
+            best: a plan that fits, if one is known.
+            descents: how many descents may look for a plan that fits, and only while none is known; ``None``
+                for all of them, in any case.
+        """
         vain = 0
 
         def wanted() -> int | None:
@@ -382,7 +391,7 @@ class Search:
         return best
 
     def _rounds(self, budget: int, wanted: Callable[[], int | None]) -> Iterator[list[Candidate]]:
-        """Plans, the cheapest to find first; ``wanted`` says how many are looked for by descending."""
+        """Plans, the cheapest to find first; ``wanted`` says how many descents to run, ``None`` for all."""
         current().say("rounding the best possible")
         bound, point = self.relaxation.solve(budget)
         yield [*self.baselines, *(self._rounded(point, budget) if bound < float("inf") else [])]

@@ -23,7 +23,8 @@ CHUNK = 1 << 16
 """Elements that a CPU encodes or decodes at a time: they stay in its caches."""
 
 DEVICE_CHUNK = 1 << 21
-"""The same on an accelerator, where each chunk takes some 20 kernels, however few its elements."""
+"""Elements that an accelerator encodes or decodes at a time: each chunk takes some 20 kernels, however few
+its elements."""
 
 Parts = tuple[torch.Tensor, ...]
 
@@ -134,7 +135,7 @@ def chunks(flat: torch.Tensor) -> Iterator[slice]:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """How many times ``b`` fits, rounded up."""
+    """``a / b``, rounded up."""
     return -(-a // b)
 
 
@@ -194,7 +195,7 @@ class Mask(Chunked):
         return ceil_div(form.elements, 8) + 2 * form.dtype.itemsize
 
     def encode(self, flat: torch.Tensor) -> Parts:
-        """Which elements are the larger number, and the two numbers."""
+        """A bit for each element, set where it is the larger of the two numbers; and the two numbers."""
         source = words(flat)
         codes = torch.empty(ceil_div(source.numel(), 8), dtype=torch.uint8, device=source.device)
         if not source.numel():
@@ -211,7 +212,7 @@ class Mask(Chunked):
         return codes, torch.stack([least, largest])
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Look the bits up."""
+        """Write for each bit the number that it stands for."""
         codes, known = parts
         target = words(out)
         for part in chunks(target):
@@ -234,7 +235,7 @@ class Positive(Chunked):
         return ceil_div(form.elements, 8)
 
     def encode(self, flat: torch.Tensor) -> Parts:
-        """The bits."""
+        """A bit for each element, set where the gradient passes."""
         mask = torch.empty(ceil_div(flat.numel(), 8), dtype=torch.uint8, device=flat.device)
         for part in chunks(flat):
             # threshold_backward drops the gradient where x <= 0, so that NaN passes it on
@@ -242,7 +243,7 @@ class Positive(Chunked):
         return (mask,)
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Ones and zeros."""
+        """Write one where the bit is set, else zero."""
         for part in chunks(out):
             out[part] = unpack_bits(parts[0][bits_of(part)], 1, part.stop - part.start)
 
@@ -255,17 +256,17 @@ class BFloat16(Chunked):
     scratch_bytes = 0
 
     def encoded_bytes(self, form: Form) -> int:
-        """Two an element of a wider floating-point type."""
+        """Two bytes an element of float32 or float64; the bytes themselves of other types."""
         return 2 * form.elements if form.dtype in (torch.float32, torch.float64) else form.bytes
 
     def encode(self, flat: torch.Tensor) -> Parts:
-        """Rounded to nearest."""
+        """The elements as bfloat16, rounded to nearest."""
         if flat.dtype not in (torch.float32, torch.float64):
             raise CodecError(f"bfloat16: {flat.dtype} has nothing to gain")
         return (flat.to(torch.bfloat16),)
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Widened."""
+        """Write the elements in the value's own type."""
         out.copy_(parts[0])
 
 
@@ -379,7 +380,7 @@ def _upwards(x: torch.Tensor) -> torch.Tensor:
 
 
 _GONE = ("dictionary", "sparse")
-"""How the names of codecs began that 0.2 had."""
+"""How the names of codecs began that lowtide 0.2 had and that are gone."""
 
 
 def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:

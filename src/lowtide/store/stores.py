@@ -29,8 +29,8 @@ _OPEN: dict[str, Callable[[str, torch.device], Tier]] = {
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device with its index, whether a plan says ``cuda`` or a tensor ``cuda:0``; of those that have none
-    of their own it is the current one.
+    """The device with its index: the current one's where it has none, so that a plan's ``cuda`` and a
+    tensor's ``cuda:0`` are one device.
 
     >>> with_index(torch.device("cpu")), with_index(torch.device("cuda:1"))
     (device(type='cpu'), device(type='cuda', index=1))
@@ -99,7 +99,7 @@ class Stores:
         return found
 
     def fresh(self) -> Stores:
-        """Others with the same groups and codecs, and nothing open."""
+        """New stores with the same groups and codecs, and no tier open."""
         return Stores(groups=self.groups, codecs=self.codecs)
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
@@ -206,7 +206,7 @@ class Replicas:
         )
 
     def check(self, digest: int, what: str) -> None:
-        """Every rank holds the same bytes.
+        """Check that every rank of the group holds the same bytes.
 
         Raises:
             PlanError: they differ.
@@ -227,7 +227,7 @@ class Replicas:
 
 
 class Gather:
-    """A gather under way, which holds what it reads."""
+    """A gather under way. It holds this rank's part, which it reads."""
 
     def __init__(self, replicas: Replicas, work: dist.Work | None, part: torch.Tensor) -> None:
         self._replicas, self._work, self._part = replicas, work, part

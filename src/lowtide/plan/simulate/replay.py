@@ -29,8 +29,8 @@ class LiveCopies(NamedTuple):
 
 
 class Places:
-    """When what comes back, and its encoded form, lie in their places in the slab: in turns, which rise with
-    all that happens.
+    """When each moved value, and its encoded form, takes its place in the slab. Times are turns, which are
+    counted up with each thing that happens in the walk.
     """
 
     def __init__(self, sources: Sources) -> None:
@@ -42,7 +42,7 @@ class Places:
         self.turn = 0
 
     def begin(self, value: int, ahead: bool) -> None:
-        """A moved value is fetched ahead, or is there."""
+        """A moved value takes its place: its fetch ``ahead`` of need is started, or it has come back."""
         arriving = bool(self._moved[value].arriving_bytes)
         if arriving:
             self._born.setdefault((value, True), self.turn)
@@ -54,18 +54,18 @@ class Places:
                 self._died[value, True] = self.turn + 1
 
     def inherit(self, value: int, old: int) -> bool:
-        """``value`` is written over ``old``; whether that lies in the slab."""
+        """``value`` is written over the copy of ``old``. Returns whether that copy lies in the slab."""
         if old in self._of:
             self._of[value] = self._of.pop(old)
         return value in self._of
 
     def end(self, value: int) -> None:
-        """Nobody has the copy of a value any more."""
+        """The copy of a value is freed."""
         if value in self._of:
             self._died[self._of.pop(value), False] = self.turn + 1
 
     def spans(self) -> dict[tuple[int, bool], tuple[int, int]]:
-        """When each place is taken."""
+        """(moved value, whether of its encoded form) -> half-open turns in which its place is taken."""
         return {key: (born, self._died.get(key, self.turn + 1)) for key, born in self._born.items()}
 
 
@@ -176,7 +176,7 @@ class Walk:
         return [index]
 
     def _early_bytes(self, value: int) -> int:
-        """What fetching a value ahead allocates."""
+        """Bytes that fetching a value ahead allocates."""
         moved = self.sources.moved[value]
         if self.sources.slab:
             return 0 if moved.tier else moved.gather_bytes
@@ -206,8 +206,15 @@ class Walk:
     def _bring(
         self, value: int, event: int, left: dict[int, int], cached: set[int], again: bool = False
     ) -> None:
-        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``.
-        What comes ``again`` has memory of its own."""
+        """Run the operations that bring ``value`` back, in forward order.
+
+        Args:
+            value: the value.
+            event: at which backward asks for it.
+            left: value -> readers that have not read it yet; counted down.
+            cached: values whose copies are cached; changed.
+            again: whether this is a later unpack (rule 10): the result has memory of its own.
+        """
         sim, sources, flags, handed = self.sim, self.sources, self.flags, self.handed
         reads = sources.reads
         sizes = sim.value_bytes if again else self.sizes

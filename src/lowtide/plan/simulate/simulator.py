@@ -247,8 +247,8 @@ class Simulator(StepIndex):
         return frozenset(v for v in used if self.producer[v] >= 0)
 
     def least_at(self, stored: Collection[int], event: int) -> int:
-        """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so
-        there is nothing to walk through.
+        """A lower bound of the live bytes that `simulate` finds within ``event``: replayed copies are left
+        out, so that no walk is needed.
         """
         flags = self.flags(stored)
         evicted = [v for v in self.droppable if not flags[v]]
@@ -278,8 +278,9 @@ class Simulator(StepIndex):
         sources: Sources,
         seen: list[LiveCopies] | None,
     ) -> Walk:
-        """The walk through what happens to ``evicted``. Operations of ``every`` that none of it needs that is
-        unpacked never run again: they are readers until what depends on them is gone.
+        """The walk through what happens to the evicted values. Of the operations ``every`` that could bring
+        them back, those that only values need which are never unpacked do not run again: they
+        count as readers of their arguments until ``until``.
         """
         unpacked = [v for v in evicted if v in self.last_unpack]
         running = every if len(unpacked) == len(evicted) else self.closure(unpacked, flags, sources)

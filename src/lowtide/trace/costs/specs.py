@@ -18,7 +18,7 @@ from lowtide.private import OpOverload, tree_leaves, tree_map
 from lowtide.trace.costs.roofline import outside_modes
 
 Signature = tuple[Any, ...]
-"""What equal calls share."""
+"""A key that calls share whose arguments differ in contents alone (`signature_of`)."""
 
 _RUN_NAMESPACES = frozenset({"aten", "prims"})
 _NEVER_RUN = frozenset({
