@@ -107,9 +107,79 @@ def followed(extra: int = 0, departed: bool = False) -> Any:
     return SimpleNamespace(extra=extra, departed=departed or extra > 0)
 
 
+def test_a_refused_entry_is_planned_for_once_another_budget_was_given() -> None:
+    entry = Entry(key())
+    assert machine.on_profiled(entry, graph(3), verified=True) is A.PLAN
+    assert machine.on_plan_refused(entry, version=3) is A.RAISE and entry.state is S.REFUSED
+    assert machine.on_called(entry, version=3) is A.PROFILE
+    assert machine.on_called(entry, version=4) is A.PLAN
+    assert machine.on_plan_refused(entry, version=4) is A.RAISE
+    assert machine.on_profiled(entry, graph(2), verified=True) is A.PLAN, "a shorter step may fit"
+    planned = planned_entry()
+    assert machine.on_called(planned, version=1) is A.PLAN
+    assert machine.on_plan_refused(planned, version=1) is A.RAISE and planned.state is S.STALE
+
+
+def test_varying_steps_are_refused_another_budget_that_is_too_small() -> None:
+    entry = planned_entry()
+    for count in (9, 8):
+        machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(0, count)))
+    assert entry.state is S.VARYING and machine.on_called(entry, version=1) is A.PLAN
+    assert machine.on_plan_refused(entry, version=1) is A.RAISE and entry.state is S.STALE
+
+
+def test_a_step_whose_operations_are_not_its_own_to_see_is_profiled_aside() -> None:
+    entry = Entry(key())
+    assert machine.on_called(entry, version=0, shared=True) is A.PROFILE_ASIDE
+    assert machine.on_called(entry, version=0) is A.PROFILE, "the next one may be alone"
+    assert machine.on_no_loss(entry, shared=True) is A.PROFILE
+    assert machine.on_called(entry, version=0, backward_unseen=True) is A.PROFILE_ASIDE
+    assert machine.on_called(entry, version=0) is A.PROFILE_ASIDE, "a model's backward stays where it is"
+    assert machine.on_no_loss(entry, shared=False) is A.RAISE
+
+
+def test_a_step_that_was_not_verified_is_profiled_again() -> None:
+    entry = Entry(key())
+    assert machine.on_profiled(entry, GRAPH, verified=False, backwards=2) is A.PROFILE
+    assert entry.graph is None and entry.traits.backwards == 1 and entry.state is S.NEW
+    assert machine.on_profiled(entry, GRAPH, verified=True) is A.PLAN and entry.seen.profiles == 2
+
+
+def test_how_a_planned_step_runs() -> None:
+    def begins(entry: Entry, can_evict: bool = True, unkeyed: bool = False) -> Action:
+        assert entry.planned is not None
+        return machine.on_forward_begins(entry, entry.planned, can_evict, unkeyed)
+
+    entry, fits, alike = planned_entry(), planned_entry(FITS), planned_entry()
+    assert begins(entry) is A.RUN and begins(fits) is A.PASS
+    assert begins(entry, unkeyed=True) is A.TRY and begins(entry, can_evict=False, unkeyed=True) is A.RUN
+    free = planned_entry(replace(FITS, budget_bytes=None))
+    for one in (entry, fits, free):
+        one.seen.may_differ = True
+    assert begins(entry) is begins(fits) is A.TRY
+    assert begins(fits, can_evict=False) is A.RUN, "it is recorded, to see whether it departs"
+    assert begins(free, can_evict=False) is A.PASS
+    for one in (entry, alike):
+        assert one.planned is not None
+        machine.count_step(one.planned)
+        assert begins(one, unkeyed=True) is A.RUN, "tried once"
+
+
+def test_second_derivatives_that_no_profiled_step_had_are_left_nothing() -> None:
+    for known, action in ((False, A.TAKE_BACK), (True, A.LEAVE_MARGIN)):
+        entry = Entry(key())
+        machine.on_profiled(entry, GRAPH, verified=True, makes_graph=known)
+        machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
+        row = machine.on_ended(entry, ran(entry, OVER, makes_graph=True))
+        assert row.action is action and ("create_graph" in row.says) != known
+        assert (entry.room.margin_bytes > 0) == known
+
+
 def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
     entry = planned_entry()
     assert machine.on_ended(entry, ran(entry, None, director=followed())).action is A.NOTHING
+    machine.on_ended(entry, ran(entry, LIMIT // 2, departed=True))
+    assert entry.state is S.PLANNED, "it kept its budget, and did not try"
     assert not entry.seen.may_differ and not entry.wants_profile
     assert machine.on_ended(entry, ran(entry, None, director=followed(extra=1))).action is A.DOUBT
     assert entry.seen.may_differ and entry.state is S.DOUBTED
