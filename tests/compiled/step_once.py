@@ -1,4 +1,4 @@
-"""A process of `test_alone_stored`: one step under a budget; what the handle knows, on standard output."""
+"""A process of `test_shelf`: one step under a budget; what the handle knows, on standard output."""
 
 from __future__ import annotations
 

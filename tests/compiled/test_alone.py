@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import lowtide
 from lowtide.compiled import choose_cuts
+from lowtide.compiled.alone import Partitioner
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
@@ -156,3 +158,8 @@ def test_a_guess_for_a_recorded_step_that_is_refused_is_followed_by_another(
         handle, lowered = recorded(5_452_595)
     assert lowered == 0 and halves.call_count > 4, "more than one try"
     assert handle.plan.replayed
+
+
+def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
+    one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
+    assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()

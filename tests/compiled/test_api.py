@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import lowtide
-from lowtide.compiled.alone import Partitioner
 from lowtide.private.inductor import BackendCompilerFailed
 
 
@@ -405,11 +403,6 @@ def test_a_malformed_budget_is_refused_at_once() -> None:
         lowtide.compile(nn.Linear(2, 2), "six")
     with pytest.raises(lowtide.BudgetError):
         lowtide.compile_options("six")
-
-
-def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
-    one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
-    assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()
 
 
 @pytest.mark.parametrize("codecs", ["int8", ("bfloat16", "int8")])
