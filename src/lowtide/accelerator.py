@@ -18,7 +18,7 @@ KIND = "cuda"
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device is one.
+    """Whether the device is an accelerator.
 
     >>> is_accelerator(torch.device("cuda:1")), is_accelerator(torch.device("cpu"))
     (True, False)
@@ -38,22 +38,22 @@ def is_on(tensor: Tensor, device: torch.device) -> bool:
 
 
 def is_present() -> bool:
-    """Whether this process sees one."""
+    """Whether this process sees an accelerator."""
     return torch.cuda.is_available()
 
 
 def is_used() -> bool:
-    """Whether this process has used one."""
+    """Whether this process has used an accelerator."""
     return torch.cuda.is_initialized()
 
 
 def all_devices() -> list[torch.device]:
-    """Those that this process sees."""
+    """The accelerators that this process sees."""
     return [torch.device(KIND, at) for at in range(torch.cuda.device_count())] if is_present() else []
 
 
 def current_device() -> torch.device:
-    """The one that this thread uses without naming it."""
+    """The accelerator that this thread uses where code names none."""
     return torch.device(KIND, torch.cuda.current_device())
 
 
@@ -63,7 +63,7 @@ def as_current(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def name_of(device: torch.device) -> str:
-    """What its maker calls it."""
+    """The device's name, as its maker has it."""
     return torch.cuda.get_device_name(device)
 
 
@@ -151,7 +151,7 @@ def timed_event(device: torch.device) -> Any:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """The state of its generator."""
+    """The state of the device's random number generator."""
     return torch.get_device_module(device.type).get_rng_state(device)
 
 

@@ -281,9 +281,9 @@ class StepGraph:
 
 
 def collect_rarely() -> Callable[[], None]:
-    """Look for cyclic garbage less often, until the function that this returns is called: what describes a
-    step is none, but a thousand new objects of it would begin a collection, and the whole process be looked
-    through now and then.
+    """Have Python look for cyclic garbage less often, until the function that this returns is called. The
+    objects that describe a step are no garbage, but every thousand new ones would begin a collection, and now
+    and then one of the whole process.
     """
     before = gc.get_threshold()
     if not before[0]:
@@ -300,8 +300,8 @@ def collect_rarely() -> Callable[[], None]:
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without cyclic garbage collection: graphs and plans are made of many small objects, and no tensor. To
-    look through all that a process holds again and again takes as long as making them does.
+    """A context without cyclic garbage collection: graphs and plans are made of many small objects, none of
+    them a tensor. Collections meanwhile would take as long as making the objects does.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -56,7 +56,7 @@ class Watch:
 
 
 def _end(tables: list[dict[int, weakref.ref[Any]]]) -> None:
-    """The watch with these tables is gone."""
+    """Warn nobody any more of the storages in a watch's tables: the watch is gone."""
     watched = _watched()
     if watched.native is not None:
         for table in tables:

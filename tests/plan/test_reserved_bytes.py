@@ -19,7 +19,7 @@ from lowtide.plan.reserved_bytes import (
     reserved_either_way,
 )
 from lowtide.plan.simulate import Simulation, Simulator, plain
-from lowtide.plan.simulate.replay import LiveCopies
+from lowtide.plan.simulate.walk import LiveCopies
 
 
 @pytest.mark.parametrize("seeds", [range(start, start + 40) for start in range(0, 200, 40)])

@@ -146,7 +146,7 @@ _ROOT = Path("/")
 
 
 def device_of(name: Any) -> torch.device:
-    """The device of that name.
+    """The device that ``name`` names.
 
     Raises:
         MeterError: there is none.

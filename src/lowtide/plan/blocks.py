@@ -83,8 +83,8 @@ def blocks_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
 
 
 def block_stored(sim: Simulator, block: dict[int, int]) -> frozenset[int]:
-    """What stays when in every block only what enters it is kept: everything that is not made and used
-    within one block.
+    """The values that are stored when every block keeps only what enters it: all values that are not made and
+    used within one block.
 
     Values that leave their block stay because they enter another, or what follows.
     """
@@ -141,7 +141,7 @@ class Segments:
         """position -> values that cross to the next operation and cannot be stored, bytes that cross"""
 
     def stored(self, count: int) -> frozenset[int]:
-        """What stays when of ``count`` segments only the borders are kept."""
+        """The values that are stored when of ``count`` segments only the borders are kept."""
         total, saved = self._saved[-1], self._saved
 
         def place(share: float) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.replay import LiveCopies
+from lowtide.plan.simulate.walk import LiveCopies
 
 if TYPE_CHECKING:
     from lowtide.meter.reserved import Block, CachingAllocator  # the meter imports PyTorch

@@ -24,8 +24,8 @@ def is_unit(module: torch.nn.Module) -> bool:
 
 
 def is_root(module: torch.nn.Module) -> bool:
-    """Whether a module is a unit that no other one around it was seen to be the root of: its hooks begin and
-    end a step.
+    """Whether a module is a unit that, so far as FSDP has seen, lies in no other unit: the hooks of such a
+    unit begin and end a step.
     """
     return is_unit(module) and module._get_fsdp_state()._is_root is not False  # pyright: ignore
 

@@ -143,7 +143,7 @@ def in_force(name: str, options: dict[str, Any]) -> Any:
 
 
 def unknown_options(options: dict[str, Any]) -> list[str]:
-    """Those of the settings that Inductor does not have."""
+    """Names among ``options`` that Inductor has no setting for."""
     known = inductor_config.get_config_copy()
     return [name for name in options if name.replace("-", "_") not in known]
 
@@ -247,7 +247,7 @@ def _unmeasured() -> dict[str, Any]:
 
 
 def _exists(name: str) -> bool:
-    """Whether this PyTorch has a setting."""
+    """Whether Inductor of this PyTorch has a setting of that name."""
     try:
         in_force(name, {})
     except AttributeError:

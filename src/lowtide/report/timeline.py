@@ -23,7 +23,7 @@ from lowtide.graph import Saved, StepGraph, Storage
 from lowtide.plan.data import Plan, form_and_tier
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.replay import LiveCopies
+from lowtide.plan.simulate.walk import LiveCopies
 
 KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary")
 """What a span can be, in the order in which pictures stack them. ``recomputed`` are copies that backward got

@@ -144,7 +144,7 @@ class Plan:
         return self.calibrated_extra_seconds / self.calibrated_plain_seconds
 
     def calibrated(self, plain_seconds: float, extra_seconds: float) -> Plan:
-        """The same plan with the times that steps were seen to take beside its forecast."""
+        """The same plan with the times that steps were measured to take, beside its forecast."""
         return replace(self, calibrated_plain_seconds=plain_seconds, calibrated_extra_seconds=extra_seconds)
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
 
 
 class Policy(Protocol):
-    """What every policy looks like."""
+    """The signature of every policy."""
 
     def __call__(self, graph: StepGraph, budget: int | None = None) -> Plan:
         """The plan for ``graph``; a policy that cannot meet ``budget`` raises `BudgetError`."""

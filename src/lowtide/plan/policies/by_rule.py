@@ -142,7 +142,7 @@ def _matching(sim: Simulator, names: Sequence[str], option: str) -> set[int]:
 
 
 def evict_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
-    """What stays when the outputs of ``operations`` are evicted and replayed from everything else."""
+    """The values that are stored when the outputs of ``operations`` are evicted, and all others stay."""
     return frozenset(
         v.id
         for v in sim.graph.values

@@ -13,8 +13,8 @@ from lowtide.errors import BudgetError
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.plan import by_members, ranges
-from lowtide.plan.simulate.replay import LiveCopies
 from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.simulate.walk import LiveCopies
 from lowtide.remedies import (
     ACTIVATIONS,
     BUFFERS,

@@ -19,8 +19,8 @@ from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Plan, module_in_words
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
-from lowtide.plan.simulate.replay import LiveCopies, Walk
 from lowtide.plan.simulate.transfers import Outgoing, Transfers
+from lowtide.plan.simulate.walk import LiveCopies, Walk
 
 
 @dataclass(frozen=True, eq=False)

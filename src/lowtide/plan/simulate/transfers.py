@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from lowtide.errors import PlanError
 from lowtide.plan.data import Links
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex
-from lowtide.plan.simulate.replay import Walk
+from lowtide.plan.simulate.walk import Walk
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What replays hold while backward runs: rules 8 to 10 of docs/design.md."""
+"""The walk through a step: which replayed copies are alive when, by rules 8 to 10 of docs/design.md."""
 
 from __future__ import annotations
 
