@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
+from lowtide import private
 from lowtide.graph import StepGraph, Storage
 from lowtide.interception import Interceptor, interceptors, proceed
 from lowtide.meter import measure
@@ -25,7 +26,7 @@ from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
 from lowtide.run.profile.costs import MeasuredCost
 from lowtide.run.record import directors, tape, values
-from lowtide.run.record.cpp_recorder import cpp_recorder
+from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from lowtide.run.record.recorder import Recorder
 from lowtide.trace import traced
 from lowtide.trace.tracer import Tracer
@@ -460,3 +461,21 @@ def test_the_cpp_recorder_refuses_other_classes() -> None:
     for name in given:
         with pytest.raises(TypeError, match="not the classes"):
             cpp_recorder().Recorder(**{**given, name: object()}, pack=lambda: None, program=program)
+
+
+def test_what_cpp_records_is_hidden_from_the_collector() -> None:
+    """A step of a thousand recorded operations leaves nothing that each collection would look through."""
+    program = AnyProgram()
+    program.learn(torch.ops.aten.sin.default)
+    recorder = Recorder(directors.PlanDirector(()), program=program.compiled)
+    y = torch.ones(4)
+    with recorder.recording():
+        for _ in range(1000):
+            y = y.sin()
+        value = recorder.tape.replayable[private.storage_key(y)][0]
+    seen, node = 0, value.node
+    while node is not None:
+        seen += 1
+        assert not any(map(gc.is_tracked, (value, node, node.inputs, node.outputs)))
+        value, node = node.inputs[0], node.inputs[0].node
+    assert seen == 1000

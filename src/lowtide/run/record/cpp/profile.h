@@ -116,7 +116,7 @@ class ProfileRecorder : public Recorder {
     v.extent.set(value, py::int_(extent));
     if (digest_) v.digest.set(value, py::int_(digest_(tensor.storage().data(), extent)));
     if (entry_of(replayable_, key)) PyDict_DelItem(replayable_.ptr(), key.ptr());  // the newest come last
-    replayable_[key] = py::make_tuple(value, py::handle(entry_of(parts_->known, key)));
+    replayable_[key] = pair_of(value, py::reinterpret_borrow<py::object>(entry_of(parts_->known, key)));
     return value;
   }
 
@@ -138,7 +138,7 @@ class ProfileRecorder : public Recorder {
     o.source.set(made, backward_ ? py::object(traced->nothing) : traced->calling_line(p.files));
     p.operations.append(made);
     p.signatures.append(p.cost);
-    p.events.append(py::make_tuple(traced->op, index));
+    p.events.append(pair_of(traced->op, index));
     if (backward_) p.profiler.note_node(index);
     if (p.first.defined()) p.profiler.note_meeting(index, wrapped(p.first));
     if (!p.overwritten.empty()) {

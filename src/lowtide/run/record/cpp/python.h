@@ -31,9 +31,16 @@ inline py::object owned(PyObject* made) {  // a new reference
   return py::reinterpret_steal<py::object>(made);
 }
 
+// Hides an object from Python's collector, which would look through thousands of them in each step: what is
+// recorded is in no cycle that Python sees, since autograd's graph holds it.
+inline py::object uncollected(py::object made) {
+  PyObject_GC_UnTrack(made.ptr());
+  return made;
+}
+
 inline py::object fresh(const py::object& type) {  // its slots are empty
   auto* kind = reinterpret_cast<PyTypeObject*>(type.ptr());
-  return owned(kind->tp_alloc(kind, 0));
+  return uncollected(owned(kind->tp_alloc(kind, 0)));
 }
 
 inline bool is_a(py::handle object, const py::object& type) {
@@ -43,7 +50,7 @@ inline bool is_a(py::handle object, const py::object& type) {
 inline py::object wrapped(const Tensor& tensor) { return owned(THPVariable_Wrap(tensor)); }
 
 inline py::object weak(py::handle object, py::handle callback = py::handle()) {
-  return owned(PyWeakref_NewRef(object.ptr(), callback.ptr()));
+  return uncollected(owned(PyWeakref_NewRef(object.ptr(), callback.ptr())));
 }
 
 inline py::object behind(py::handle weak_reference) {  // or None
@@ -61,10 +68,14 @@ inline PyObject* entry_of(const py::dict& table, const py::int_& key) {  // borr
 }
 
 template <class Items>
-py::tuple tuple_of(Items& items) {
+py::object tuple_of(Items& items) {
   py::tuple made(items.size());
   for (size_t at = 0; at < items.size(); ++at) PyTuple_SET_ITEM(made.ptr(), at, items[at].release().ptr());
-  return made;
+  return uncollected(std::move(made));
+}
+
+inline py::object pair_of(py::object first, py::object second) {
+  return uncollected(owned(PyTuple_Pack(2, first.ptr(), second.ptr())));
 }
 
 // A C++ object that is opaque to Python.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <shared_mutex>
 #include <unordered_map>
 
 #include "hooks.h"
@@ -35,7 +36,7 @@ struct Program {
 
   const Operation* next(size_t at, const OperatorHandle& op) const {  // or null
     if (any) {
-      py::gil_scoped_acquire gil;  // Python adds to it
+      std::shared_lock lock(mutex);  // Python adds to it
       auto found = places.find(op);
       return found == places.end() ? nullptr : &operations[found->second];
     }
@@ -49,12 +50,14 @@ struct Program {
            py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
+    std::unique_lock lock(mutex);
     if (any && op && Handler(handler) != Handler::Python) places.emplace(*op, operations.size());
     operations.push_back({op, op ? Handler(handler) : Handler::Python, arguments, std::move(writes),
                           std::move(statistics), training, std::move(stored), std::move(func)});
   }
 
  private:
+  mutable std::shared_mutex mutex;
   std::unordered_map<OperatorHandle, size_t> places;
 };
 
@@ -272,7 +275,7 @@ class Recorder {
     c10::SmallVector<py::object, 4> outputs;
     for (size_t at = 0; at < places.size(); ++at) {
       if (same && known.stored[at]) continue;
-      outputs.push_back(py::make_tuple(places[at], weak(register_value(node, results[places[at]], 0))));
+      outputs.push_back(pair_of(py::int_(places[at]), weak(register_value(node, results[places[at]], 0))));
     }
     classes->node.outputs.set(node, tuple_of(outputs));
     if (target != nullptr) update(node, updated, !same || !known.stored.back());
@@ -303,7 +306,7 @@ class Recorder {
     size_t place = 0;
     while (PyTuple_GET_ITEM(read.ptr(), place) != old.ptr()) ++place;
     py::object made = register_value(node, tensor, PyLong_AsLongLong(classes->value.extent(old)));
-    classes->node.updated.set(node, py::make_tuple(py::make_tuple(place, weak(made))));
+    classes->node.updated.set(node, py::make_tuple(pair_of(py::int_(place), weak(made))));
   }
 
   // Records the call about to be made and the values that it reads; false where Python has to.
@@ -366,12 +369,13 @@ class Recorder {
   }
 
   // Registers the value of a tensor as recomputable by the node that wrote it, for as long as its storage
-  // lives. The number, which only a profiled step uses, is the extent: bytes of the storage that were written.
+  // lives. The number, which only a profiled step uses, is the extent: bytes of the storage that were
+  // written.
   virtual py::object register_value(const py::object& node, const Tensor& tensor, int64_t) {
     py::int_ key(storage_key(tensor));
-    auto callback = function_of<&forget>("forget", py::make_tuple(replayable_, key));
+    auto callback = function_of<&forget>("forget", pair_of(replayable_, key));
     py::object value = new_value(node, tensor);
-    replayable_[key] = py::make_tuple(value, weak(owned(THPStorage_Wrap(tensor.storage())), callback));
+    replayable_[key] = pair_of(value, weak(owned(THPStorage_Wrap(tensor.storage())), callback));
     return value;
   }
 
