@@ -4,28 +4,19 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from joint_graphs import ROWS, WIDTH, Look, look_at
 from torch import fx, nn
 
 from lowtide.compiled import price
 from lowtide.compiled.alone import forecast
-from lowtide.compiled.choose_cuts import Choice, with_prices
-from lowtide.compiled.joint import Joint
+from lowtide.compiled.choose_cuts import with_prices
 from lowtide.compiled.kernels import KernelCosts
-from lowtide.compiled.lower import Generated, Traffic
-from lowtide.compiled.price import CandidateCuts, costs_of, half_seconds, parts_of
-from lowtide.plan.choose import at_or_smallest
-from lowtide.private import inductor, partitioning
-
-ROWS, WIDTH = 64, 48
-
-
-class Seen(Exception):
-    """Ends a compilation."""
+from lowtide.compiled.lower import Traffic
+from lowtide.compiled.price import CandidateCuts, half_seconds, parts_of
 
 
 def costs(mask_written: float, mask_read: float, **functions: float) -> AbstractContextManager[object]:
@@ -45,103 +36,9 @@ class Relu(nn.Module):
         return self.last(torch.relu(self.first(x))).sum()
 
 
-class Look(inductor.CustomPartitionerFn):
-    """Shows the plain halves to a test, with what is predicted of them."""
-
-    def __call__(self, gm: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
-        partitioning.clean_joint(gm)
-        self.joint = joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
-        self.costs = costs_of(joint)
-        self.halves = partitioning.min_cut(joint.module, num_fwd_outputs, ())
-        self.memory = Generated(joint, {}, {}, self.halves)(joint.size)
-        raise Seen
-
-    def uuid(self) -> None:
-        return None
-
-
-def look_at(model: nn.Module, *args: torch.Tensor) -> Look:
-    """The joint graph of a model as Inductor has it, and what is predicted of its plain halves."""
-    found = Look()
-    compiled = torch.compile(
-        model,
-        backend=lambda module, inputs: inductor.compile_with(
-            module, inputs, {"custom_partitioner_fn": found}
-        ),
-    )
-    with pytest.raises(inductor.BackendCompilerFailed) as failed:
-        compiled(*args)
-    assert isinstance(failed.value.inner_exception, Seen)
-    return found
-
-
 @pytest.fixture
 def look() -> Look:
     return look_at(Relu(), torch.randn(2, ROWS // 2, 16))  # a view of the ReLU is saved, and not the ReLU
-
-
-class Words(nn.Module):
-    """A cross entropy over many words, in float32, of logits in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, 2048, bias=False, dtype=torch.bfloat16)
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(x).float(), targets)
-
-
-def test_what_a_backward_computes_within_its_readers_takes_no_memory() -> None:
-    x = torch.randn(ROWS, 16, dtype=torch.bfloat16, requires_grad=True)
-    found = look_at(Words(), x, torch.randint(2048, (ROWS,)))
-    joint, (_, backward) = found.joint, found.memory
-    writes = [joint.bytes[key] for call in joint.calls if not call.forward for key in call.writes]
-    assert max(writes) == 2 * ROWS * 2048  # the logits' gradient, and not its float32 before it
-    assert backward.peak_bytes < 3 * 2 * ROWS * 2048
-
-
-class Tied(nn.Module):
-    """An embedding that is the head, too, and between them more than the logits take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(2048, 16)
-        self.up, self.down = nn.Linear(16, 8192, bias=False), nn.Linear(8192, 16, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.down(nn.functional.gelu(self.up(self.tokens(x))))
-        return nn.functional.cross_entropy(hidden @ self.tokens.weight.t(), x)
-
-
-def planned_and_taken(found: Look) -> tuple[int, int]:
-    """What the least plan is predicted to take, and what the text of its cut says."""
-    cuts = CandidateCuts(found.joint, {}, 0)
-    choice = Choice(cuts.timeline, [cuts], cuts.step, "min")
-    plan = at_or_smallest(cuts.step.graph, 1)
-    return plan.predicted_peak_bytes, choice.peak((cuts.of(plan, cuts.step, 0),))
-
-
-class Head(nn.Module):
-    """A head and its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(16, 2048, bias=False)
-
-    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.head(x), targets)
-
-
-def test_a_product_that_is_added_late_runs_where_it_stands() -> None:
-    planned, taken = planned_and_taken(look_at(Tied(), torch.randint(2048, (ROWS,))))
-    hidden, logits = 4 * ROWS * 8192, 4 * ROWS * 2048
-    assert taken == planned
-    assert taken < 2 * hidden + 1.5 * logits  # beside which the gradient of the logits stood
-
-
-def test_what_a_kernel_writes_over_what_it_reads_counts_once() -> None:
-    planned, taken = planned_and_taken(look_at(Head(), torch.randn(ROWS, 16), torch.randint(2048, (ROWS,))))
-    assert taken == planned < 2 * 4 * ROWS * 2048
 
 
 def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: Look) -> None:
