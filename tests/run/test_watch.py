@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,3 +28,11 @@ def ends(gone: bool) -> None:
     else:
         watches[0].close()
     assert counting_allocator().installs == before
+
+
+def test_replays_of_each_forward_of_a_step_count() -> None:
+    watch = StepWatch(lambda watch: None, torch.device("cpu"))
+    for seconds in (1.0, 2.0):
+        watch.follow(SimpleNamespace(seconds=seconds), several=False)
+    assert watch.replay_seconds == 3
+    watch.close()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.interception import unseen
 from lowtide.native import load
 from lowtide.ops import covers_storage
 
@@ -142,6 +143,13 @@ def digest(tensor: torch.Tensor, extent: int) -> int:
         width = isqrt(words.numel()) | 1  # an odd one: it and the next have no divisor in common
         parts += [_columns(words, width), _columns(words, width + 2), _rows(words, width)]
     return int(_mix(torch.cat(parts)).sum())
+
+
+def digest_of_shown(tensor: torch.Tensor) -> int:
+    """A digest of what the tensor shows, not of all of its storage."""
+    with unseen():
+        own = tensor if covers_storage(tensor) else tensor.detach().clone()
+        return digest(own, reach(own))
 
 
 def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:

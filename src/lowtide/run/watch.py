@@ -49,7 +49,7 @@ class StepWatch:
         makes_graph: whether one of these backwards was run with ``create_graph=True``.
         recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
             ahead.
-        replays: the C++ recorder's counts, with the time of its replays, or ``None``.
+        replays: the C++ recorders' counts, with the time of their replays: one for each forward.
     """
 
     _peak: Peak | None = None  # of a step whose making fails, too, which is closed when it goes
@@ -65,7 +65,7 @@ class StepWatch:
         self.backwards = 0
         self.makes_graph = False
         self.recording_seconds = 0.0
-        self.replays: Any = None
+        self.replays: list[Any] = []
         self._replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
         self._awaited: weakref.ref[_Mark] | None = None
@@ -87,7 +87,7 @@ class StepWatch:
     @property
     def replay_seconds(self) -> float:
         """Time that replays and fetches took; meaningless on a GPU."""
-        return self._replay_seconds + (self.replays.seconds if self.replays is not None else 0.0)
+        return self._replay_seconds + sum(replays.seconds for replays in self.replays)
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward has returned ``outputs``; backward will begin there."""
@@ -117,7 +117,7 @@ class StepWatch:
             several: more than one backward is expected. Then the first replay begins a backward, too: the
                 backward of a gradient penalty does not pass by the outputs, where hooks wait for it.
         """
-        self.replays = replays
+        self.replays.append(replays)
         watch = weakref.ref(self)  # which holds the replays
 
         def asked() -> None:

@@ -57,9 +57,8 @@ def trace_fake(
         stack.enter_context(with_fakes(modules, faker))
         stack.enter_context(faker.mode)
         fake_args, fake_kwargs = faker.tree((args, kwargs))
-        tracer = FakeTracer(modules[0] if modules else None, device)
+        tracer = FakeTracer(modules[0] if modules else None, device, Gradients(modules))
         try:
-            tracer.gradients = Gradients(modules)
             with tracer.recording(), torch.enable_grad():
                 result = step(*fake_args, **fake_kwargs)
                 loss = tracer.loss_of(result)
@@ -168,16 +167,20 @@ class FakeTracer(Tracer, TorchDispatchMode):
     """Records what runs on fake tensors while it is active.
 
     Args:
-        model: names parameters, buffers and modules.
-        device: whose memory the graph is about.
+        model, device, gradients: as of `Tracer`.
 
     Attributes:
         specs: a call without its tensors for each signature.
     """
 
-    def __init__(self, model: torch.nn.Module | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        device: torch.device | str = "cpu",
+        gradients: Gradients | None = None,
+    ) -> None:
         TorchDispatchMode.__init__(self)
-        Tracer.__init__(self, model, torch.device(device))
+        Tracer.__init__(self, model, torch.device(device), gradients)
         self.specs: dict[Signature, OpSpec] = {}
         self._paused = False
 

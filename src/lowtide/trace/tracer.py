@@ -45,9 +45,10 @@ class Tracer:
     Args:
         model: names parameters, buffers and modules.
         device: whose memory the graph is about: storages elsewhere count no bytes.
+        gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
+        on_end: called with each storage that has ended.
 
     Attributes:
-        on_end: called with each storage that has ended.
         in_forward: whether what runs is the model's forward, which can be planned.
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
@@ -55,7 +56,7 @@ class Tracer:
         behind: saved tensors that were overwritten where their version counter does not tell (``.data``): a
             plain step reads what was written, so they are kept.
         unreleased: how many saved tensors autograd still holds.
-        gradients: notes those of trainable tensors that the step is given, if the step is not to leave any.
+        gradients: as given.
         opaque: how many calls are under way whose operations nobody sees.
         meetings: operations in which autograd's engine added gradients of two nodes.
         left_bytes: of buffers that the newest operation, a collective, holds until it is waited for.
@@ -75,7 +76,13 @@ class Tracer:
         "storages", "values",
     )  # fmt: skip
 
-    def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        device: torch.device,
+        gradients: Gradients | None = None,
+        on_end: Callable[[TracedStorage], object] = lambda storage: None,
+    ) -> None:
         private.keep_dynamo_out()
         # autograd's graph holds the tracer, and the model may hold that
         self._model = (lambda: None) if model is None else weakref.ref(model)
@@ -86,16 +93,12 @@ class Tracer:
         self.saved: list[Saved] = []
         self.events: list[tuple[EventKind, int]] = []
         self.signatures: list[Any] = []
-        self.in_forward = True
-        self.closed = False
+        self.in_forward, self.closed = True, False
         self.behind: set[int] = set()
-        self.unreleased = 0
-        self.gradients: Gradients | None = None
-        self.opaque = 0
+        self.unreleased = self.opaque = self.left_bytes = 0
+        self.gradients, self._on_end = gradients, on_end
         self.meetings: set[int] = set()
-        self.left_bytes = 0
         self._gathered: set[int] = set()
-        self.on_end: Callable[[TracedStorage], object] = lambda storage: None
         self._resized: set[int] = set()
         self.modules: list[str] = []
         self.backward_module = ""
@@ -230,7 +233,7 @@ class Tracer:
     def end_storage(self, storage: TracedStorage) -> None:
         """The storage has ended."""
         self.known.pop(storage.key, None)
-        self.on_end(storage)
+        self._on_end(storage)
         if storage.number not in self._given:
             self.event("free", storage.number)
 

@@ -116,7 +116,6 @@ class PipelineStep(PlannedStep):
     def __init__(self, forwards: Forwards, *asked: Any) -> None:
         super().__init__(*asked)
         self._forwards = forwards
-        self._replays: list[Any] = []
 
     def _record(
         self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
@@ -146,15 +145,7 @@ class PipelineStep(PlannedStep):
         self.ran = (ran[0], ran[1])
         return result, time.perf_counter() - begin - seconds[0]
 
-    def follow(self, replays: Any, several: bool) -> None:
-        """Add the time of one forward's replays."""
-        self._replays.append(replays)
-
-    @property
-    def replay_seconds(self) -> float:
-        return self._replay_seconds + sum(replays.seconds for replays in self._replays)
-
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The schedule has returned: the step is over."""
         self.ends()
-        self._replays.clear()
+        self.replays.clear()

@@ -95,8 +95,8 @@ def profile_aside(
         loss_of: the loss in the forward's result; ``None`` where it has run its own backward.
     """
     with untouched(modules) as gradients, torch.enable_grad():
-        profiler = Profiler(modules[0] if modules else None, device, verify=verify)
-        profiler.tracer.gradients = gradients
+        first = modules[0] if modules else None
+        profiler = Profiler(first, device, verify=verify, gradients=gradients)
         given, named = without_history((args, kwargs))
         result = profiler.run(step, given, named)
         try:

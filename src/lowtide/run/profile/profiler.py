@@ -24,8 +24,8 @@ from lowtide.graph import StepGraph, collect_rarely, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
-from lowtide.ops import Call, covers_storage, has_plain_storage, is_sparse, is_wrapper
-from lowtide.run.digest import Geometry, digest, reach
+from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
+from lowtide.run.digest import Geometry, digest_of_shown
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import CostMeter, MeasuredCost, UnderWay
@@ -37,8 +37,9 @@ from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.values import Node
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
-from lowtide.trace.traced import CostFigures
+from lowtide.trace.traced import CostFigures, TracedStorage
 from lowtide.trace.tracer import Tracer
+from lowtide.trace.untouched import Gradients
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
@@ -73,6 +74,7 @@ class Profiler(Interceptor):
         device: whose memory and time are measured.
         verify: run every operation twice and compare.
         on_end: called with this once backward has ended.
+        gradients: as of `lowtide.trace.tracer.Tracer`.
         forwards: those of a step that has several, and runs their backwards itself: what `run` runs is then
             the whole step. ``None`` where it is one forward, and its caller runs backward.
 
@@ -106,11 +108,12 @@ class Profiler(Interceptor):
         verify: bool = True,
         on_end: Callable[[Profiler], None] | None = None,
         forwards: Forwards | None = None,
+        gradients: Gradients | None = None,
     ) -> None:
         if private.is_capturing():
             raise PlanError(CAPTURED)
         self._workspace_bytes = resident_workspace_bytes(device)
-        self.tracer = Tracer(model, device)
+        self.tracer = Tracer(model, device, gradients, weakly(self._storage_ends))
         self.tape = SegmentedTape(self.tracer, verify)
         self.costs = CostMeter(device)
         self.verified = verify
@@ -147,7 +150,7 @@ class Profiler(Interceptor):
             with ExitStack() as stack:
                 given = list(tensors_inside((args, kwargs)))
                 if private.may_shard():
-                    self.given = tuple(map(_digest_of, given))
+                    self.given = tuple(map(digest_of_shown, given))
                 for tensor in given:
                     tracer.note_given(tensor)
                 del given
@@ -218,6 +221,9 @@ class Profiler(Interceptor):
     def governs(self) -> bool:
         """While the forward runs."""
         return self.tracer.in_forward and not self.tracer.closed
+
+    def _storage_ends(self, storage: TracedStorage) -> None:
+        self.tape.forget_storage(storage)
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -488,10 +494,3 @@ class Profiler(Interceptor):
         with no_collection():
             graph = self.tracer.graph(cost_of)
         return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
-
-
-def _digest_of(tensor: torch.Tensor) -> int:
-    """A digest of what the tensor shows, not of all of its storage."""
-    with unseen():
-        own = tensor if covers_storage(tensor) else tensor.detach().clone()
-        return digest(own, reach(own))

@@ -19,7 +19,6 @@ from lowtide.run.digest import on_a_copy
 from lowtide.run.record.handles import Evicted, Kept
 from lowtide.run.record.tape import Tape
 from lowtide.run.record.values import LiveValue, Ref, Writer
-from lowtide.run.watch import weakly
 from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
 from lowtide.writes import Watch
@@ -40,14 +39,13 @@ class SegmentedTape(Tape):
     next begins, and what replays read across is held as copies.
 
     Args:
-        tracer: knows the step's storages, and calls `forget_storage` for each that ends.
+        tracer: knows the step's storages. Whoever made it calls `forget_storage` for each that ends.
         verify: run each operation twice and compare, and compare what is read with what was written.
     """
 
     def __init__(self, tracer: Tracer, verify: bool) -> None:
         super().__init__(verify)
         self._tracer = tracer
-        tracer.on_end = weakly(self.forget_storage)
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
         self._evicted: set[LiveValue] = set()  # of this segment
         self._evicted_bytes = self._held_bytes = 0
