@@ -69,6 +69,57 @@ class Patience:
     finds_budget: bool = False
 
 
+@dataclass(frozen=True)
+class Problem:
+    """A step to plan for.
+
+    Attributes:
+        graph: the step, with all that exists beside it.
+        free_bytes: what its plan leaves free of the budget.
+        patience: how long it waits for a search.
+    """
+
+    graph: StepGraph
+    free_bytes: int
+    patience: Patience
+
+    def with_resident(self, more: int) -> Problem:
+        """The same with so many more resident bytes."""
+        return replace(self, graph=with_resident(self.graph, more))
+
+    def plan_within(self, limit: int | None) -> Plan:
+        """A plan within a limit, less what it leaves free.
+
+        A step that needs eviction is planned for a little less, or for all of it if less does not work.
+
+        Raises:
+            BudgetError: no plan fits; says the smallest peak of any.
+        """
+        if limit is None:
+            return make(self.graph, policy=self.patience.policy)
+        most = limit - self.free_bytes
+        evicts = plain(self.graph).peak_bytes > most
+        left = budgets.slack_bytes(limit) + int(limit * spread(self.graph))
+        target = max(1, most - left if evicts else most)
+        return choose(self.graph, most, policy=self.patience.policy, target=target)
+
+    def extra_seconds(self, limit: int) -> float:
+        """What a plan within a limit adds to the step; infinite where none fits."""
+        try:
+            return self.plan_within(limit).predicted_extra_seconds
+        except BudgetError:
+            return math.inf
+
+    def fits(self, limit: int) -> bool:
+        """Whether a plan fits a limit that the optimizer's own step sets."""
+        reaches = limit >= self.graph.resident_bytes + self.free_bytes
+        return bool(limit) and reaches and self.extra_seconds(limit) < math.inf
+
+    def budget_for(self, peak_bytes: int) -> float:
+        """The bytes of which a plan may have this peak, less what sizes that vary take."""
+        return (peak_bytes + self.free_bytes) / (1 - spread(self.graph))
+
+
 class PlanMaker:
     """Makes the plans of one model, between steps, never while one runs.
 
@@ -177,8 +228,9 @@ class PlanMaker:
         try:
             graph = self._transform(entry)
             patience = self._patience(graph, budget)
-            demand = self._demand(entry, graph, budget, patience)
-            plan, limit = self._plan_for(demand, patience)
+            problem = Problem(graph, entry.room.free_bytes, patience)
+            demand = self._demand(entry, problem, budget)
+            plan, limit = self._plan_for(replace(problem, graph=demand.graph), demand)
         except BudgetError as error:
             raise in_words(error, entry, self.model, self.counted.state_bytes, demand) from None
         self._greatest_plain = demand.plain_peak_bytes
@@ -202,40 +254,38 @@ class PlanMaker:
             return Patience(self.policy)
         return Patience(optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time)
 
-    def _demand(self, entry: Entry, graph: StepGraph, budget: str | int | None, patience: Patience) -> Demand:
-        """What is to be planned for: an entry's step, and what it may take of the budget.
+    def _demand(self, entry: Entry, problem: Problem, budget: str | int | None) -> Demand:
+        """What an entry's step may take of the budget; a part of the optimizer's state may move to the host.
 
         Raises:
             BudgetError: the budget is ``"auto"``, and too little is free.
         """
-        free = entry.room.free_bytes
-        plain_peak = max(plain(graph).peak_bytes + entry.room.hidden_bytes, self._greatest_plain)
+        plain_peak = max(plain(problem.graph).peak_bytes + entry.room.hidden_bytes, self._greatest_plain)
         whole_peak = max(plain_peak, self.counted.step_peak_bytes + self.counted.moved_bytes)
-        limit = None if budget is None else self._limit_bytes(budget, graph, whole_peak, free, patience)
-        if limit is not None:
+        limit, agreement = None, self.peers.agreement
+        if budget is not None:
+            limit = most = self._limit_bytes(budget, problem, whole_peak)
             self.counted.move_state(
-                functools.partial(self._extra_seconds, graph, limit, free, patience),
-                self.peers.agreement is not None,
+                lambda fewer: problem.with_resident(-fewer).extra_seconds(most), agreement is not None
             )
-        graph = with_resident(graph, -self.counted.moved_bytes)
         shortage = self.counted.shortage(limit)
-        if self.peers.agreement is not None:
-            shortage = self.peers.agreement.first_of_any(shortage)
+        if agreement is not None:
+            shortage = agreement.first_of_any(shortage)
         share = whole_peak if str(budget).rstrip().endswith("%") else None
-        return Demand(graph, limit, free, plain_peak, share, shortage)
+        graph = with_resident(problem.graph, -self.counted.moved_bytes)
+        return Demand(graph, limit, problem.free_bytes, plain_peak, share, shortage)
 
-    def _limit_bytes(
-        self, budget: str | int, graph: StepGraph, whole_peak: int, free: int, patience: Patience
-    ) -> int:
+    def _limit_bytes(self, budget: str | int, problem: Problem, whole_peak: int) -> int:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
         largest step that was planned, so that the last one of an epoch has no smaller budget, and of the
-        optimizer's own step where that takes more; ``"min"`` includes what is left ``free``, and holds the
+        optimizer's own step where that takes more; ``"min"`` includes what is left free, and holds the
         optimizer's own step.
         """
+        graph, patience = problem.graph, problem.patience
 
         def smallest() -> int:
             updating = self.counted.step_peak_bytes
-            if not patience.finds_budget and self._fits(graph, updating, free, patience):
+            if not patience.finds_budget and problem.fits(updating):
                 return updating
             try:
                 # of one byte no plan fits, and the refusal says what does
@@ -245,88 +295,50 @@ class PlanMaker:
                 if error.smallest_bytes is None:
                     raise
                 least = error.smallest_bytes
-            return max(math.ceil((least + free) / (1 - spread(graph))), updating)
+            return max(math.ceil(problem.budget_for(least)), updating)
 
         # of the optimizer's state to come "auto" finds nothing allocated
         standing = graph.resident_bytes - self.counted.need.to_come_bytes
         device = torch.device(graph.device)
         return budgets.resolve(budget, whole_peak, smallest, device, standing_bytes=standing)
 
-    def _extra_seconds(
-        self, graph: StepGraph, limit: int, free: int, patience: Patience, fewer: int
-    ) -> float:
-        """What a plan adds to a step with so many fewer resident bytes; infinite where none fits."""
-        try:
-            return self._plan_within(
-                with_resident(graph, -fewer), limit, free, patience
-            ).predicted_extra_seconds
-        except BudgetError:
-            return math.inf
-
     # ---- choosing --------------------------------------------------------------------------------
 
-    def _plan_for(self, demand: Demand, patience: Patience) -> tuple[Plan, int | None]:
+    def _plan_for(self, problem: Problem, demand: Demand) -> tuple[Plan, int | None]:
         """A plan, and the budget in bytes that it is for.
 
         Raises:
             BudgetError: no plan fits, or the optimizer's own step does not; without a user's words.
         """
-        graph, limit, free, shortage = demand.graph, demand.limit_bytes, demand.free_bytes, demand.shortage
-        alone = self.peers.agreement is None
-        if shortage is not None and alone and self._fits(graph, shortage.least_bytes, free, patience):
+        limit, shortage, finds_budget = demand.limit_bytes, demand.shortage, problem.patience.finds_budget
+        if shortage is not None and self.peers.agreement is None and problem.fits(shortage.least_bytes):
             raise shortage.error()  # no search for a smaller step
-        plan = self._solve(graph, None if patience.finds_budget else limit, free, patience)
+        plan = self._solve(problem, None if finds_budget else limit)
         if shortage is not None:
             raise shortage.error()
-        if patience.finds_budget:
-            least = (plan.predicted_peak_bytes + free) / (1 - spread(graph))
-            limit = max(budgets.with_slack(least), self.counted.step_peak_bytes)
+        if finds_budget:
+            least = budgets.with_slack(problem.budget_for(plan.predicted_peak_bytes))
+            limit = max(least, self.counted.step_peak_bytes)
         if plan.slab_bytes and limit is not None and self.counted.shortage(limit - plan.slab_bytes):
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
-            plan = self._within_reserved(graph, plan, limit, patience)
+            plan = self._within_reserved(problem, plan, limit)
         return plan, limit
 
-    def _solve(self, graph: StepGraph, limit: int | None, free: int, patience: Patience) -> Plan:
+    def _solve(self, problem: Problem, limit: int | None) -> Plan:
         """A plan of this rank's own, or one for all ranks that share the model."""
 
         def solve(limit: int | None) -> Plan:
             try:
-                return self._plan_within(graph, limit, free, patience)
+                return problem.plan_within(limit)
             except BudgetError as error:
                 error.budget_bytes = limit
                 raise
 
         agreement = self.peers.agreement
-        return solve(limit) if agreement is None else agreement.solve(solve, graph, limit)
+        return solve(limit) if agreement is None else agreement.solve(solve, problem.graph, limit)
 
-    def _plan_within(self, graph: StepGraph, limit: int | None, free: int, patience: Patience) -> Plan:
-        """A plan that leaves so much of the limit free.
-
-        A step that needs eviction is planned for a little less, or for all of it if less does not work.
-
-        Raises:
-            BudgetError: no plan fits; says the smallest peak of any.
-        """
-        if limit is None:
-            return make(graph, policy=patience.policy)
-        most = limit - free
-        evicts = plain(graph).peak_bytes > most
-        left = budgets.slack_bytes(limit) + int(limit * spread(graph))
-        target = max(1, most - left if evicts else most)
-        return choose(graph, most, policy=patience.policy, target=target)
-
-    def _fits(self, graph: StepGraph, limit: int, free: int, patience: Patience) -> bool:
-        """Whether some plan leaves so much free within a limit that the optimizer's own step sets."""
-        if not limit or limit < graph.resident_bytes + free:
-            return False
-        try:
-            self._plan_within(graph, limit, free, patience)
-        except BudgetError:
-            return False
-        return True
-
-    def _within_reserved(self, graph: StepGraph, plan: Plan, limit: int, patience: Patience) -> Plan:
+    def _within_reserved(self, problem: Problem, plan: Plan, limit: int) -> Plan:
         """A plan within the budget with what CUDA's allocator reserves for it.
 
         Raises:
@@ -338,8 +350,8 @@ class PlanMaker:
                 "the budget counts requested bytes here: ranks that share a plan reserve different bytes",
             )
             return plan
-        price = functools.partial(reserved_bytes, graph, model=self.model, need=self.counted.need)
-        plan = within_reserved(graph, limit, plan, patience.policy, price)
+        price = functools.partial(reserved_bytes, problem.graph, model=self.model, need=self.counted.need)
+        plan = within_reserved(problem.graph, limit, plan, problem.patience.policy, price)
         accelerator.empty_cache()  # what the profiled step left in pieces
         return plan
 
