@@ -1,8 +1,6 @@
-"""The policies: what each evicts, counted on a synthetic transformer."""
+"""`lowtide.plan`: policies by name or as functions, budgets as text, and what is refused."""
 
 from __future__ import annotations
-
-from collections import Counter
 
 import pytest
 from synthetic import transformer
@@ -19,10 +17,6 @@ LAYERS = 4
 @pytest.fixture(scope="module")
 def graph() -> StepGraph:
     return transformer(LAYERS)
-
-
-def replayed(graph: StepGraph, plan: Plan) -> Counter[str]:
-    return Counter(graph.operations[i].name for i in plan.replayed)
 
 
 def test_policies_meet_budgets_or_say_what_they_need(graph: StepGraph):

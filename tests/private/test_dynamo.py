@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import re
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide import private
+from lowtide import parallel, private
 from lowtide.private import dynamo
 
 
@@ -102,6 +105,16 @@ def test_skipped_by_dynamo_is_not_compiled_where_it_is_reached_uncompiled() -> N
     backend = Backend()
     assert torch.equal(torch.compile(module, backend=backend)(torch.ones(3)), torch.ones(3).sin())
     assert backend.compiled == 0
+
+
+@pytest.mark.parametrize("package", dynamo.TRACED)
+def test_what_dynamo_may_trace_is_there(package: str) -> None:
+    """A file that is renamed or merged would be skipped, and graphs of parallel layers break there."""
+    assert all(find_spec(f"{package}.{name}") for name in dynamo.TRACED[package])
+    calls = inspect.getsource(private.distributed) + inspect.getsource(parallel.vocabulary)
+    asked = set(re.findall(r"is_fake|wait_for_collective|local_tensor", calls))
+    homes = {getattr(private, name).__module__.rpartition(".")[2] for name in asked}
+    assert asked and homes <= set(dynamo.TRACED["lowtide.private"])
 
 
 def test_keep_dynamo_out() -> None:

@@ -24,8 +24,6 @@ from lowtide.private.autograd import (
     torch_checkpoint,
 )
 from lowtide.private.dispatch import (
-    FakeTensor,
-    FakeTensorMode,
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
@@ -35,14 +33,9 @@ from lowtide.private.dispatch import (
     call,
     defined_operations,
     dispatch_key,
-    fake_mode,
-    foreach_takes_fakes,
-    has_foreach,
     has_kernel_at,
     has_thread_object,
     include_key,
-    is_fake,
-    is_fake_mode_active,
     is_key_included,
     is_transformed,
     kernel_library,
@@ -56,7 +49,6 @@ from lowtide.private.dispatch import (
     similar_overloads,
     thread_object,
     without_dispatch_modes,
-    without_fake_mode,
     without_torch_function,
     without_torch_functions,
 )
@@ -94,6 +86,16 @@ from lowtide.private.dynamo import (
     skipped_by_dynamo,
     uncompiled,
     uncut_by_ddp,
+)
+from lowtide.private.fake import (
+    FakeTensor,
+    FakeTensorMode,
+    fake_mode,
+    foreach_takes_fakes,
+    has_foreach,
+    is_fake,
+    is_fake_mode_active,
+    without_fake_mode,
 )
 from lowtide.private.fsdp import (
     around_units,

@@ -1,5 +1,4 @@
-"""The dispatcher: keys, kernels, schemas, modes, objects in a thread's state, and fake tensors (shapes, types
-and devices without memory).
+"""The dispatcher: keys, kernels, schemas, modes, and objects in a thread's state.
 
 Seen in PyTorch 2.11 to 2.13. ``Fake`` is a key that PyTorch keeps for uses outside it; `lowtide.interception`
 has its kernel there.
@@ -10,18 +9,12 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
@@ -186,44 +179,3 @@ def is_transformed() -> bool:
         return True
     mode = torch._C._get_dispatch_mode
     return mode(_PROXY) is not None or mode(_FAKE) is not None or mode(_FUNCTIONAL) is not None
-
-
-def fake_mode() -> FakeTensorMode:
-    """A fake tensor mode that takes real tensors as constants, and whose tensors refuse to give an address.
-
-    By default a fake tensor's ``data_ptr()`` is 0 and code that writes there ends the process.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode._allow_unsafe_data_ptr_access = False
-    return mode
-
-
-without_fake_mode = unset_fake_temporarily
-"""A context: operations in the block see no fake tensor mode, whatever is active outside."""
-
-
-def is_fake_mode_active() -> bool:
-    """Whether operations of this thread make fake tensors."""
-    return any(isinstance(mode, FakeTensorMode) for mode in mode_stack())
-
-
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no content to look at."""
-    return isinstance(tensor, FakeTensor)
-
-
-def has_foreach(parameter: torch.Tensor) -> bool:
-    """Whether PyTorch's optimizers may update a parameter of this type together with others (``foreach``);
-    that its device allows it, too, they ask for themselves.
-    """
-    return type(parameter) in _foreach_supported_types
-
-
-@contextmanager
-def foreach_takes_fakes() -> Iterator[None]:
-    """In the block PyTorch's optimizers choose ``foreach`` for fake tensors as they do for parameters."""
-    _foreach_supported_types.append(FakeTensor)
-    try:
-        yield
-    finally:
-        _foreach_supported_types.remove(FakeTensor)

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from lowtide.private.dispatch import is_fake, schema_of
+from lowtide.private.dispatch import schema_of
+from lowtide.private.fake import is_fake
 
 
 def collectives() -> Any:

@@ -164,6 +164,13 @@ def uncut_by_ddp() -> AbstractContextManager[Any]:
     return config.patch(optimize_ddp=False)
 
 
+TRACED = {
+    "lowtide": ("models", "parallel", "marked_regions", "errors", "private"),
+    "lowtide.private": ("distributed", "fake"),
+}
+"""Parts of packages that Dynamo may trace. Layers need errors and private, and of that these two files."""
+
+
 def keep_dynamo_out() -> None:
     """From now on dynamo compiles nothing of lowtide but its models, its parallel layers and what stands in
     for marked regions: neither the hooks that a compiled call calls back, nor what they call.
@@ -171,8 +178,7 @@ def keep_dynamo_out() -> None:
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None or any(str(folder).rstrip("/").endswith("/lowtide/run") for folder in rules.SKIP_DIRS):
         return
-    traced = {"models", "parallel", "marked_regions", "errors", "private"}  # the last two for layers
-    for package, kept in (("lowtide", traced), ("lowtide.private", {"distributed", "fake"})):
+    for package, kept in TRACED.items():
         spec = find_spec(package)
         for found in pkgutil.iter_modules(spec.submodule_search_locations if spec else ()):
             if found.name not in kept:
