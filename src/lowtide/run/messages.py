@@ -169,11 +169,12 @@ def unsupported_forward(error: BaseException) -> TraceError | None:
         return TraceError(
             "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), under which "
             "PyTorch allows no hooks on saved tensors: use torch.autograd.grad(..., create_graph=True) "
-            "there, or put the limit on the modules around it"
+            "there, or put the limit on modules beside the one that does, not on one that contains it"
         )
     if "HigherOrderOp" in type(error).__name__:
         return TraceError(
             "the model's forward calls torch.cond or another higher-order operator on its submodules, which "
-            "PyTorch compiles, and not with hooks on them: put the limit on the modules around it"
+            "PyTorch compiles, and not with hooks on them: put the limit on modules beside the one that "
+            "does, not on one that contains it"
         )
     return None

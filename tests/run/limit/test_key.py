@@ -53,6 +53,18 @@ def test_what_changes_a_step_is_part_of_its_key_and_a_number_is_not() -> None:
     assert len(set(found)) == 5 and found[4].without_gradients() == found[2]
 
 
+def test_nested_tensors_of_other_lengths_are_steps_of_other_sizes() -> None:
+    def of(lengths: list[int], layout: torch.layout) -> StepKey:
+        nested = torch.nested.nested_tensor([torch.zeros(n, 4) for n in lengths], layout=layout)
+        return Inputs(MODEL, (nested,), {}, compiled=False).key
+
+    for layout in (torch.jagged, torch.strided):
+        large = of([8, 4], layout)
+        assert of([8, 4], layout) == large != of([6, 4], layout) and of([6, 4], layout).fits_in(large)
+        assert not of([9, 4], layout).fits_in(large)
+    assert not of([6, 4], torch.jagged).differs_in_size(of([6, 4], torch.strided))
+
+
 def said_by(run: Any) -> tuple[Any, list[warnings.WarningMessage]]:
     """What a function returns, and everything that it warned of."""
     with warnings.catch_warnings(record=True) as caught:

@@ -61,7 +61,7 @@ def test_a_refusal_says_what_later_steps_may_take_besides() -> None:
     model = small()
     gradients = sum(p.nbytes for p in model.parameters())
     refusal = refused(model, 101)
-    said = re.search(r"those after the first take up to ([\d,]+) bytes more", str(refusal))
+    said = re.search(r"steps after the first take up to [\d.]+ [KM]iB \(([\d,]+) bytes\) more", str(refusal))
     assert said is not None and int(said[1].replace(",", "")) == gradients
     assert "At its peak stands" in refusal.detail and refusal.detail in str(refusal)
     assert refusal.smallest_bytes is not None
@@ -76,7 +76,7 @@ def test_the_second_micro_step_is_refused_with_what_will_do_for_all() -> None:
     with pytest.raises(BudgetError) as refusal:
         micro_steps(small(), first)
     enough = refusal.value.smallest_bytes
-    assert enough is not None and "those after the first" not in str(refusal.value)
+    assert enough is not None and "steps after the first" not in str(refusal.value)
     assert max(micro_steps(small(), enough)) <= enough
 
 

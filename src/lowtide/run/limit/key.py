@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from array import array
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -60,13 +61,24 @@ def _leaf(item: Any) -> Any:
     """The form of one argument: equal for two that differ only in a tensor's size or a number's value."""
     if isinstance(item, torch.Tensor):
         if item.is_nested:
-            return "nested"
+            return "nested", item.layout
         strides = item.stride() if item.layout is torch.strided else ()
         order = tuple(sorted(range(len(strides)), key=lambda at: -strides[at]))
         return item.dim(), item.dtype, item.device.type, item.requires_grad, item.layout, order
     if isinstance(item, (str, bool, type(None))):
         return item
     return type(item).__qualname__
+
+
+def _shapes(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The sizes of one tensor; of a nested one, whose shape has no numbers, those of what it is made of."""
+    if not tensor.is_nested:
+        yield tuple(tensor.shape)
+    elif tensor.layout is torch.strided:  # it has no shape, and PyTorch aborts where asked
+        yield (tensor.numel(),)
+    else:
+        parts, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
+        yield from (tuple(getattr(tensor, name).shape) for name in parts)
 
 
 class Members:
@@ -177,9 +189,8 @@ def _step_key(members: Members, leaves: list[Any], structure: Any) -> StepKey:
     """The key of a step of a model with these members and arguments, now."""
     device = members.device.type
     trainable, gradients, types = members.parameter_states()
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested)
     return StepKey(
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+        shapes=tuple(shape for leaf in leaves if isinstance(leaf, torch.Tensor) for shape in _shapes(leaf)),
         inputs=tuple(map(_leaf, leaves)),
         structure=str(structure),
         training=hash(members.training),

@@ -245,9 +245,11 @@ def in_words(
         error = _of_step_or_optimizer(error, model, state_bytes, demand)
     made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
     if made and not entry.key.gradients:
+        more = sum(own_share(p).nbytes for p in made)
         error.add(
-            "Where gradients add up over several steps, those after the first take up to "
-            f"{sum(own_share(p).nbytes for p in made):,} bytes more."
+            "Where gradients stand when a forward begins (they add up over several steps, or are cleared "
+            "after it, as Lightning does), steps after the first take up to "
+            f"{format_bytes(more)} ({more:,} bytes) more: give that on top."
         )
     if entry.traits.makes_graph:
         error.add(f"Its {OF_GRAPH}.")
