@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 import torch._inductor.config
 from torch import nn
+from torch._functorch import partitioners
 
-from lowtide.private import captured, inductor
+from lowtide.private import captured, inductor, partitioning
 
 
 def test_a_captured_graph_compiles_again_after_its_trace() -> None:
@@ -32,6 +34,55 @@ def test_a_captured_graph_compiles_again_after_its_trace() -> None:
     again = found[1].compile(inductor.aot_autograd(fw_compiler=inductor.boxed_nop))
     loss = again(*(p for p in (model.weight, model.bias, x)))[0]
     assert torch.equal(loss, model(x).sum())
+
+
+def test_a_captured_graph_is_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    found: list[captured.Captured] = []
+    done: list[str] = []
+
+    def counted(module, name):
+        before = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **how: done.append(name) or before(*args, **how))
+
+    counted(captured.aot_autograd, "aot_stage1_graph_capture")
+    counted(captured.compile_fx, "_recursive_joint_graph_passes")
+
+    def backend(module, inputs):
+        found.append(captured.Captured(module, inputs))
+        return module.forward
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.BatchNorm1d(4)).double()
+    x = torch.randn(8, 4, dtype=torch.float64)
+    torch.compile(lambda y: model(y).square().sum(), backend=backend)(x)
+    linear, _, norm = model
+    given = [*linear.parameters(), x, norm.num_batches_tracked, norm.running_mean, norm.running_var]
+    given += norm.parameters()
+    wanted = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+
+    def by_call(half, inputs, **_):
+        return inductor.boxed_nop(half, inputs)
+
+    class Cut(inductor.CustomPartitionerFn):
+        def __init__(self, partition) -> None:
+            self.partition = partition
+
+        def __call__(self, gm, joint_inputs, *, num_fwd_outputs, **_):
+            return self.partition(gm, joint_inputs, num_fwd_outputs=num_fwd_outputs)
+
+        def uuid(self):
+            return None
+
+    least, most = partitioning.plain_partition, partitioners.default_partition
+    for partition in (least, most, least):
+        options = {"fx_graph_cache": False, "custom_partitioner_fn": Cut(partition)}
+        run = found[0].compile(
+            lambda module, fakes, how=options: inductor.compile_with(module, fakes, how, by_call)
+        )
+        loss = run(*given)[0]
+        torch.testing.assert_close(loss, model(x).square().sum())  # norms are taken apart
+        torch.testing.assert_close(torch.autograd.grad(loss, list(model.parameters())), wanted)
+    assert done == ["aot_stage1_graph_capture", "_recursive_joint_graph_passes"]
 
 
 def test_a_captured_graph_compiles_in_the_modes_of_its_capture() -> None:

@@ -203,7 +203,7 @@ def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list
             for graph, one in both:
                 if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
                     inner = functools.partial(one.code.compile, then=functools.partial(check, cuts, one))
-                    graph.run_as(one.stored, inner, at_once=True)
+                    graph.run_as(one.stored, inner)
     return found[0]
 
 
@@ -264,18 +264,17 @@ class Graph:
             self._at_sizes = {sizes: CandidateCuts(joint, self.options)}
         return self._at_sizes[sizes]
 
-    def run_as(
-        self, stored: frozenset[Key] | None, inner: Callable[..., Any] | None = None, at_once: bool = False
-    ) -> Run:
+    def run_as(self, stored: frozenset[Key] | None, inner: Callable[..., Any] | None = None) -> Run:
         """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does.
 
         Args:
             stored: storages.
-            inner, at_once: as of `compile_graph`, where it is not compiled so yet.
+            inner: as of `compile_graph`, where it is not compiled so yet.
         """
         if stored not in self._compiled:
             assert self.candidates is not None
             program, options = self.candidates.joint.program, self.options
+            at_once = self.has_fixed_sizes and inductor.writes_python()  # part of PyTorch's key on disk
             cutter = None if stored is None else cutter_at(stored, program, options)
             self._compiled[stored] = self.captured.compile(
                 lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)

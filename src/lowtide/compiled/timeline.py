@@ -183,6 +183,7 @@ class Recording:
         self._inputs = inputs
         self._gradients, self._ended = gradients, ended
         self._queued = self._untidy = False
+        self._thaw = _look_for_new_garbage_alone(self)
         self.timeline = Timeline(device, standing_bytes)
         self.backwards = 0
         self._waiting: dict[int, GraphCall] = {}
@@ -200,6 +201,7 @@ class Recording:
             self._gap()
             self._shut()
         self._inputs = None
+        self._thaw()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -326,6 +328,17 @@ class Recording:
     def _gone(self, address: int) -> None:
         self._numbers.pop(address, None)
         self._watched.pop(address, None)
+
+
+def _look_for_new_garbage_alone(recording: Recording) -> Callable[[], Any]:
+    """What is there now is no garbage while a step is recorded: each of the ten times that garbage is looked
+    for would take 0.2 s where a library as large as transformers is loaded. What is returned ends that, and
+    so does the recording's own end.
+    """
+    if gc.get_freeze_count():  # by somebody else, who goes on
+        return lambda: None
+    gc.freeze()
+    return weakref.finalize(recording, gc.unfreeze)
 
 
 # ---- what stands before a step ----------------------------------------------------------------------
