@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import lowtide
-from lowtide.compiled.handle import CompiledHandle
+from lowtide.compiled.compiled_handle import CompiledHandle
 
 HERE = Path(__file__).parent
 PROMISED = HERE / "public_names.txt"

@@ -14,9 +14,9 @@ from torch import fx, nn
 from lowtide.compiled import price
 from lowtide.compiled.alone import forecast
 from lowtide.compiled.choose_cuts import with_prices
-from lowtide.compiled.kernels import KernelCosts
 from lowtide.compiled.lower import Traffic
 from lowtide.compiled.price import CandidateCuts, half_seconds, parts_of
+from lowtide.compiled.vector_costs import KernelCosts
 
 
 def costs(mask_written: float, mask_read: float, **functions: float) -> AbstractContextManager[object]:

@@ -32,9 +32,9 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.RECORDED, E.FORWARD_ENDED, (), S.RECORDED, A.NOTHING),
     (S.RECORDED, E.FORWARD_ENDED, ("uncalled",), S.IDLE, A.DROP),
     (S.PLANNED, E.FORWARD_ENDED, ("uncalled",), S.PLANNED, A.NOTHING),
-    (S.PLANNED, E.BACKWARD_BEGINS, ("more backwards",), S.PLANNED, A.LOOK),
-    (S.STRAYED, E.BACKWARD_BEGINS, ("more backwards",), S.STRAYED, A.LOOK),
-    (S.IDLE, E.BACKWARD_BEGINS, ("more backwards",), S.IDLE, A.LOOK),  # its first was planned for
+    (S.PLANNED, E.BACKWARD_BEGINS, ("more backwards",), S.PLANNED, A.RECORD_NEXT),
+    (S.STRAYED, E.BACKWARD_BEGINS, ("more backwards",), S.STRAYED, A.RECORD_NEXT),
+    (S.IDLE, E.BACKWARD_BEGINS, ("more backwards",), S.IDLE, A.RECORD_NEXT),  # its first was planned for
     (S.PLANNED, E.BACKWARD_BEGINS, (), S.PLANNED, A.NOTHING),
     (S.RECORDED, E.BACKWARD_BEGINS, ("more backwards",), S.RECORDED, A.NOTHING),
     (S.RECORDED, E.BACKWARD_ENDED, (), S.IDLE, A.PLAN),

@@ -184,7 +184,7 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
 ) -> None:
     """The limit is held by the compiled engine, with the backend that the Trainer was given."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which a Trainer sets for the whole process
-    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.compiled.compiled_handle import CompiledHandle
     from lowtide.integrations.hugging_face import LimitMemory
 
     options: dict[str, Any] = {"epochs": 1, "torch_compile": True, "torch_compile_backend": "aot_eager"}

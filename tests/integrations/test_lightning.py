@@ -261,7 +261,7 @@ def test_two_processes_under_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("error::lowtide.LowtideWarning", "ignore:.*it compiled code")
 def test_a_compiled_module_keeps_its_compiler_and_the_budget(tmp_path: Path) -> None:
-    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.compiled.compiled_handle import CompiledHandle
     from lowtide.integrations.lightning import LimitMemory
 
     trained, reads, callback = [], Reads(), LimitMemory("90%")

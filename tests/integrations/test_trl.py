@@ -92,7 +92,7 @@ def test_sft_is_saved_and_goes_on_bit_by_bit(tmp_path: Path, adapter: bool) -> N
 def test_torch_compile_keeps_the_compiler_and_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.compiled.compiled_handle import CompiledHandle
     from lowtide.integrations.hugging_face import LimitMemory
 
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")  # which a Trainer sets for the whole process

@@ -72,7 +72,7 @@ def test_accelerates_compiler_plugin_keeps_the_budget(mixed: str, before: bool) 
     accelerate = pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState
 
-    from lowtide.compiled.handle import CompiledHandle
+    from lowtide.compiled.compiled_handle import CompiledHandle
 
     AcceleratorState._reset_state(True)
     plugin = accelerate.utils.TorchDynamoPlugin(backend="aot_eager")

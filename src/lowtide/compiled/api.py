@@ -10,7 +10,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide.compiled.alone import Partitioner
 from lowtide.compiled.capture import FREES_AT_ONCE
-from lowtide.compiled.handle import CompiledHandle
+from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.moving import check_tiers
 from lowtide.errors import PlanError, expect
 from lowtide.marked_regions import honour_regions

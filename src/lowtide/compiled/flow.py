@@ -397,7 +397,7 @@ class Flow:
     def _backward_begins(self) -> None:
         self._step.backwards += 1
         more = self._step.backwards > max(self._known.forwards, 1)
-        if self._take(Evidence.BACKWARD_BEGINS, {"more backwards": more}) is Action.LOOK:
+        if self._take(Evidence.BACKWARD_BEGINS, {"more backwards": more}) is Action.RECORD_NEXT:
             self._known.several = self._known.wanted = True
         if captured.keeps_graph():
             self._warn_once(

@@ -128,13 +128,13 @@ class Generated:
         """
         as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
 
-        def look(text: str) -> None:
+        def take_down(text: str) -> None:
             self.read(text, as_given, strides, bool(how.get("is_backward")))
             if self.priced:
                 with outside_modes():
                     then()
 
-        with inductor.reading(look):
+        with inductor.reading(take_down):
             return inductor.compile_half(half, inputs, **how)
 
     def _lower(self) -> None:

@@ -22,11 +22,11 @@ from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
-from lowtide.compiled.kernels import kernel_costs
 from lowtide.compiled.lower import Generated, HalfBytes, HalvesBytes, Size, Traffic
 from lowtide.compiled.moving import arriving_bytes, with_moves
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.timeline import GraphCall, Moment, Timeline
+from lowtide.compiled.vector_costs import kernel_costs
 from lowtide.plan import make
 from lowtide.plan.data import Decision, Offload, Plan
 from lowtide.private import OpOverload, inductor, partitioning, tree_leaves

@@ -125,7 +125,7 @@ def _available(budget: str | int, standing: int) -> int | None:
 @functools.cache
 def own_facts() -> str:
     """What every plan follows from beside its graph and budget: this machine and this code."""
-    found = hashlib.sha256(f"{__version__} {torch.__version__} {_machine()}".encode())
+    found = hashlib.sha256(f"{__version__} {torch.__version__} {name_machine()}".encode())
     package = Path(__file__).parents[1]
     for folder in ("compiled", "plan", "private"):
         for file in sorted((package / folder).rglob("*.py")):
@@ -133,7 +133,7 @@ def own_facts() -> str:
     return found.hexdigest()
 
 
-def _machine() -> str:
+def name_machine() -> str:
     """The processors that costs are timed on."""
     names = list(map(accelerator.name_of, accelerator.all_devices()))
     with contextlib.suppress(OSError):

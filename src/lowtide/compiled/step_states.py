@@ -76,7 +76,7 @@ class Action(Enum):
     """What was taken down of it is worth nothing."""
     DOUBT = auto()
     """As `DROP`, and record the next step like this one."""
-    LOOK = auto()
+    RECORD_NEXT = auto()
     """Record the next step, whatever it is given."""
 
 
@@ -93,7 +93,7 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((_S.PLANNED,), _E.GRAPH_CALLED, (), _S.STRAYED, _A.MISS),
         Row((), _E.GRAPH_CALLED, (), None, _A.RUN_SMALLEST),
         Row((_S.RECORDED,), _E.FORWARD_ENDED, ("uncalled",), _S.IDLE, _A.DROP),
-        Row((_S.IDLE, _S.PLANNED, _S.STRAYED), _E.BACKWARD_BEGINS, ("more backwards",), None, _A.LOOK),
+        Row((_S.IDLE, _S.PLANNED, _S.STRAYED), _E.BACKWARD_BEGINS, ("more backwards",), None, _A.RECORD_NEXT),
         Row((_S.RECORDED,), _E.BACKWARD_ENDED, (), _S.IDLE, _A.PLAN),
         Row((_S.RECORDED,), _E.OVER, ("backward seen",), _S.IDLE, _A.PLAN),
         Row((_S.RECORDED,), _E.OVER, (), _S.IDLE, _A.DOUBT),

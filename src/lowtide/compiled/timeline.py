@@ -183,7 +183,7 @@ class Recording:
         self._inputs = inputs
         self._gradients, self._ended = gradients, ended
         self._queued = self._untidy = False
-        self._thaw = _look_for_new_garbage_alone(self)
+        self._thaw = _spare_old_garbage(self)
         self.timeline = Timeline(device, standing_bytes)
         self.backwards = 0
         self._waiting: dict[int, GraphCall] = {}
@@ -330,7 +330,7 @@ class Recording:
         self._watched.pop(address, None)
 
 
-def _look_for_new_garbage_alone(recording: Recording) -> Callable[[], Any]:
+def _spare_old_garbage(recording: Recording) -> Callable[[], Any]:
     """What is there now is no garbage while a step is recorded: each of the ten times that garbage is looked
     for would take 0.2 s where a library as large as transformers is loaded. What is returned ends that, and
     so does the recording's own end.

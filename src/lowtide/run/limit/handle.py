@@ -1,7 +1,7 @@
 """The handles of limits: what users hold and ask.
 
 `LimitHandle` is what every limit shows, whichever engine holds it; `Handle` is that of `limit_memory`,
-`lowtide.compiled.handle` has that of compiled models.
+`lowtide.compiled.compiled_handle` has that of compiled models.
 """
 
 from __future__ import annotations

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from lowtide.compiled import kernels
-from lowtide.compiled.kernels import KernelCosts, kernel_costs
+from lowtide.compiled import vector_costs
+from lowtide.compiled.vector_costs import KernelCosts, kernel_costs
 from lowtide.private import inductor
 
 ELEMENTS = 1 << 15
@@ -27,6 +28,12 @@ def seconds_of(call: Callable[..., object], *given: torch.Tensor) -> float:
             compiled(*given)
             times.append(time.perf_counter() - begin)
     return min(times) / ELEMENTS
+
+
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is measured here is kept for no other process."""
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
 
 
 @pytest.mark.slow
@@ -55,18 +62,20 @@ def test_costs_are_measured_once_for_so_many_threads(monkeypatch: pytest.MonkeyP
         now += count * {1: 11e-9, 2: 4e-9}.get(what, 1e-9)
 
     monkeypatch.setattr(inductor, "cpp_kernel", lambda *_: kernel)
-    monkeypatch.setattr(kernels, "time", SimpleNamespace(perf_counter=lambda: now))
-    kernels._measured.cache_clear()
+    monkeypatch.setattr(vector_costs, "time", SimpleNamespace(perf_counter=lambda: now))
+    vector_costs._known.cache_clear()
     try:
         found = kernel_costs()
         assert (found.mask_written, found.mask_read) == (pytest.approx(10e-9), pytest.approx(3e-9))
         assert found.functions and max(found.functions.values()) < 1e-15
         assert {threads for _, threads in passes} == {torch.get_num_threads()}
-        assert len({what for what, _ in passes}) == len(kernels._NAMES)
+        assert len({what for what, _ in passes}) == len(vector_costs._NAMES)
         before = len(passes)
         assert kernel_costs() is found and len(passes) == before
+        vector_costs._known.cache_clear()  # as in another process
+        assert kernel_costs() == found and len(passes) == before
     finally:
-        kernels._measured.cache_clear()
+        vector_costs._known.cache_clear()
 
 
 def test_without_a_compiler_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +83,8 @@ def test_without_a_compiler_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> 
         raise inductor.NoCompiler[1]
 
     monkeypatch.setattr(inductor, "cpp_kernel", none)
-    kernels._measured.cache_clear()
+    vector_costs._known.cache_clear()
     try:
         assert kernel_costs() == KernelCosts()
     finally:
-        kernels._measured.cache_clear()
+        vector_costs._known.cache_clear()

@@ -1,21 +1,23 @@
-"""What is slow in Inductor's C++ kernels, measured on this machine: functions such as the exponential, and
-booleans, which they convert between vectors' lanes and bytes one by one.
+"""What is slow in Inductor's vectorized C++ kernels, measured on this machine and kept on its disk: functions
+such as the exponential, and booleans, which they convert between vectors' lanes and bytes one by one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from lowtide.compiled.shelf import Shelf, name_machine
+from lowtide.native import cache_folder
 from lowtide.private import inductor
 from lowtide.trace.costs.roofline import outside_modes
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_SOURCE = Path(__file__).with_name("vector_costs.cpp")
 _NAMES = (
     *("add", "write", "read", "div", "erf", "exp", "expm1", "log", "log1p", "pow", "rsqrt", "sigmoid"),
     *("sin", "sqrt", "tanh"),
@@ -40,14 +42,27 @@ class KernelCosts:
 
 
 def kernel_costs() -> KernelCosts:
-    """Those of this machine, measured once per process and number of threads (0.02 s; the compiler takes two
-    seconds more where Inductor's cache has the kernel not yet). Nothing where there is no compiler: there
-    Inductor can generate no kernel.
+    """Those of this machine, measured once for each number of threads (0.02 s, and a second of the
+    compiler's) and kept in lowtide's cache folder. Nothing where there is no compiler: there Inductor can
+    generate no kernel.
     """
-    return _measured(torch.get_num_threads())
+    return _known(torch.get_num_threads())
 
 
 @lru_cache(maxsize=8)
+def _known(threads: int) -> KernelCosts:
+    """Those that are kept for so many threads, else measured and kept."""
+    shelf, key = Shelf(cache_folder() / "vector_costs"), f"{name_machine()} {torch.__version__} {threads}"
+    key += _SOURCE.read_text()
+    kept = shelf.find_facts(key)
+    if kept is not None:
+        return KernelCosts(**kept)
+    found = _measured(threads)
+    if found.functions:
+        shelf.keep_facts(key, asdict(found))
+    return found
+
+
 def _measured(threads: int) -> KernelCosts:
     types = ["const float*", "float*", "bool*", "const int64_t", "const int64_t", "const int64_t"]
     try:

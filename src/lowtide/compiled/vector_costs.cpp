@@ -1,6 +1,6 @@
 // What Inductor's generated kernels do to one vector, alone: each case is a loop as it writes them, so that
 // its time over that of the first one is what a call adds to a kernel that has its inputs. In the order of
-// `_NAMES` in kernels.py.
+// `_NAMES` in vector_costs.py.
 #include <torch/csrc/inductor/cpp_prefix.h>
 
 using Vector = at::vec::Vectorized<float>;

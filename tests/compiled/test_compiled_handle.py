@@ -13,7 +13,7 @@ from compiled_models import Residual
 from torch import nn
 
 import lowtide
-from lowtide.compiled.handle import CompiledHandle
+from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.meter import peak, resident_bytes
 from lowtide.run.limit.handle import Handle
 
