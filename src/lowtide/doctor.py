@@ -16,12 +16,12 @@ from typing import Literal
 
 from lowtide.words import count_text
 
-State = Literal["ok", "note", "problem"]
+Verdict = Literal["ok", "note", "problem"]
 
 OLDEST_TORCH = (2, 11)
 """Of what pyproject.toml asks for."""
 
-MARKS: dict[State, str] = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
+MARKS: dict[Verdict, str] = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Finding:
     subject: str
     found: str
     means: str
-    state: State = "ok"
+    state: Verdict = "ok"
     fix: str = ""
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ from lowtide.errors import LowtideError
 
 T = TypeVar("T")
 
-Place = Literal["terminal", "lines", "nowhere"]
+Audience = Literal["terminal", "lines", "nowhere"]
 
 log = logging.getLogger("lowtide")
 
@@ -56,10 +56,10 @@ class Work:
         place: who is told.
     """
 
-    def __init__(self, what: str, past: str, place: Place) -> None:
+    def __init__(self, what: str, past: str, place: Audience) -> None:
         self.what, self.past = what, past
         self.depth = 0
-        self._place: Place = place
+        self._place: Audience = place
         self._begin = self._latest = time.perf_counter()
         self._next_line = LINE_SECONDS
         self._text, self._count, self._total = what, 0, 0
@@ -137,7 +137,7 @@ def took(past: str, seconds: float, result: str, progress: bool | None = None) -
     _ended(past, seconds, result, place(progress))
 
 
-def _ended(past: str, seconds: float, result: str, place: Place) -> None:
+def _ended(past: str, seconds: float, result: str, place: Audience) -> None:
     text = f"{past} in {seconds:.1f} s: {result}"
     log.info("%s", text)
     after = {"terminal": AFTER_SECONDS, "lines": LINE_SECONDS, "nowhere": float("inf")}[place]
@@ -195,7 +195,7 @@ def current() -> Work:
     return _current.get() or Work("", "", "nowhere")
 
 
-def place(progress: bool | None = None) -> Place:
+def place(progress: bool | None = None) -> Audience:
     """Who is told: a person at a terminal, by a bar; who reads standard error later, by lines; or nobody,
     where it was turned off, and outside of the main thread of the first process.
 

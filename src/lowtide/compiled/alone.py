@@ -21,7 +21,7 @@ from lowtide.compiled.choose_cuts import (
     Choice,
     Chosen,
     Cuts,
-    Search,
+    CutSearch,
     choice_alone,
     search_within,
     share_of_largest,
@@ -174,7 +174,7 @@ class Partitioner(Cutter):
 
         if self._compiled_first is not None and fixed:
 
-            def search(budget: str | int) -> Search:
+            def search(budget: str | int) -> CutSearch:
                 return choice(budget, joint).search()
 
             return self._compiled_first.begin(joint, search, self.budget, self._report.planned)
@@ -211,7 +211,11 @@ class _CompiledFirst:
     _tries = 0
 
     def begin(
-        self, joint: Joint, search: Callable[[str | int], Search], budget: str | int, before: Sequence[Plan]
+        self,
+        joint: Joint,
+        search: Callable[[str | int], CutSearch],
+        budget: str | int,
+        before: Sequence[Plan],
     ) -> Halves:
         """The halves to compile.
 

@@ -29,7 +29,7 @@ from lowtide.compiled.timeline import Moment, Timeline
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan import make, policies
-from lowtide.plan.bound import Bound, Program
+from lowtide.plan.bound import Bound, LinearProgram
 from lowtide.plan.choose import NEAR, Correction, at_or_smallest
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.plan import ModuleRow
@@ -92,7 +92,7 @@ class Chosen:
     graph: StepGraph
 
 
-Search = Generator[Cuts | None, None, Chosen]
+CutSearch = Generator[Cuts | None, None, Chosen]
 """Yields cuts that are worth compiling before they are priced: whoever goes on without that prices them. Once
 they are priced, it yields ``None`` where they are not the ones to choose, and does that before anything else
 is lowered. It returns what is chosen.
@@ -215,7 +215,7 @@ class Choice:
         """
         return _at_once(self.search())
 
-    def search(self) -> Search:
+    def search(self) -> CutSearch:
         """The search of `choose`, step by step: it yields cuts that are to be priced, or ``None``.
 
         Raises:
@@ -337,7 +337,7 @@ class Choice:
         """A candidate for each call, of those that are priced: the least seconds within ``room`` bytes at
         every moment, or with ``None`` the smallest peak; nothing where none fits.
         """
-        moments, program = self.timeline.moments, Program()
+        moments, program = self.timeline.moments, LinearProgram()
         known = {id(one): one.priced for one in self.candidates}
         if not all(known.values()):
             return None
@@ -414,7 +414,7 @@ def with_prices(
 
 
 def search_within(
-    search: Callable[[str | int], Search],
+    search: Callable[[str | int], CutSearch],
     budget: str | int,
     before: Sequence[Plan],
     found: Callable[[Chosen], None],

@@ -121,7 +121,7 @@ def _lengthens(
 
 # ---- saved values in another form ----------------------------------------------------------------
 
-Parts = Mapping[fx.Node, Sequence[fx.Node]]
+Pieces = Mapping[fx.Node, Sequence[fx.Node]]
 """Values -> what goes in their place."""
 
 
@@ -130,8 +130,8 @@ def hand_over(
     backward: fx.GraphModule,
     forward_outputs: int,
     fits: Callable[[fx.Node], bool],
-    send: Callable[[list[fx.Node], fx.Node], Parts],
-    receive: Callable[[Parts], None],
+    send: Callable[[list[fx.Node], fx.Node], Pieces],
+    receive: Callable[[Pieces], None],
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Hand some saved values over in another form.
 

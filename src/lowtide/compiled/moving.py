@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.cut import Parts, call, geometry, hand_over
+from lowtide.compiled.cut import Pieces, call, geometry, hand_over
 from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
@@ -231,7 +231,7 @@ def with_moves(
     def fits(node: fx.Node) -> bool:
         return node.name in tiers and covers_storage(node.meta["val"])
 
-    def send(going: list[fx.Node], output: fx.Node) -> Parts:
+    def send(going: list[fx.Node], output: fx.Node) -> Pieces:
         returned: Any = output.args[0]
         made = [one for one in returned[:forward_outputs] if isinstance(one, fx.Node)]
         last = [
@@ -239,7 +239,7 @@ def with_moves(
         ]
         return _sent(going, tiers, window_bytes, output, max(last, default=None))
 
-    def receive(received: Parts) -> None:
+    def receive(received: Pieces) -> None:
         _add_fetches(backward.graph, {value: ticket for value, (ticket,) in received.items()}, window_bytes)
 
     return hand_over(forward, backward, forward_outputs, fits, send, receive)

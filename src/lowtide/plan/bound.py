@@ -104,7 +104,7 @@ class Effort:
         self.spent += operations
 
 
-class Program:
+class LinearProgram:
     """A linear program that grows, solved by HiGHS: minimise ``cost``, every row at most its right side,
     every column between 0 and its upper bound.
     """
@@ -252,7 +252,7 @@ class Relaxation:
         """event -> the program's row of its memory"""
         self._point = np.zeros(self.count)
         self._point[: len(self.values)] = 1.0
-        self.program = program = Program()
+        self.program = program = LinearProgram()
         for v in self.values:
             program.column(upper=0.0 if v in self.sim.evicted_by_scopes else 1.0)
         for i in self.operations:
@@ -266,7 +266,7 @@ class Relaxation:
                 program.row([(self.op_column[i], 1.0), *self._available(u)], 0.0)
         self._add_waiting(program)
 
-    def _add_waiting(self, program: Program) -> None:
+    def _add_waiting(self, program: LinearProgram) -> None:
         """Columns for waiting, and for each link and direction rows that say what hides its transfers: those
         out from an event on hide until backward begins, those in until an event since then.
         """

@@ -54,7 +54,7 @@ from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.progress import current
 
-Numbers = NDArray[np.int64]
+Integers = NDArray[np.int64]
 Outcome = Literal["found", "impossible", "stopped"]
 _OUTCOMES: dict[int, Outcome] = {0: "impossible", 1: "found", 2: "stopped"}
 
@@ -88,7 +88,7 @@ class Layout:
         seconds: time that it took.
     """
 
-    offsets: Numbers = field(repr=False)
+    offsets: Integers = field(repr=False)
     height: int
     bound: int
     source: str
@@ -104,7 +104,7 @@ def layout(
     *,
     align: int = 1,
     seconds: float = 60.0,
-) -> Numbers:
+) -> Integers:
     """Offsets for buffers of ``size`` that live from ``lower`` up to, not including, ``upper``.
 
     Args:
@@ -220,7 +220,7 @@ def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLik
 
 def _check_sizes(
     lower: ArrayLike, upper: ArrayLike, size: ArrayLike, align: int
-) -> tuple[Numbers, Numbers, Numbers]:
+) -> tuple[Integers, Integers, Integers]:
     arrays = [np.asarray(a) for a in (lower, upper, size)]
     for name, array in zip(("lower", "upper", "size"), arrays, strict=True):
         if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
@@ -242,14 +242,14 @@ def _check_sizes(
     return low, high, sizes
 
 
-def _load(first: Numbers, last: Numbers, size: Numbers, sections: int) -> Numbers:
+def _load(first: Integers, last: Integers, size: Integers, sections: int) -> Integers:
     change = np.zeros(sections + 1, np.int64)
     np.add.at(change, first, size)
     np.add.at(change, last, -size)
     return np.cumsum(change[:-1])
 
 
-def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[Numbers, int, str]:
+def _greedy(first: Integers, last: Integers, size: Integers, enough: int) -> tuple[Integers, int, str]:
     """The best of the greedy orders; the first that is at or below ``enough`` ends it."""
     width = last - first
     load = _load(first, last, size, int(last.max()))
@@ -258,7 +258,7 @@ def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[
         if len(first) <= _EXACT_BUFFERS
         else -first
     )
-    orders: dict[str, Sequence[Numbers]] = {
+    orders: dict[str, Sequence[Integers]] = {
         "by size": (first, -width, -size),
         "by area": (first, -size, -(size * width)),
         "by lifetime": (first, -size, -width),
@@ -266,7 +266,7 @@ def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[
         "by end": (-size, -width, -last),
         "by load": (-width, -size, -busiest),
     }
-    best: tuple[Numbers, int, str] | None = None
+    best: tuple[Integers, int, str] | None = None
     for name, keys in orders.items():
         offsets = _first_fit(first, last, size, np.lexsort(tuple(keys)))
         height = int((offsets + size).max())
@@ -278,7 +278,7 @@ def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[
     return best
 
 
-def _first_fit(first: Numbers, last: Numbers, size: Numbers, order: Numbers) -> Numbers:
+def _first_fit(first: Integers, last: Integers, size: Integers, order: Integers) -> Integers:
     """Each buffer at the lowest place that is free for its whole life, in the given order."""
     count = len(order)
     begins, ends, lows, tops = (np.zeros(count, np.int64) for _ in range(4))
@@ -308,17 +308,17 @@ class Packing(NamedTuple):
     """
 
     outcome: Outcome
-    offsets: Numbers | None
+    offsets: Integers | None
 
 
-def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> Packing:
+def pack(first: Integers, last: Integers, size: Integers, capacity: int, seconds: float) -> Packing:
     """Offsets below ``capacity`` for buffers that live in sections ``first`` to ``last`` (half open), or the
     proof that there are none.
     """
     return _search("lowtide_pack", first, last, size, capacity, seconds)
 
 
-def sweep(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> Packing:
+def sweep(first: Integers, last: Integers, size: Integers, capacity: int, seconds: float) -> Packing:
     """The same by the beam search, which proves nothing.
 
     >>> found = sweep(np.array([0, 0, 1]), np.array([1, 2, 2]), np.array([4, 4, 4]), 8, 1.0)
@@ -329,7 +329,7 @@ def sweep(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: 
 
 
 def _search(
-    name: str, first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float
+    name: str, first: Integers, last: Integers, size: Integers, capacity: int, seconds: float
 ) -> Packing:
     library = load(Path(__file__).with_name("packing.cpp"))
     if library is None or seconds <= 0:
