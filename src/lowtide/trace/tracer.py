@@ -23,11 +23,9 @@ from lowtide import accelerator, private
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import Call, enter
-from lowtide.trace.gathered import with_gathered
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
-from lowtide.trace.source import calling_line
-from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue
-from lowtide.trace.transforms import in_place
+from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
+from lowtide.trace.transforms import in_place, with_gathered
 from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the model's forward"
@@ -64,7 +62,7 @@ class Tracer:
         handed_out: by the key of an unpacked tensor's storage the id of its value, and what removes it.
         modules: names of the modules whose forwards are under way, outermost first.
         backward_module: name of the module whose saved tensor backward asked for last.
-        files: of code that was met, its file (`lowtide.trace.source`).
+        files: of code that was met, its file (`lowtide.trace.traced`).
         scopes: directors of the checkpointing scopes that are open.
 
     The C++ recorder (`run/record/cpp/profile.h`) reads the slots.

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from small_step import N, batch, make, names
+from small_step import N, batch, make
 from torch import nn
 
 import lowtide
@@ -21,34 +21,6 @@ def test_two_traces_are_equal() -> None:
     first, second = (lowtide.trace(model, batch(), costs=False) for _ in range(2))
     assert first.fingerprint() == second.fingerprint()
     assert StepGraph.from_json(first.to_json()).fingerprint() == first.fingerprint()
-
-
-@pytest.mark.parametrize("what", ["loss", "object", "dict", "tuple", "own backward"])
-def test_where_the_loss_is(what: str) -> None:
-    model = make()
-
-    class Output:
-        def __init__(self, loss: torch.Tensor) -> None:
-            self.loss = loss
-
-    def step(x: torch.Tensor) -> Any:
-        loss = model(x)
-        if what == "own backward":
-            loss.backward()
-            return None
-        return {"loss": loss, "object": Output(loss), "dict": {"loss": loss, "x": x}, "tuple": (loss, x)}[
-            what
-        ]
-
-    graph = lowtide.trace(step, batch(), costs=False)
-    assert names(graph, "backward")
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_step_without_a_loss() -> None:
-    model = make()
-    with pytest.raises(TraceError, match="loss"):
-        lowtide.trace(lambda x: model.first(x), batch(), costs=False)
 
 
 def test_existing_gradients_are_resident_and_new_ones_are_not() -> None:

@@ -22,8 +22,7 @@ from lowtide.run.profile.costs import RUNS, MeasuredCost, UnderWay
 from lowtide.run.profile.segments import SegmentedTape
 from lowtide.run.record.cpp_recorder import add_plain, cpp_recorder
 from lowtide.run.watch import weakly
-from lowtide.trace.source import calling_line
-from lowtide.trace.traced import TracedOperation, TracedStorage, TracedValue
+from lowtide.trace.traced import TracedOperation, TracedStorage, TracedValue, calling_line
 from lowtide.trace.tracer import Tracer
 
 _ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
