@@ -135,7 +135,7 @@ def limit_memory(
         before.remove()
     refuse_first_fsdp(model)
     optimizer = None if optimizer is None else innermost(optimizer)
-    asked = {
+    settings = {
         "budget": budget,
         "policy": policy or "optimal",
         "optimizer": optimizer,
@@ -144,8 +144,8 @@ def limit_memory(
     }
     holds_reserved(reserved, model, budget)  # which checks it
     if schedule is not None:
-        return Handle(PipelineLimiter(schedule, model, None, verify, stores, **asked))
-    limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **asked)
+        return Handle(PipelineLimiter(schedule, model, None, verify, stores, **settings))
+    limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **settings)
     model.__dict__["forward"] = limiter
     if private.may_shard():  # before or after this
         private.called_by(model, limiter.enter)

@@ -1,8 +1,8 @@
 """Replace the forward of a model whose training step stays within a budget.
 
 In: a call of the model (`Limiter.__call__`). Out: what the model returns. A call that is no training step
-runs plainly. Else the last step is finished, the entry of this one is found, and it runs: profiled, or under
-its plan, as the state machine says (`Limiter._run_next`).
+runs plainly. Else (`Limiter._limited`) the last step is finished, the entry of this one is found, and it
+runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -34,16 +34,14 @@ from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.refusal import out_of_memory
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
 from lowtide.run.limit.unlimited import (
+    LIMITED,
     SHARED,
     UNCALLED,
     UNREACHED,
     Delegate,
     Engagement,
     Engine,
-    Refused,
-    Unlimited,
-    is_governed,
-    why_unlimited,
+    UnlimitedCalls,
 )
 from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
 from lowtide.run.profile.aside import profile_aside
@@ -51,7 +49,7 @@ from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.verify import Verify
-from lowtide.run.watch import open_peak, weakly
+from lowtide.run.watch import weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
 
@@ -83,7 +81,7 @@ class Limiter:
     Args:
         model, loss_fn, verify, stores: as of `limit_memory`.
         engine: holds the limit where `torch.compile` is around the model; ``None`` runs it eagerly.
-        asked: as of `PlanMaker`: budget, policy, optimizer, progress.
+        settings: budget, policy, optimizer, progress and reserved, as of `PlanMaker`.
 
     The limiter is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the
     unchanged model. It can be copied and pickled with the model; the copy makes plans of its own.
@@ -92,10 +90,10 @@ class Limiter:
         maker: makes the plans.
         cache: the cached plans.
         delegate: gives the steps that `torch.compile` is around to the compiled engine.
+        unlimited: runs the calls that are no limited steps.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         shared: other limited models were seen to take part in the same steps; each is planned for its own
             part.
-        visible: a `torch.utils.checkpoint.checkpoint` around the model sees what its latest forward saved.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
         called: whether any call has come here.
@@ -112,19 +110,19 @@ class Limiter:
         verify: Verify,
         stores: Stores | None,
         engine: Engine | None = None,
-        **asked: Any,
+        **settings: Any,
     ) -> None:
         self.model, self.loss_fn, self.engine = model, loss_fn, engine
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
-        self._begin(stores, asked)
+        self._begin(stores, settings)
 
-    def _begin(self, stores: Stores | None, asked: dict[str, Any]) -> None:
+    def _begin(self, stores: Stores | None, settings: dict[str, Any]) -> None:
         """Make what a copy does not share; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
-        self.maker = PlanMaker(self.model, lambda: self.stores.groups, **asked)
+        self.maker = PlanMaker(self.model, lambda: self.stores.groups, **settings)
         self.cache = Cache(self.maker, self.verify)
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
@@ -132,27 +130,28 @@ class Limiter:
         self.delegate = Delegate(self.engine, self.warn_once)
         self.local = _Local()
         self.engagement = Engagement(self.model)
+        self.unlimited = UnlimitedCalls(self.delegate, self.engagement, self.warn_once)
         self.handle: Any = None  # the one that users hold, once somebody asks
-        self.shared = self.visible = self.paused = self.called = False
+        self.shared = self.paused = self.called = False
 
     def __getstate__(self) -> dict[str, Any]:
         names, maker = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.maker
-        asked = {
+        settings = {
             "budget": maker.budget,
             "policy": maker.policy,
             "progress": maker.progress,
             "reserved": maker.reserved,
         }
         return {
-            "asked": asked,
+            "settings": settings,
             "counted": maker.counted.optimizer is not None,
             **{name: self.__dict__[name] for name in names},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        asked, counted = state.pop("asked"), state.pop("counted")
+        settings, counted = state.pop("settings"), state.pop("counted")
         self.__dict__.update(state)
-        self._begin(None, asked)
+        self._begin(None, settings)
         if counted:
             warn(
                 "the copy of a limited model does not count an optimizer: remove() its limit and call "
@@ -211,90 +210,47 @@ class Limiter:
         """A call of the model's forward."""
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
-        past_hooks = private.is_root(self.model)
-        if past_hooks and not self._is_off():
-            self.warn_once(UNCALLED)
-        return self._call(self.forward, args, kwargs, plainly=past_hooks)
+        self.called = True
+        return self._limited(args, kwargs) if self._limits_forward() else self.forward(*args, **kwargs)
 
     @private.skipped_by_dynamo
     def enter(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the model, hooks and all: those of FSDP's root belong to the step."""
-        own = partial(private.own_call, self.model)
-        return self._call(own, args, kwargs, plainly=not private.is_root(self.model))
+        limits = private.is_root(self.model) and not self._is_off()
+        return self._limited(args, kwargs) if limits else private.own_call(self.model, *args, **kwargs)
 
     @private.skipped_by_dynamo
-    def _call(
-        self,
-        plain: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        plainly: bool = False,
-    ) -> Any:
-        """Run a call plainly where it is no limited step, compiled where `torch.compile` is around it. Else
-        finish the last step, find the entry of this one, and run its next step.
-
-        Args:
-            plain: what was called, without a limit.
-            args, kwargs: of the model.
-            plainly: run it without a limit, whatever else is true.
+    def _limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call within the limit: finish the last step, find the entry of this one, and run its next step.
+        What is no limited step after all runs without one (`UnlimitedCalls`).
         """
         self.called = True
-        if plainly or self._is_off():
-            return plain(*args, **kwargs)
         with private.out_of_dynamo() as compiling:
-            if compiling is not None and self._may_compile():
-                with suppress(Refused), self._inside():
-                    return self.delegate.run(self, compiling, args, kwargs)
             inputs = Inputs(self.model, args, kwargs, compiling is not None)
-            if (why := why_unlimited(inputs)) is not None:
-                return self._run_plainly(inputs, why)
+            if (result := self.unlimited.run(self, inputs, compiling)) is not LIMITED:
+                return result
             if (profiled := self._finish_last()) is not None:
                 return self._run_within(profiled, inputs)
             return self._run_next(self.cache.find(inputs.key), inputs)
+
+    def _limits_forward(self) -> bool:
+        """Whether a call of the model's forward is one within the limit: not past the hooks of FSDP's root,
+        whose calls `enter` gets.
+        """
+        if self._is_off():
+            return False
+        past_hooks = private.is_root(self.model)
+        if past_hooks:
+            self.warn_once(UNCALLED)
+        return not past_hooks
 
     def _is_off(self) -> bool:
         """Whether calls run unchanged: those that the model makes of itself, and all without a limit."""
         return self.local.inside or self.removed or self.paused
 
-    def _may_compile(self) -> bool:
-        """Whether nothing around this model decides what its step keeps, and all its parameters are
-        initialized.
-        """
-        if is_governed() or torch.compiler.is_exporting():  # pyright: ignore
-            return False
-        if self.delegate.handle is None:
-            if any(map(torch.nn.parameter.is_lazy, self.model.parameters())):
-                return False
-            self.engagement.end()
-        return True
-
-    def _run_plainly(self, inputs: Inputs, why: Unlimited) -> Any:
-        """Run the forward as it is. Where a `torch.utils.checkpoint` around this model runs it again within
-        backward, that checkpoint sees what the second forward saves only if it saw what the first one saved.
-        """
-        if why.engages:
-            self.engagement.end()
-        if why.reason:
-            self.warn_once(why.reason)
-        hides = why.in_backward and not self.visible
-        self.visible |= not (why.in_backward or why.keeps_nothing)
-        with self._inside(), self._meter_gathered(), unseen_by_checkpoint() if hides else nullcontext():
-            return self.own_step(*inputs.args, **inputs.kwargs)
-
     @contextmanager
-    def _meter_gathered(self) -> Iterator[None]:
-        """Have main memory's meter count the storages that FSDP gathers weights into. The meter is their
-        allocator, and a storage keeps the allocator of its first step, a step without a limit included.
-        """
-        seen = open_peak(torch.device("cpu")) if private.units(self.model) else None
-        try:
-            yield
-        finally:
-            if seen is not None:
-                seen.__exit__(None, None, None)
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
+    def inside(self) -> Iterator[None]:
+        """Within the block calls of the model run unchanged: the limiter itself runs its forward."""
         self.local.inside = True
         try:
             yield
@@ -306,7 +262,7 @@ class Limiter:
         profiled and its backward is still to come.
         """
         self.engagement.end()
-        self.visible = False
+        self.unlimited.forget_checkpoint()
         drop_idle_key()  # else Dynamo would guard on what the last backward left on this thread
         step = self.local.step
         if step is None:
@@ -321,7 +277,7 @@ class Limiter:
 
     def _run_within(self, profiled: ProfiledStep, inputs: Inputs) -> Any:
         """Run another forward of a step that is being profiled."""
-        with unseen_by_checkpoint(), self._inside():
+        with unseen_by_checkpoint(), self.inside():
             result = self.own_step(*inputs.args, **inputs.kwargs)
         profiled.profiler.abandon_for(result, partial(self.warn_once, ABANDONED))
         return result
@@ -333,16 +289,19 @@ class Limiter:
         others = steps_of_others(inputs)
         shared = self.shared or bool(others)
         action = self.cache.begin_step(entry, shared, backward_unseen=inputs.compiled)
-        self._take_part(others)
+        self._join(others)
         if action is Action.PROFILE_ASIDE:
             action = self._profile_aside_first(entry, inputs, shared)
         if action is Action.PROFILE:
             step = self.local.step = self._begin_profiled(entry, inputs)
+            run = step.run
         else:
             step = self.local.step = self._begin_planned(entry, inputs, shared)
+            unkeyed = inputs.has_unkeyed_arguments
+            run = partial(step.run, machine.on_forward_begins(entry, step.planned, step.can_evict, unkeyed))
         try:
-            with self._inside():
-                result = step.run(self.own_step)
+            with self.inside():
+                result = run(self.own_step)
         except BaseException:
             self.local.step = None
             raise
@@ -350,7 +309,7 @@ class Limiter:
             self.warn_once(UNREACHED)
         return result
 
-    def _take_part(self, steps: Iterable[ProfiledStep | PlannedStep]) -> None:
+    def _join(self, steps: Iterable[ProfiledStep | PlannedStep]) -> None:
         """This model takes part in steps of other limited models: one that is profiled meanwhile sees the
         operations of this model, and one under a plan measures this model's bytes, too. When a backward of
         theirs has ended, all of these models are `shared`.
@@ -376,18 +335,16 @@ class Limiter:
         members, ended = inputs.members, weakly(self._on_step_end)
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
-        # each forward of a pipeline has a recorder of its own, and other ranks would wait for one that evicts
-        may_evict = self.forwards is None and not members.sharded and self.maker.peers.agreement is None
-        may_evict = may_evict and not entry.seen.backward_unseen
-        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, may_evict)
+        alone = self.maker.peers.agreement is None
+        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
         machine.note_time(step.planned)
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)
         return step
 
-    def _planned_step(self, *asked: Any) -> PlannedStep:
-        """A step that is to run under its plan; see `PlannedStep`."""
-        return PlannedStep(*asked)
+    def _planned_step(self, *given: Any) -> PlannedStep:
+        """A step that is to run under its plan; ``given`` is what `PlannedStep` takes."""
+        return PlannedStep(*given)
 
     def _profile_aside_first(self, entry: Entry, inputs: Inputs, shared: bool) -> Action:
         """Profile a step of lowtide's own, before one of the user's that cannot be profiled."""
@@ -415,7 +372,7 @@ class Limiter:
         inputs = Inputs(self.model, args, kwargs, compiled=False)
         entry = self.cache.find(inputs.key)
         if self.cache.begin_step(entry) is not Action.RUN:
-            with self.engagement.paused(), self._inside():
+            with self.engagement.paused(), self.inside():
                 profiler, graph = profile_aside(
                     [self.model],
                     inputs.members.device,

@@ -22,6 +22,7 @@ from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
+from lowtide.run.limit.unlimited import meter_gathered
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.recorder import Recorder
 
@@ -40,13 +41,13 @@ class PipelineLimiter(Limiter):
     Args:
         schedule: of ``torch.distributed.pipelining``.
         model: the module that holds the stages' (`module_of`).
-        rest, asked: as of `Limiter`.
+        rest, settings: as of `Limiter`.
     """
 
-    def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **asked: Any) -> None:
+    def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **settings: Any) -> None:
         self.schedule, self._schedule_step = schedule, schedule.step
         stages = private.stages_of(schedule)
-        super().__init__(model, *rest, **asked)
+        super().__init__(model, *rest, **settings)
         self.forwards = Forwards(stages, "forward_one_chunk")
         self._group = stages[0].group or torch.distributed.group.WORLD
         self._losses: list[Any] | None = None
@@ -60,7 +61,7 @@ class PipelineLimiter(Limiter):
         for stage in private.stages_of(self.schedule):
             private.forget_last_step(stage)  # what is left of it counts in no step
         try:
-            return self._call(self._run_schedule, args, kwargs)
+            return self._limited(args, kwargs)
         finally:
             self._losses = None
 
@@ -74,13 +75,13 @@ class PipelineLimiter(Limiter):
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         # what the schedule makes once is resident in later steps; to work out shapes it may run the stages
-        with self._meter_gathered():
+        with meter_gathered(self.model):
             private.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
         return super()._begin_profiled(entry, inputs)
 
-    def _planned_step(self, *asked: Any) -> PlannedStep:
+    def _planned_step(self, *given: Any) -> PlannedStep:
         assert self.forwards is not None
-        return PipelineStep(self.forwards, *asked)
+        return PipelineStep(self.forwards, *given)
 
     def _replicas(self) -> Any:
         return self._group
@@ -110,11 +111,13 @@ class PipelineStep(PlannedStep):
 
     Args:
         forwards: the step's.
-        asked: as of `PlannedStep`.
+        given: what `PlannedStep` takes.
     """
 
-    def __init__(self, forwards: Forwards, *asked: Any) -> None:
-        super().__init__(*asked)
+    one_recorder = False  # each forward has its own
+
+    def __init__(self, forwards: Forwards, *given: Any) -> None:
+        super().__init__(*given)
         self._forwards = forwards
 
     def _record(

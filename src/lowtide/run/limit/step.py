@@ -134,7 +134,7 @@ class PlannedStep(StepWatch):
         stores: hold values that the plan moves.
         verify: as of `lowtide.limit_memory`.
         shared: other limited models take part in the step, so its peak is not its own.
-        may_evict: no other process has to evict what this one does, so that it may evict on demand.
+        alone: no other rank shares the plan, which would wait for one that evicts.
         on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
             step, so ``on_end`` must not hold the model.
 
@@ -147,11 +147,14 @@ class PlannedStep(StepWatch):
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         margin_bytes: what it added to its entry's margin.
         can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
-            own, nothing moves, and there is a C++ recorder.
+            own, nothing moves, no other rank has to evict the same, and there is one C++ recorder.
         tried: whether it evicts on demand to see whether steps differ, though it has a plan.
         ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
             recorded.
+        one_recorder: whether one recorder runs all of it.
     """
+
+    one_recorder = True
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class PlannedStep(StepWatch):
         verify: Verify,
         on_end: Callable[[Any], None],
         shared: bool = False,
-        may_evict: bool = True,
+        alone: bool = True,
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
@@ -176,13 +179,8 @@ class PlannedStep(StepWatch):
         self.margin_bytes = 0
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
-        plan = entry.planned.plan
-        held = plan.budget_bytes is not None and self.peak_bytes is not None
-        own = held and not shared and not plan.moves
-        self.can_evict = may_evict and own and cpp_recorder() is not None
-        action = machine.on_forward_begins(entry, self.planned, self.can_evict, inputs.has_unkeyed_arguments)
-        self._on_demand, self._passes = action in (Action.EVICT, Action.TRY), action is Action.PASS
-        self.tried = action is Action.TRY
+        self.can_evict = alone and self._may_evict(inputs.members.sharded) and cpp_recorder() is not None
+        self.tried = self._on_demand = False
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[str, int] | None = None
 
@@ -217,12 +215,26 @@ class PlannedStep(StepWatch):
             return self.ran is not None and self.ran != self.entry.seen.profiled_ran
         return self.director is not None and self.director.departed
 
-    def run(self, forward: Callable[..., Any]) -> Any:
-        """Run the model's own forward under the plan."""
+    def _may_evict(self, sharded: bool) -> bool:
+        """Whether it has a budget and can tell by itself when memory is short; what FSDP shards, other ranks
+        gather, too.
+        """
+        plan, seen = self.planned.plan, self.entry.seen
+        held = plan.budget_bytes is not None and self.peak_bytes is not None and not plan.moves
+        return held and self.one_recorder and not (self.shared or sharded or seen.backward_unseen)
+
+    def run(self, action: Action, forward: Callable[..., Any]) -> Any:
+        """Run the model's own forward under the plan.
+
+        Args:
+            action: how, as the state machine says (`machine.on_forward_begins`).
+            forward: the model's own.
+        """
         _under_way().steps.add(self)
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
-        if self._passes:
+        self._on_demand, self.tried = action in (Action.EVICT, Action.TRY), action is Action.TRY
+        if action is Action.PASS:
             with govern(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:

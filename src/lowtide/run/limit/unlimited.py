@@ -1,14 +1,15 @@
-"""Calls of a limited model that its limiter does not run: without a limit, or with `torch.compile` around.
+"""Calls of a limited model that are no limited steps: they run as they are, or `torch.compile` is around.
 
-In: what a call begins with. Out: why it runs as it is, with the warning (`why_unlimited`); or what the
-compiled engine made of it (`Delegate`). A limit that never engages is warned of, too (`Engagement`).
+In: what a call begins with. Out: what the model returns, run as it is (`why_unlimited`, with the warning) or
+by the compiled engine (`Delegate`); or `LIMITED` (`UnlimitedCalls.run`). A limit that never engages is
+warned of, too (`Engagement`).
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,7 +22,9 @@ from lowtide.interception import interceptors
 from lowtide.private import Compiling
 from lowtide.run.limit.key import Inputs
 from lowtide.run.messages import warn
+from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.scope.scope import ScopeRecorder
+from lowtide.run.watch import open_peak
 from lowtide.trace.results import tensors_inside
 
 SHARED = (
@@ -73,6 +76,9 @@ _NOTHING = (
     "PyTorch compiled nothing of its forward (it compiles none of the recurrent layers, and nothing under "
     "TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why)"
 )
+
+LIMITED = object()
+"""In place of a result: the call has not run, and is a limited step."""
 
 Engine = Callable[[Any, Compiling], Any]
 """From a limiter, and from what compiles, to a handle with ``run``.
@@ -234,10 +240,6 @@ class Engagement:
 # ---- steps with torch.compile around ---------------------------------------------------------------
 
 
-class Refused(Exception):
-    """The compiled engine does not take this step."""
-
-
 class Delegate:
     """Gives the steps that `torch.compile` is around to the compiled engine, or says why it does not.
 
@@ -260,20 +262,16 @@ class Delegate:
         self._refused = engine is None
 
     def run(self, limiter: Any, compiling: Compiling, args: Any, kwargs: Any) -> Any:
-        """The forward of a step, compiled.
-
-        Raises:
-            Refused: it has to run eagerly.
-        """
+        """The forward of a step, compiled; `LIMITED` where the step has to run eagerly."""
         if self._refused or self.engine is None:
-            raise Refused
+            return LIMITED
         try:
             if self.handle is None:
                 self.handle = self.engine(limiter, compiling)
             result = self.handle.run(*args, **kwargs)
         except PlanError as why:
             self._refuse(str(why))
-            raise Refused from None
+            return LIMITED
         if self.handle.compiles_nothing:
             self._refuse(_NOTHING)
         return result
@@ -281,3 +279,80 @@ class Delegate:
     def _refuse(self, why: str) -> None:
         self.handle, self._refused = None, True
         self._warn_once(_EAGERLY.format(why))
+
+
+# ---- calls -----------------------------------------------------------------------------------------
+
+
+class UnlimitedCalls:
+    """Runs the calls of a limited model that are no limited steps.
+
+    Args:
+        delegate, engagement, warn_once: the limiter's.
+    """
+
+    def __init__(self, delegate: Delegate, engagement: Engagement, warn_once: Callable[[str], None]) -> None:
+        self._delegate, self._engagement, self._warn_once = delegate, engagement, warn_once
+        self._visible = False  # a checkpoint around the model sees what its latest forward saved
+
+    def run(self, limiter: Any, inputs: Inputs, compiling: Compiling | None) -> Any:
+        """Run a call that is no limited step.
+
+        Args:
+            limiter: of the model.
+            inputs: of the call.
+            compiling: what compiles the call, where `torch.compile` is around it.
+
+        Returns:
+            What the model returns; `LIMITED` of a limited step, which has not run.
+        """
+        if compiling is not None and self._may_compile(limiter.model):
+            with limiter.inside():
+                result = self._delegate.run(limiter, compiling, inputs.args, inputs.kwargs)
+            if result is not LIMITED:
+                return result
+        why = why_unlimited(inputs)
+        return LIMITED if why is None else self._run_plainly(limiter, inputs, why)
+
+    def forget_checkpoint(self) -> None:
+        """A limited step begins: a checkpoint around the model does not see what it saves."""
+        self._visible = False
+
+    def _may_compile(self, model: torch.nn.Module) -> bool:
+        """Whether nothing around this model decides what its step keeps, and all its parameters are
+        initialized.
+        """
+        if is_governed() or torch.compiler.is_exporting():  # pyright: ignore
+            return False
+        if self._delegate.handle is None:
+            if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+                return False
+            self._engagement.end()
+        return True
+
+    def _run_plainly(self, limiter: Any, inputs: Inputs, why: Unlimited) -> Any:
+        """Run the forward as it is. Where a `torch.utils.checkpoint` around this model runs it again within
+        backward, that checkpoint sees what the second forward saves only if it saw what the first one saved.
+        """
+        if why.engages:
+            self._engagement.end()
+        if why.reason:
+            self._warn_once(why.reason)
+        hides = why.in_backward and not self._visible
+        self._visible |= not (why.in_backward or why.keeps_nothing)
+        unseen = unseen_by_checkpoint() if hides else nullcontext()
+        with limiter.inside(), meter_gathered(limiter.model), unseen:
+            return limiter.own_step(*inputs.args, **inputs.kwargs)
+
+
+@contextmanager
+def meter_gathered(model: torch.nn.Module) -> Iterator[None]:
+    """Have main memory's meter count the storages that FSDP gathers a model's weights into. The meter is
+    their allocator, and a storage keeps the allocator of its first step, a step without a limit included.
+    """
+    seen = open_peak(torch.device("cpu")) if private.units(model) else None
+    try:
+        yield
+    finally:
+        if seen is not None:
+            seen.__exit__(None, None, None)
