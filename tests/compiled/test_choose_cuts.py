@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from lowtide.compiled.choose_cuts import share_of_largest
+from lowtide.compiled.choose_cuts import at_once, search_within
 from lowtide.errors import BudgetError
 from lowtide.plan import Plan
 
 LARGE = Plan("g", "optimal", 1000, {}, frozenset(), (), 2000, 900, 1.0, 0.1)
 
 
-def planned(smallest: int | None, asked: list[str | int], budget: str | int) -> str | int:
+def searched(smallest: int | None, asked: list[str | int], budget: str | int) -> Generator[None, None, Any]:
     """Refuses shares, and bytes below the smallest budget."""
     asked.append(budget)
     if isinstance(budget, str) or smallest is None or budget < smallest:
         raise BudgetError("too small", smallest)
+    yield
     return budget
 
 
-def found(budget: str | int, smallest: int | None, before: list[Plan]) -> tuple[str | int, list[str | int]]:
+def found(budget: str | int, smallest: int | None, before: list[Plan]) -> tuple[Any, list[str | int]]:
     asked: list[str | int] = []
-    return share_of_largest(lambda given: planned(smallest, asked, given), budget, before), asked
+    return at_once(search_within(lambda given: searched(smallest, asked, given), budget, before)), asked
 
 
 def test_a_share_that_is_too_small_becomes_the_bytes_of_the_largest_step() -> None:

@@ -17,7 +17,7 @@ from torch._inductor.utils import clear_caches as clear_inductor_caches
 
 from lowtide.compiled.alone import Partitioner
 from lowtide.compiled.choose_cuts import ROUNDS
-from lowtide.compiled.shelf import Shelf
+from lowtide.compiled.shelf import Shelf, cuts_in, facts_of, plans_in
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
 
@@ -81,29 +81,29 @@ def plan(seconds: float) -> Plan:
 
 def test_plans_are_found_by_their_code(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "new")
-    assert shelf.find("code") == []
+    assert plans_in(shelf.find("code")) == []
     one, other = plan(1.0), plan(2.0)
-    shelf.keep("code", [one])
-    shelf.keep("longer code", [other, one])
-    assert shelf.find("code") == [one]
-    assert shelf.find("longer code") == [other, one]
-    assert shelf.find("other") == []
+    shelf.keep("code", [one.to_json()])
+    shelf.keep("longer code", [other.to_json(), one.to_json()])
+    assert plans_in(shelf.find("code")) == [one]
+    assert plans_in(shelf.find("longer code")) == [other, one]
+    assert plans_in(shelf.find("other")) == []
     for file in (tmp_path / "new").iterdir():
         file.write_bytes(b"damaged")
-    assert shelf.find("code") == []
-    shelf.keep("code", [one])
-    assert shelf.find("code") == [one]
+    assert plans_in(shelf.find("code")) == []
+    shelf.keep("code", [one.to_json()])
+    assert plans_in(shelf.find("code")) == [one]
 
 
 def test_cuts_of_a_recorded_step_are_found_where_it_takes_as_much(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path)
     cuts = [None, frozenset({"add", "mm"})]
     large = replace(plan(1.0), budget_bytes=1 << 20)
-    shelf.keep_cuts("step", large, cuts, [1000, 2000])
-    assert shelf.find_cuts("step", [1000, 2024]) == (large, cuts)
-    assert shelf.find_cuts("step", [1000, 20000]) is None
-    assert shelf.find_cuts("step", [1000]) is None
-    assert shelf.find_cuts("other", [1000, 2000]) is None
+    shelf.keep("step", facts_of(large, cuts, [1000, 2000]))
+    assert cuts_in(shelf.find("step"), [1000, 2024]) == (large, cuts)
+    assert cuts_in(shelf.find("step"), [1000, 20000]) is None
+    assert cuts_in(shelf.find("step"), [1000]) is None
+    assert cuts_in(shelf.find("other"), [1000, 2000]) is None
 
 
 def test_keys_tell_apart_what_plans_follow_from() -> None:

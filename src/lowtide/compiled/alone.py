@@ -22,16 +22,16 @@ from lowtide.compiled.choose_cuts import (
     Chosen,
     Cuts,
     CutSearch,
+    at_once,
     choice_alone,
     search_within,
-    share_of_largest,
 )
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import CutRefused, Generated, Size
 from lowtide.compiled.price import CandidateCut
-from lowtide.compiled.shelf import digest, open_shelf
+from lowtide.compiled.shelf import digest, open_shelf, plans_in
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
@@ -43,7 +43,7 @@ from lowtide.progress import current
 
 
 @dataclass
-class Report:
+class PlansMade:
     """The plans that were made so far, for the handle to read; compiled code does not hold them.
 
     Attributes:
@@ -82,7 +82,7 @@ class Partitioner(Cutter):
         budget: str | int,
         standing: Callable[[], int] | None = None,
         options: dict[str, Any] | None = None,
-        report: Report | None = None,
+        report: PlansMade | None = None,
         tiers: tuple[Offload, ...] = (),
         wishes: str = "",
         after_bytes: int = 0,
@@ -91,11 +91,11 @@ class Partitioner(Cutter):
         self.after_bytes = after_bytes
         self.budget, self.tiers, self.wishes = budget, tiers, wishes
         self._standing = standing
-        self._report = Report() if report is None else report
+        self._report = PlansMade() if report is None else report
         self._compiled_first: _CompiledFirst | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_standing": None, "_report": Report(), "_compiled_first": None}
+        return {**self.__dict__, "_standing": None, "_report": PlansMade(), "_compiled_first": None}
 
     def compile(self, module: Any, inputs: Any) -> Any:
         """Compile a graph that is a whole step. Where compiled code comes from the disk, so does its plan.
@@ -110,10 +110,10 @@ class Partitioner(Cutter):
         shelf = open_shelf(options)
         fixed = not self.tiers and not any(partitioning.free_sizes_of(inputs))
         compiled, texts = None, list[str]()
-        at_once = options is not None and fixed and inductor.writes_python()
-        compile = functools.partial(compile_graph, module, inputs, options, self, at_once=at_once)
+        ahead = options is not None and fixed and inductor.writes_python()
+        compile = functools.partial(compile_graph, module, inputs, options, self, at_once=ahead)
         with inductor.reading(texts.append):
-            if at_once:
+            if ahead:
                 compiled = self._compile_first(compile, texts)
             if compiled is None:
                 texts.clear()
@@ -122,12 +122,12 @@ class Partitioner(Cutter):
             return compiled
         key = self.uuid() + texts[0]  # the forward says what it saves
         if made := self._report.planned[before:]:
-            shelf.keep(key, made)
+            shelf.keep(key, [plan.to_json() for plan in made])
         elif inductor.cache_hits() > hits:
-            known = shelf.find(key)
+            known = plans_in(shelf.find(key))
             if not known:  # the plan of what was found is lost
                 anew = {**options, **inductor.UNCACHED}
-                return compile_graph(module, inputs, anew, self, at_once=at_once)
+                return compile_graph(module, inputs, anew, self, at_once=ahead)
             self._report.planned += known
         return compiled
 
@@ -182,7 +182,7 @@ class Partitioner(Cutter):
         def plan_at(size_of: Size) -> Chosen:
             at = joint if size_of is joint.size else replace(joint, size=size_of)
             before = self._report.planned
-            return share_of_largest(lambda budget: choice(budget, at).choose(), self.budget, before)
+            return at_once(search_within(lambda budget: choice(budget, at).search(), self.budget, before))
 
         chosen = plan_range(joint, self.budget, plan_at, standing_at, self._report.held)
         self._report.add(chosen)
@@ -230,7 +230,7 @@ class _CompiledFirst:
         """
         if self._search is None:
             self._program = joint.program
-            self._search = search_within(search, budget, before, self._found)
+            self._search = self._note(search_within(search, budget, before))
         if joint.program != self._program:
             raise PlanError(
                 "a graph was traced in two ways while it was compiled: something that it depends on changed "
@@ -251,8 +251,8 @@ class _CompiledFirst:
             return partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
         return cut(joint, stored)
 
-    def _found(self, chosen: Chosen) -> None:
-        self.chosen = chosen
+    def _note(self, search: CutSearch) -> Iterator[Cuts | None]:
+        self.chosen = yield from search
 
     def compile(self, half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
         """What Inductor makes of a half.
@@ -291,7 +291,7 @@ class _Enough(Exception):
 def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str = "inductor") -> Plan:
     """Trace a step, plan it and predict what the backend would allocate; then stop.
 
-    Parameters and inputs are not read, so uninitialised ones do.
+    No value of a parameter or an input is read: uninitialised tensors may be given.
 
     Args:
         model: whose call returns the loss.
@@ -303,7 +303,7 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
         BudgetError: no plan fits.
         PlanError: the model does not compile as one graph, or no gradient is asked for.
     """
-    report = Report()
+    report = PlansMade()
     # what a cache hands out nobody plans
     options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
     place = model_device(model)

@@ -1,8 +1,8 @@
 """A graph that Dynamo has captured, and what compiles it: AOTAutograd by itself, or Inductor.
 
 AOTAutograd traces forward and backward as one joint graph and asks a `Cutter` where to cut it. A graph that
-is a whole step is cut, and compiled, as soon as it is captured. A `Graph` that is a part of a step waits for
-the step to be recorded, and is compiled as often as the step's plan has cuts for it.
+is a whole step is cut, and compiled, as soon as it is captured. A `CapturedGraph` that is a part of a step
+waits for the step to be recorded, and is compiled as often as the step's plan has cuts for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.choose_cuts import Chosen, Cuts
+from lowtide.compiled.choose_cuts import Chosen, Cuts, CutSearch
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CutRefused, Generated
@@ -167,7 +167,7 @@ def compile_graph(
     )(module, inputs)
 
 
-def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list[Chosen]) -> Chosen:
+def try_cuts(graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
     """What a search finds in the end. The cuts that it yields are compiled, and priced by the text that
     Inductor generates meanwhile; so nothing is lowered twice. The graph with the most calls comes last: where
     the cuts are refused, the kernels of its backward are not compiled.
@@ -175,25 +175,30 @@ def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list
     Args:
         graphs: of each call.
         search: finds how to cut them.
-        found: holds what it has found, once it ends.
 
     Raises:
         BudgetError: no plan is found that fits.
     """
     ahead: list[Cuts | Exception | None] = []  # what the search has said while something was compiled
+    found: list[Chosen] = []
+
+    def noting() -> Iterator[Cuts | None]:
+        found.append((yield from search))
+
+    steps = noting()
 
     def check(cuts: Cuts, this: CandidateCut) -> None:
         if not all(one.code.priced for one in cuts):
             return
         try:
-            ahead.extend(itertools.islice(search, 1))
+            ahead.extend(itertools.islice(steps, 1))
         except Exception as error:
             ahead.append(error)  # not through PyTorch's compiler, which would wrap it
         if not found or this not in found[0].cuts:
             raise CutRefused
 
     while not found:
-        cuts = ahead.pop() if ahead else next(search, None)
+        cuts = ahead.pop() if ahead else next(steps, None)
         if isinstance(cuts, Exception):
             raise cuts
         if cuts is None or not inductor.writes_python():
@@ -207,7 +212,7 @@ def try_cuts(graphs: Sequence[Graph], search: Iterator[Cuts | None], found: list
     return found[0]
 
 
-class Graph:
+class CapturedGraph:
     """A captured graph that is a part of a step.
 
     Called, it asks ``choose`` which of its compiled forms runs with these sizes. The first one runs call by
@@ -225,7 +230,7 @@ class Graph:
         self,
         captured: Captured,
         options: dict[str, Any] | None,
-        choose: Callable[[Graph, Sizes], Run],
+        choose: Callable[[CapturedGraph, Sizes], Run],
         recording: Callable[[], Recording | None],
         device: torch.device,
     ) -> None:
@@ -294,11 +299,11 @@ class Graph:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self.candidates = found = CandidateCuts(joint, self.options)
         shelf, key = self._shelf, digest("", self.options, None, joint.facts)
-        known = shelf.find_facts(key) if shelf is not None else None
+        known = shelf.find(key) if shelf is not None else None
         if known is not None:
             found.smallest = frozenset(known)
         elif shelf is not None:
-            shelf.keep_facts(key, sorted(found.smallest))
+            shelf.keep(key, sorted(found.smallest))
         return cut(joint, found.smallest)
 
     def _run_by_call(

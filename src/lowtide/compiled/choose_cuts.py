@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -93,9 +93,9 @@ class Chosen:
 
 
 CutSearch = Generator[Cuts | None, None, Chosen]
-"""Yields cuts that are worth compiling before they are priced: whoever goes on without that prices them. Once
-they are priced, it yields ``None`` where they are not the ones to choose, and does that before anything else
-is lowered. It returns what is chosen.
+"""Yields cuts that are worth compiling before they are priced. When the search is resumed it lowers those
+that have no price yet, and yields ``None`` if it rejects the cuts, before it lowers others. It returns the
+cuts that it chooses.
 """
 
 
@@ -188,7 +188,8 @@ class Choice:
             moment: at which.
             number: the call's.
             cut: its cut.
-            lent: what others hold to its end of what a backward is handed.
+            lent: of a backward, the inputs that others still hold when it has ended; ``None`` for the graph's
+                inputs.
         """
         call = self.timeline.calls[number]
         if number != moment.call:
@@ -213,7 +214,7 @@ class Choice:
         Raises:
             BudgetError: none are found that fit.
         """
-        return _at_once(self.search())
+        return at_once(self.search())
 
     def search(self) -> CutSearch:
         """The search of `choose`, step by step: it yields cuts that are to be priced, or ``None``.
@@ -304,7 +305,7 @@ class Choice:
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
-        return _at_once(self._least())
+        return at_once(self._least())
 
     def _least(self) -> Generator[Cuts | None, None, int]:
         """As `_smallest`, step by step."""
@@ -414,29 +415,13 @@ def with_prices(
 
 
 def search_within(
-    search: Callable[[str | int], CutSearch],
-    budget: str | int,
-    before: Sequence[Plan],
-    found: Callable[[Chosen], None],
-) -> Iterator[Cuts | None]:
-    """What a search yields; ``found`` is told what it returns. Where the budget is a share and too small, it
-    searches within what `share_of_largest` says.
-
-    Raises:
-        BudgetError: no plan is found that fits.
-    """
-    try:
-        found((yield from search(budget)))
-    except BudgetError as error:
-        found((yield from search(_of_largest(error, budget, before))))
-
-
-def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: Iterable[Plan]) -> T:
-    """What ``plan`` makes of a budget. Where that is a share and too small for this step, its bytes are those
-    of the largest step so far: a last, small batch has room for what larger ones may take.
+    search: Callable[[str | int], CutSearch], budget: str | int, before: Iterable[Plan]
+) -> CutSearch:
+    """A search within a budget. Where that is a share and too small for this step, its bytes are those of the
+    largest step so far: a last, small batch has room for what larger ones may take.
 
     Args:
-        plan: plans within a budget.
+        search: searches within a budget.
         budget: as of `lowtide.limit_memory`.
         before: plans for other steps within the same budget.
 
@@ -444,9 +429,9 @@ def share_of_largest(plan: Callable[[str | int], T], budget: str | int, before: 
         BudgetError: no plan is found that fits.
     """
     try:
-        return plan(budget)
+        return (yield from search(budget))
     except BudgetError as error:
-        return plan(_of_largest(error, budget, before))
+        return (yield from search(_of_largest(error, budget, before)))
 
 
 def _of_largest(error: BudgetError, budget: str | int, before: Iterable[Plan]) -> int:
@@ -458,8 +443,8 @@ def _of_largest(error: BudgetError, budget: str | int, before: Iterable[Plan]) -
     return largest
 
 
-def _at_once(search: Generator[Any, None, T]) -> T:
-    """What a search by steps finds, when nothing is done between them."""
+def at_once(search: Generator[Any, None, T]) -> T:
+    """What a search by steps finds, where nothing is compiled between them."""
     while True:
         try:
             next(search)

@@ -11,7 +11,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, refuse_cuda_graphs
-from lowtide.compiled.flow import UNCOMPILED, Flow
+from lowtide.compiled.flow import UNCOMPILED, Flow, Surroundings
 from lowtide.compiled.moving import stores
 from lowtide.compiled.timeline import Stood
 from lowtide.errors import BudgetError, LowtideError, PlanError
@@ -338,30 +338,30 @@ class CompiledHandle(LimitHandle):
         me = weakref.ref(self)
         return lambda: gone if (handle := me()) is None else ask(handle)
 
-    def _new_flow(self, gradients_bytes: int) -> Flow:
-        """Nothing is compiled yet, for steps that begin with so many bytes of gradients.
-
-        Compiled code is shared by what has the same backend, so each flow is one of its own.
-        """
+    def _surroundings(self) -> Surroundings:
+        """Dynamo holds a flow as long as the process lives: so what the flow asks holds no handle."""
         me = weakref.ref(self)
 
         def in_words(error: BudgetError) -> BudgetError:
             handle = me()
             return error if handle is None else handle._in_words(error)
 
-        flow = Flow(  # Dynamo holds it as long as the process lives: it holds neither model nor handle
-            self.budget,
-            self._weakly(CompiledHandle._standing, 0),
-            self._weakly(lambda one: one._stood.gradients_now(), 0),
-            self._settings,
+        return Surroundings(
             self._device,
-            in_words,
-            self._tiers,
+            standing=self._weakly(CompiledHandle._standing, 0),
+            gradients=self._weakly(lambda one: one._stood.gradients_now(), 0),
+            after=self._weakly(CompiledHandle._after, 0),
             # weights that come and go are in no graph
-            self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
-            self._weakly(CompiledHandle._after, 0),
-            gradients_bytes,
+            in_parts=self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
+            in_words=in_words,
         )
+
+    def _new_flow(self, gradients_bytes: int) -> Flow:
+        """Nothing is compiled yet, for steps that begin with so many bytes of gradients.
+
+        Compiled code is shared by what has the same backend, so each flow is one of its own.
+        """
+        flow = Flow(self.budget, self._settings, self._surroundings(), self._tiers, gradients_bytes)
         run = self._compiled_with(backend=flow.backend, **{**counted_apart(), **self._how})
         self._runs[flow] = run, self._block_calls()
         return flow

@@ -1,8 +1,8 @@
 """Plan graphs that leave sizes open, and guard each plan by the largest sizes for which it holds.
 
 A plan is made for the sizes at hand, and serves all up to the largest with which its predicted peak is within
-the budget; a guard compiles anew beyond. Who has seen a program grow beyond its plan plans with a quarter in
-reserve, so that lengths that rise step by step need few plans.
+the budget; a guard compiles anew beyond. Where sizes have grown beyond a plan, the next plan is made for
+sizes a quarter larger than the old one held for: so lengths that rise step by step need few plans.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RESERVE = 1.25
 """Of the largest size that the plans before held for, what the next is made for."""
 
 _FACTOR = 1 << 16
-"""Beyond so many times the sizes at hand nobody asks."""
+"""How many times larger the sizes at hand may become before their growth is taken for unlimited."""
 
 _SPAN = 8
 """How many times larger each of two sizes may become while their product stays within one bound."""
@@ -145,24 +145,24 @@ def largest(numbers: Numbers, room: Callable[[Numbers], int]) -> Numbers:
         (333,)
     """
 
-    def grown(factor: float) -> Numbers:
+    def scaled(factor: float) -> Numbers:
         return tuple(int(number * factor) for number in numbers)
 
     if room(numbers) < 0:
         return numbers
-    if room(grown(_FACTOR)) >= 0:
+    if room(scaled(_FACTOR)) >= 0:
         return (UNBOUNDED,) * len(numbers)
     high = 2.0
-    while room(grown(high)) >= 0:
+    while room(scaled(high)) >= 0:
         high *= 2
     apart = 0.5 / max(numbers)  # by which a size changes
 
     def off(factor: float) -> float:
-        return room(grown(factor)) + 0.5  # no size leaves exactly nothing
+        return room(scaled(factor)) + 0.5  # no size leaves exactly nothing
 
     met: float = brentq(off, high / 2, high, xtol=apart)  # pyright: ignore
-    factor = next(met + step * apart for step in (1, 0, -1) if room(grown(met + step * apart)) >= 0)
-    return grown(factor)
+    factor = next(met + step * apart for step in (1, 0, -1) if room(scaled(met + step * apart)) >= 0)
+    return scaled(factor)
 
 
 def largest_product(numbers: Numbers, room: Callable[[Numbers], int]) -> int:

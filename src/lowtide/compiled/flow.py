@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.alone import Partitioner, Report
-from lowtide.compiled.capture import Graph, Run, Sizes, try_cuts
+from lowtide.compiled.alone import Partitioner, PlansMade
+from lowtide.compiled.capture import CapturedGraph, Run, Sizes, try_cuts
 from lowtide.compiled.choose_cuts import Choice, Chosen, choice_of, search_within
 from lowtide.compiled.joint import Key
-from lowtide.compiled.shelf import digest, open_shelf
+from lowtide.compiled.shelf import cuts_in, digest, facts_of, open_shelf
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.compiled.timeline import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
@@ -57,11 +57,11 @@ _LIMIT_HIT = (
 class _Turn:
     """How one call of a planned step runs: its graph, and the storages that its cut stores."""
 
-    graph: Graph
+    graph: CapturedGraph
     sizes: Sizes
     stored: frozenset[Key] | None
 
-    def serves(self, graph: Graph, sizes: Sizes) -> bool:
+    def serves(self, graph: CapturedGraph, sizes: Sizes) -> bool:
         """Whether a call is the one that was planned for, or a smaller one."""
         return graph is self.graph and all(map(operator.le, sizes, self.sizes))
 
@@ -81,13 +81,13 @@ class _Recorded:
     gradients: int
 
     @property
-    def graphs(self) -> list[Graph]:
+    def graphs(self) -> list[CapturedGraph]:
         """Those of its calls."""
         return [call.graph for call in self.timeline.calls]
 
 
 @dataclass
-class _Planned:
+class _StepPlan:
     """A recorded step with its plan.
 
     Attributes:
@@ -116,7 +116,7 @@ class _Known:
         several: whether a step had more backwards than any that is known had forwards.
     """
 
-    planned: dict[Graph, _Planned] = field(default_factory=dict)
+    planned: dict[CapturedGraph, _StepPlan] = field(default_factory=dict)
     wanted: bool = True
     missed: set[Shapes] = field(default_factory=set)
     largest: int = 0
@@ -125,7 +125,7 @@ class _Known:
 
 
 @dataclass
-class _Running:
+class _CurrentStep:
     """The step that runs.
 
     Attributes:
@@ -168,23 +168,39 @@ class _Begun:
             self._on_begin()
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What there is beside the graphs of a step. It is asked whenever it is needed, as it changes.
+
+    Attributes:
+        device: whose memory counts.
+        standing: bytes that are resident when a step begins, its inputs apart.
+        gradients: bytes of the parameters' gradients that there are now.
+        after: the most live bytes when backward has ended; 0 for what is resident then.
+        in_parts: says whether no graph is a whole step, whatever it returns.
+        in_words: the planner's refusal in a user's words.
+    """
+
+    device: torch.device
+    standing: Callable[[], int]
+    gradients: Callable[[], int]
+    after: Callable[[], int]
+    in_parts: Callable[[], bool]
+    in_words: Callable[[BudgetError], BudgetError]
+
+
 class Flow:
     """The code and the plans of the steps that begin with no gradients, or of those that begin with some.
 
     Args:
         budget: as of `lowtide.limit_memory`.
-        standing: bytes that stand when a step begins, its inputs apart.
-        gradients: bytes of the parameters' gradients that stand now.
         options: Inductor's settings; ``None`` under ``aot_eager``.
-        device: whose memory counts.
-        in_words: the planner's refusal in a user's words.
+        beside: what there is beside the graphs.
         tiers: where saved values may wait.
-        in_parts: says whether no graph is a whole step, whatever it returns.
-        after: the most live bytes when backward has ended; 0 for what stands then.
         gradients_bytes: the gradients to plan for, where fewer stand when a step begins.
 
     Attributes:
-        report: the plans of graphs that are a whole step.
+        whole: the plans of graphs that are a whole step.
         graphs: the graphs that are parts of a step.
         mixed: whether a graph came after one that was taken for a whole step.
         codes: how many graphs were captured.
@@ -194,26 +210,19 @@ class Flow:
     def __init__(
         self,
         budget: str | int,
-        standing: Callable[[], int],
-        gradients: Callable[[], int],
         options: dict[str, Any] | None,
-        device: torch.device,
-        in_words: Callable[[BudgetError], BudgetError],
-        tiers: tuple[Offload, ...],
-        in_parts: Callable[[], bool],
-        after: Callable[[], int],
+        beside: Surroundings,
+        tiers: tuple[Offload, ...] = (),
         gradients_bytes: int = 0,
     ) -> None:
-        self._after = after
-        self._in_words, self._in_parts = in_words, in_parts
-        self.budget, self.options, self.device, self.tiers = budget, options, device, tiers
-        self.report = Report()
-        self.graphs: list[Graph] = []
+        self.budget, self.options, self.tiers = budget, options, tiers
+        self.device, self._beside = beside.device, beside
+        self.whole = PlansMade()
+        self.graphs: list[CapturedGraph] = []
         self.mixed = self.ran_uncompiled = False
         self.codes = 0
         self.gradients_bytes = gradients_bytes
-        self._standing, self._gradients = standing, gradients
-        self._known, self._step = _Known(), _Running()
+        self._known, self._step = _Known(), _CurrentStep()
         self._warn_once = Once()
 
     # ---- what is known ---------------------------------------------------------------------------
@@ -221,13 +230,13 @@ class Flow:
     @property
     def plans(self) -> list[Plan]:
         """The plans that were made."""
-        return self.report.planned + [one.plan for one in self._known.planned.values()]
+        return self.whole.planned + [one.plan for one in self._known.planned.values()]
 
     @property
     def step_graphs(self) -> dict[str, StepGraph]:
         """The step graphs that plans were made for in this process, by `Plan.graph`."""
         made = [one.chosen for one in self._known.planned.values() if one.chosen is not None]
-        return self.report.graphs | {one.plan.graph: one.graph for one in made}
+        return self.whole.graphs | {one.plan.graph: one.graph for one in made}
 
     @property
     def more_than_planned(self) -> bool:
@@ -236,7 +245,7 @@ class Flow:
 
     def variants(self) -> list[int]:
         """In how many ways each graph is cut."""
-        used: dict[Graph, set[frozenset[Key] | None]] = {}
+        used: dict[CapturedGraph, set[frozenset[Key] | None]] = {}
         for turn in (turn for one in self._known.planned.values() for turn in one.turns):
             used.setdefault(turn.graph, set()).add(turn.stored)
         return [len(ways) for ways in used.values()]
@@ -252,8 +261,8 @@ class Flow:
         more = gradients_bytes - self.gradients_bytes
         if more <= 0:
             return True
-        planned = self.report.planned
-        open_sizes = any(self.report.held.values())  # which grow until there is no room left
+        planned = self.whole.planned
+        open_sizes = any(self.whole.held.values())  # which grow until there is no room left
         above = any(one.predicted_peak_bytes + more > (one.budget_bytes or 0) for one in planned)
         if not self.plans or open_sizes or above:
             return False
@@ -282,14 +291,14 @@ class Flow:
             PlanError: values shall wait in tiers, and the graph is a part of a step.
         """
         self.codes += 1
-        if not (self.graphs or self._in_parts()) and captured.is_whole_step(module):
+        if not (self.graphs or self._beside.in_parts()) and captured.is_whole_step(module):
             with self.outside_step(), working("compiling", "compiled within the budget") as work:
-                before = len(self.report.planned)
+                before = len(self.whole.planned)
                 try:
                     compiled = self._partitioner(module).compile(module, inputs)
                 except BudgetError as error:
-                    raise self._in_words(error) from None
-                for plan in self.report.planned[before:]:
+                    raise self._beside.in_words(error) from None
+                for plan in self.whole.planned[before:]:
                     work.done(in_one_line(plan))
                 return compiled
         if self.tiers:
@@ -299,19 +308,19 @@ class Flow:
             )
         with self.outside_step():
             seen = captured.Captured(module, inputs)
-            graph = Graph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
+            graph = CapturedGraph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
         if graph.candidates is not None:  # else no part of a step
             self.graphs.append(graph)
-            self.mixed |= bool(self.report.planned)
+            self.mixed |= bool(self.whole.planned)
         return graph
 
     def _partitioner(self, module: fx.GraphModule) -> Partitioner:
-        def standing() -> int:
-            return self._standing() + max(0, self.gradients_bytes - self._gradients())
+        def beside() -> int:
+            return self._beside.standing() + max(0, self.gradients_bytes - self._beside.gradients())
 
         wishes = wishes_of(module)
-        rest = self.report, self.tiers, wishes, self._after()
-        return Partitioner(self.budget, standing, self.options, *rest)
+        rest = self.whole, self.tiers, wishes, self._beside.after()
+        return Partitioner(self.budget, beside, self.options, *rest)
 
     def outside_step(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""
@@ -337,7 +346,7 @@ class Flow:
             step.forwards += 1
             return
         self.over()
-        self._step = step = _Running(last=step.last)
+        self._step = step = _CurrentStep(last=step.last)
         if known.wanted or self.graphs:
             step.shapes, step.bytes = self._describe(args)
         wanted = known.wanted or step.shapes in known.missed or step.bytes > known.largest
@@ -353,8 +362,10 @@ class Flow:
             )
         elif action is Action.RECORD:
             gc.collect()  # garbage of before would be freed in between
-            stands = self._standing() + step.bytes
-            step.recording = Recording(str(self.device), stands, self._gradients, self._backward_ended, args)
+            stands = self._beside.standing() + step.bytes
+            step.recording = Recording(
+                str(self.device), stands, self._beside.gradients, self._backward_ended, args
+            )
 
     def _describe(self, args: Any) -> tuple[Shapes, int]:
         """What a forward is given: shapes, and bytes on the device."""
@@ -362,7 +373,7 @@ class Flow:
         here = (one.nbytes() for one in storages(given) if one.device.type == self.device.type)
         return tuple(tuple(one.shape) for one in given), sum(here)
 
-    def _choose(self, graph: Graph, sizes: Sizes) -> Run:
+    def _choose(self, graph: CapturedGraph, sizes: Sizes) -> Run:
         """What a call of a graph runs."""
         if graph.candidates is None or not torch.is_grad_enabled():
             return graph.smallest
@@ -435,7 +446,7 @@ class Flow:
         if action is not Action.PLAN:
             return
         known.forwards = step.forwards
-        found = _Recorded(timeline, [*step.sizes], self._gradients())
+        found = _Recorded(timeline, [*step.sizes], self._beside.gradients())
         if not self._serves(found):
             self._plan(found, self.gradients_bytes)
         known.missed.discard(step.shapes)
@@ -456,8 +467,8 @@ class Flow:
             BudgetError: no plan is found that fits.
         """
         graphs, first = step.graphs, step.graphs[0]
-        timeline = step.timeline.adding_to(gradients_bytes, step.gradients).ending_with(self._after())
-        candidates = list(map(Graph.candidates_at, graphs, step.sizes))
+        timeline = step.timeline.adding_to(gradients_bytes, step.gradients).ending_with(self._beside.after())
+        candidates = list(map(CapturedGraph.candidates_at, graphs, step.sizes))
         choice = functools.partial(choice_of, timeline, candidates)
         before, known = [one.plan for one in self._known.planned.values()], self._known.planned.get(first)
         facts = timeline.facts, [one.joint.facts for one in candidates], step.sizes
@@ -467,26 +478,25 @@ class Flow:
         found = None
         if known is not None and known.step is step and known.chosen is not None:
             found = choice(self.budget).again(known.chosen)
-        kept = shelf.find_cuts(key, timeline.levels) if shelf is not None and found is None else None
+        kept = cuts_in(shelf.find(key), timeline.levels) if shelf is not None and found is None else None
         if kept is not None:
             plan, cuts = kept
         else:
             found = found or self._search(graphs, choice, before)
             plan, cuts = found.plan, [one.stored for one in found.cuts]
             if shelf is not None:
-                shelf.keep_cuts(key, plan, cuts, timeline.levels)
-        self._known.planned[first] = _Planned(step, plan, list(map(_Turn, graphs, step.sizes, cuts)), found)
+                shelf.keep(key, facts_of(plan, cuts, timeline.levels))
+        self._known.planned[first] = _StepPlan(step, plan, list(map(_Turn, graphs, step.sizes, cuts)), found)
 
     def _search(
-        self, graphs: list[Graph], choice: Callable[[str | int], Choice], before: list[Plan]
+        self, graphs: list[CapturedGraph], choice: Callable[[str | int], Choice], before: list[Plan]
     ) -> Chosen:
         """Search for the cuts of these graphs' calls; what is tried is compiled."""
-        found: list[Chosen] = []
-        search = search_within(lambda budget: choice(budget).search(), self.budget, before, found.append)
+        search = search_within(lambda budget: choice(budget).search(), self.budget, before)
         with working("planning", "planned") as work:
             try:
-                chosen = try_cuts(graphs, search, found)
+                chosen = try_cuts(graphs, search)
             except BudgetError as error:
-                raise self._in_words(error) from None
+                raise self._beside.in_words(error) from None
             work.done(in_one_line(chosen.plan))
         return chosen

@@ -358,13 +358,13 @@ def memory_of_generated(
         kept = call(given)
         end = ledger.live
         returned = [getattr(node, "name", "") for node in nodes[-1].args[0]]  # no name: no result of a call
-        copied = _copied(returned, kept, lent, ledger)
+        copied = _copies_of(returned, kept, lent, ledger)
         del kept
     traffic = Traffic(ledger.moved, ledger.masks_written, ledger.masks_read)
     return HalfBytes(ledger.peak, end, copied, traffic)
 
 
-def _copied(names: list[str], kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
+def _copies_of(names: list[str], kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
     """What is returned under the name of an input and is not that input."""
     return {
         name: tensor.untyped_storage().nbytes()

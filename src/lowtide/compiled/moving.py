@@ -237,7 +237,7 @@ def with_moves(
         last = [
             one for one in made if one.op == "call_function" and isinstance(one.meta["val"], torch.Tensor)
         ]
-        return _sent(going, tiers, window_bytes, output, max(last, default=None))
+        return _send_all(going, tiers, window_bytes, output, max(last, default=None))
 
     def receive(received: Pieces) -> None:
         _add_fetches(backward.graph, {value: ticket for value, (ticket,) in received.items()}, window_bytes)
@@ -245,7 +245,7 @@ def with_moves(
     return hand_over(forward, backward, forward_outputs, fits, send, receive)
 
 
-def _sent(
+def _send_all(
     going: Sequence[fx.Node],
     tiers: Mapping[str, Offload],
     window_bytes: int,

@@ -25,7 +25,7 @@ from lowtide.version import __version__
 
 
 class Shelf:
-    """Keeps plans in a folder, under a text that tells them apart.
+    """Keeps facts in a folder, under a text that tells them apart.
 
     Args:
         folder: where files are kept; one that cannot be read or written is as good as none.
@@ -34,49 +34,14 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, key: str) -> list[Plan]:
-        """The plans that were kept; nothing where none were."""
-        try:
-            return list(map(Plan.from_json, self.find_facts(key) or ()))
-        except PlanError:
-            return []
-
-    def keep(self, key: str, plans: Sequence[Plan]) -> None:
-        """Keep plans, those of regions within the graph included."""
-        self.keep_facts(key, [plan.to_json() for plan in plans])
-
-    def find_cuts(self, key: str, levels: Sequence[int]) -> tuple[Plan, list[frozenset[Key] | None]] | None:
-        """The plan of a recorded step, and what the cut of each call stores; ``None`` where none was kept, or
-        where more bytes differ than a plan leaves for what no recording shows.
-
-        Args:
-            key: what the plan follows from.
-            levels: the step's bytes, moment by moment.
-        """
-        try:
-            plan, cuts, before = self.find_facts(key)
-            plan = Plan.from_json(plan)
-            far = max(abs(one - other) for one, other in zip(levels, before, strict=True))
-            alike = far <= budgets.slack_bytes(plan.budget_bytes)
-            return (plan, [None if one is None else frozenset(one) for one in cuts]) if alike else None
-        except (PlanError, TypeError, ValueError):
-            return None
-
-    def keep_cuts(
-        self, key: str, plan: Plan, cuts: Sequence[frozenset[Key] | None], levels: Sequence[int]
-    ) -> None:
-        """Keep the plan of a recorded step."""
-        stored = [None if one is None else sorted(one) for one in cuts]
-        self.keep_facts(key, [plan.to_json(), stored, list(levels)])
-
-    def find_facts(self, key: str) -> Any:
-        """What JSON says was kept; ``None`` where nothing was."""
+    def find(self, key: str) -> Any:
+        """What was kept, as JSON says it; ``None`` where nothing was."""
         try:
             return json.loads(zlib.decompress(self._file(key).read_bytes()))
         except (OSError, ValueError, zlib.error):
             return None
 
-    def keep_facts(self, key: str, facts: Any) -> None:
+    def keep(self, key: str, facts: Any) -> None:
         """Keep what JSON can say."""
         file = self._file(key)
         whole = file.with_suffix(f".{os.getpid()}")
@@ -87,6 +52,43 @@ class Shelf:
 
     def _file(self, key: str) -> Path:
         return self._folder / hashlib.sha256(key.encode()).hexdigest()
+
+
+def plans_in(facts: Any) -> list[Plan]:
+    """The plans of graphs that are whole steps, as a shelf kept them; nothing where it kept none."""
+    try:
+        return list(map(Plan.from_json, facts or ()))
+    except PlanError:
+        return []
+
+
+def facts_of(plan: Plan, cuts: Sequence[frozenset[Key] | None], levels: Sequence[int]) -> list[Any]:
+    """A recorded step's plan and what the cut of each call stores, for a shelf.
+
+    Args:
+        plan: the plan.
+        cuts: of each call.
+        levels: the step's bytes, moment by moment.
+    """
+    return [plan.to_json(), [None if one is None else sorted(one) for one in cuts], list(levels)]
+
+
+def cuts_in(facts: Any, levels: Sequence[int]) -> tuple[Plan, list[frozenset[Key] | None]] | None:
+    """What `facts_of` was given; ``None`` where a shelf kept nothing, or where more bytes differ than a plan
+    leaves for what no recording shows.
+
+    Args:
+        facts: as a shelf kept them.
+        levels: the step's bytes now, moment by moment.
+    """
+    try:
+        plan, cuts, before = facts
+        plan = Plan.from_json(plan)
+        far = max(abs(one - other) for one, other in zip(levels, before, strict=True))
+        alike = far <= budgets.slack_bytes(plan.budget_bytes)
+        return (plan, [None if one is None else frozenset(one) for one in cuts]) if alike else None
+    except (PlanError, TypeError, ValueError):
+        return None
 
 
 def open_shelf(options: dict[str, Any] | None) -> Shelf | None:

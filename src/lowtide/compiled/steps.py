@@ -81,8 +81,9 @@ def step_of(joints: Sequence[Joint], costs: Sequence[Mapping[str, CallCost]], ti
 
 
 class _Shared:
-    """The storages that go in and out of graphs and die within the step: what graphs make and return, and
-    what a backward is the last to hold. All others stand throughout.
+    """The storages that go in and out of graphs and die within the step: results of graphs, and tensors
+    that a backward is handed and that nobody else holds when it has ended. Every other storage that goes in
+    or out is live throughout the step.
 
     Args:
         joints, costs, timeline: as of `step_of`.

@@ -54,16 +54,16 @@ def _known(threads: int) -> KernelCosts:
     """Those that are kept for so many threads, else measured and kept."""
     shelf, key = Shelf(cache_folder() / "vector_costs"), f"{name_machine()} {torch.__version__} {threads}"
     key += _SOURCE.read_text()
-    kept = shelf.find_facts(key)
+    kept = shelf.find(key)
     if kept is not None:
         return KernelCosts(**kept)
-    found = _measured(threads)
+    found = _measure(threads)
     if found.functions:
-        shelf.keep_facts(key, asdict(found))
+        shelf.keep(key, asdict(found))
     return found
 
 
-def _measured(threads: int) -> KernelCosts:
+def _measure(threads: int) -> KernelCosts:
     types = ["const float*", "float*", "bool*", "const int64_t", "const int64_t", "const int64_t"]
     try:
         kernel = inductor.cpp_kernel(types, _SOURCE.read_text())
