@@ -37,6 +37,7 @@ LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
     "though no plan for them fits."
 )
+AS_IF = "lowtide plans as if no step had taken more than predicted: no plan leaves that."
 UNMEASURED = (
     "what the steps of this limited model take cannot be measured while they run: one that takes more than "
     "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "

@@ -138,6 +138,25 @@ def test_a_step_whose_operations_are_not_its_own_to_see_is_profiled_aside() -> N
     assert machine.on_no_loss(entry, shared=False) is A.RAISE
 
 
+def test_a_profile_that_did_not_see_all_or_saw_others_is_planned_from_no_more() -> None:
+    entry = Entry(key())
+    assert machine.on_profile_ended(entry, backward_unseen=False, shared=False) is A.NOTHING
+    assert machine.on_profile_ended(entry, backward_unseen=False, shared=True) is A.DISCARD
+    assert machine.on_called(entry, version=0) is A.PROFILE, "the next one may be alone"
+    assert machine.on_profile_ended(entry, backward_unseen=True, shared=False) is A.DISCARD
+    assert machine.on_called(entry, version=0) is A.PROFILE_ASIDE
+
+
+def test_where_ranks_wait_a_refused_step_is_planned_for_the_smallest_budget() -> None:
+    entry = Entry(key())
+    assert machine.on_profiled(entry, GRAPH, verified=True) is A.PLAN
+    assert machine.on_plan_refused(entry, version=0, peers_wait=True) is A.PLAN_SMALLEST
+    planned = Planned(entry.key, GRAPH, GRAPH, PLAN)
+    assert machine.on_plan_made(entry, planned, version=0) is A.RUN and entry.state is S.PLANNED
+    assert machine.on_called(entry, version=1) is A.PLAN
+    assert machine.on_plan_refused(entry, version=1, peers_wait=True) is A.RAISE, "there is a plan"
+
+
 def test_a_step_that_was_not_verified_is_profiled_again() -> None:
     entry = Entry(key())
     assert machine.on_profiled(entry, GRAPH, verified=False, backwards=2) is A.PROFILE
@@ -166,7 +185,7 @@ def test_how_a_planned_step_runs() -> None:
 
 
 def test_second_derivatives_that_no_profiled_step_had_are_left_nothing() -> None:
-    for known, action in ((False, A.TAKE_BACK), (True, A.LEAVE_MARGIN)):
+    for known, action in ((False, A.LEAVE_NOTHING), (True, A.LEAVE_MARGIN)):
         entry = Entry(key())
         machine.on_profiled(entry, GRAPH, verified=True, makes_graph=known)
         machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
@@ -288,7 +307,7 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     assert machine.on_ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))).action is A.LEAVE_RESERVE
     assert entry.room.reserve_bytes == LIMIT // 4, "others made it larger"
     assert machine.on_called(entry, version=1) is A.PLAN
-    assert machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.RUN
+    assert machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.VARY
     assert entry.state is S.VARYING and entry.room.margin_bytes == 0
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
@@ -304,7 +323,7 @@ def test_varying_steps_whose_longest_fits_no_plan_are_planned_for_once() -> None
     step = ran(entry, LIMIT // 2, director=followed(extra=9), ran=(0, 9))
     assert machine.on_ended(entry, step).action is A.DOUBT
     assert machine.on_profiled(entry, graph(3), verified=True, ran=(2, 9)) is A.PLAN
-    assert machine.on_plan_refused(entry, version=0) is A.RUN and entry.state is S.VARYING
+    assert machine.on_plan_refused(entry, version=0) is A.VARY and entry.state is S.VARYING
     assert machine.on_called(entry, version=0) is A.RUN
 
 
@@ -329,7 +348,8 @@ def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_
             action = machine.on_profiled(entry, graph(operations), verified=True, ran=second)
             if action is A.PLAN:
                 planned = Planned(entry.key, graph(operations), graph(operations), PLAN)
-                assert machine.on_plan_made(entry, planned, version=0) is A.RUN
+                follows = A.VARY if state is S.VARYING else A.RUN
+                assert machine.on_plan_made(entry, planned, version=0) is follows
             assert entry.state is state and entry.seen.ran == second
 
 

@@ -23,7 +23,7 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
 from lowtide.run.limit.refusal import refuse_first_fsdp, refuse_several_devices
-from lowtide.run.messages import own_checkpointing, warn
+from lowtide.run.messages import AS_IF, LEAST, own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.verify import Verify
 
@@ -60,7 +60,8 @@ class Cache:
     Attributes:
         known: the entries by key, the latest used last.
         latest: the plan of the latest step, or ``None``.
-        lock: held while an entry changes.
+        lock: held while an entry changes its state. What its running step alone writes down, how often a plan
+            ran and how long, needs none.
     """
 
     def __init__(self, maker: PlanMaker, verify: Verify) -> None:
@@ -140,23 +141,26 @@ class Cache:
         Raises:
             BudgetError: no plan fits.
         """
-        version, dropped = self.maker.version, ""
-        while action is Action.PLAN:
+        maker, version = self.maker, self.maker.version
+        smallest, told = None, ""
+        while action in (Action.PLAN, Action.PLAN_SMALLEST):
             try:
-                planned = self.maker.make(entry)
+                planned = maker.make(entry, maker.budget if smallest is None else smallest)
             except BudgetError as error:
-                action = machine.on_plan_refused(entry, version)
+                waits = maker.peers.await_plan and smallest is None and bool(error.smallest_bytes)
+                action = machine.on_plan_refused(entry, version, waits)
                 if action is Action.RAISE:
                     raise
-                dropped = str(error) if action is not Action.RUN else ""
+                if action is Action.PLAN_SMALLEST:
+                    smallest = error.smallest_bytes
+                told = str(error) if action is not Action.VARY else ""
             else:
                 action = machine.on_plan_made(entry, planned, version)
-        if dropped:
-            self.maker.warn_once(
-                "stays",
-                f"lowtide plans as if no step had taken more than predicted: no plan leaves that. {dropped}",
-            )
-        return Action.RUN if action is Action.ACCEPT else action
+        if told and smallest is not None:
+            warn(f"{LEAST} {told}", each_time=True)
+        elif told:
+            maker.warn_once("stays", f"{AS_IF} {told}")
+        return Action.RUN if action in (Action.ACCEPT, Action.VARY) else action
 
     def _ask_peers(self, entry: Entry) -> None:
         """All ranks that share the plan exchange what the last step showed: if one has to profile or to plan
@@ -176,13 +180,15 @@ class Cache:
         mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
         profile, old, versions, margins, findings, founds = zip(*agreement.gather(mine), strict=True)
         if planned is not None:
-            self._take_better(entry, planned, *founds[0])
+            self._adopt_better(entry, planned, *founds[0])
         maker.version = max(versions)
         for found in findings:
             maker.findings.update(found)
         machine.on_peers(entry, any(profile), any(old), max(margins))
 
-    def _take_better(self, entry: Entry, planned: Planned, goes_on: bool, better: _BetterPlan | None) -> None:
+    def _adopt_better(
+        self, entry: Entry, planned: Planned, goes_on: bool, better: _BetterPlan | None
+    ) -> None:
         """Take the better plan that the first rank has found.
 
         Args:
@@ -206,7 +212,7 @@ class Cache:
         others = self.known.values()
         return not any(other.seen.profiles and other.key.differs_in_size(entry.key) for other in others)
 
-    def take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
+    def plan_from(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
         """Plan from a profiled step.
 
         Args:
@@ -227,7 +233,7 @@ class Cache:
             optimizer = maker.counted.optimizer
             has_state = optimizer is not None and optimizer.state
             taken = graph.resident_bytes + (maker.counted.state_bytes if has_state else 0) + peak
-            machine.note_taken(entry, taken)
+            machine.note_peak(entry, taken)
         self._warn_of_operations(profiler)
         if profiler.verified:
             self._verified.append(graph)
@@ -326,7 +332,7 @@ class Cache:
         """Warn if a profiled step took more than the budget, once a plan says how much that is."""
         if entry.planned is None or not entry.seen.unwarned_bytes:
             return
-        taken, limit = machine.pop_taken(entry), entry.planned.plan.budget_bytes
+        taken, limit = machine.pop_peak(entry), entry.planned.plan.budget_bytes
         if limit is not None and taken > limit:
             which = "the first step" if len(self.known) == entry.seen.profiles == 1 else "this step"
             smallest = budgets.asks_for(self.maker.budget) == "min"

@@ -18,7 +18,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.hidden_costs import rates
-from lowtide.run.limit.entry_states import State
+from lowtide.run.limit.entry_states import UNPLANNED, State
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
 from lowtide.run.watch import StepWatch
@@ -228,7 +228,7 @@ class Entry:
     @property
     def wants_profile(self) -> bool:
         """Whether its next step is profiled."""
-        return self.state in (State.NEW, State.REFUSED, State.DOUBTED)
+        return self.state in UNPLANNED
 
     @property
     def may_profile(self) -> bool:

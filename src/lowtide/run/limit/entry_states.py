@@ -1,7 +1,18 @@
 """The state machine of cached plans: what follows from what happened, and what users are told of it.
 
-`TABLE` is all that is decided; `Table.transition` looks it up. The functions of `machine.py` work out the
-facts, and write down what follows.
+`TABLE` is all that is decided; `Table.row` looks it up. The functions of `machine.py` work out the facts, and
+write down what follows. Who carries an action out:
+
+| action | who |
+|---|---|
+| PROFILE, PROFILE_ASIDE, RUN, of a call | `Limiter._run_next` |
+| PLAN, PLAN_SMALLEST, ACCEPT, RAISE | `Cache._plan` |
+| RAISE, where there is no loss | `Limiter._profile_aside_first` |
+| RUN, PASS, EVICT, TRY, of a forward that begins | `PlannedStep.run` |
+| DISCARD | `Limiter._on_profile_end` |
+| LEAVE_MARGIN, LEAVE_NOTHING, LEAVE_RESERVE, WAIT, DOUBT, IGNORE | `machine.on_ended` |
+| VARY, wherever it comes | `machine._advance` |
+| CLOSE | `machine.on_removed` |
 
 ```text
  NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
@@ -42,8 +53,10 @@ class Evidence(Enum):
     """The ranks that share its plan have told what their steps showed."""
     NO_LOSS = auto()
     """A step of lowtide's own, in place of the user's, had no loss that could be found or made up."""
+    PROFILE_ENDED = auto()
+    """The backward of a profiled step of the user's has ended."""
     PROFILED = auto()
-    """A step was profiled."""
+    """A step was profiled, and its step graph is there."""
     PLAN_MADE = auto()
     PLAN_REFUSED = auto()
     """No plan fits."""
@@ -64,7 +77,8 @@ Fact = Literal[
     "outdated",  # the plan was made for another budget, optimizer or margin
     "shared",  # other limited models take part in the step
     "backward unseen",  # its backward runs where no operation is intercepted
-    # of the ranks that share a plan
+    # of other ranks
+    "peers wait",  # some wait in this step until there is a plan, and of a smaller budget there is one
     "peer profiles",  # one of them profiles its next step
     "peer outdated",  # one of them has an outdated plan
     # of a profiled step
@@ -110,6 +124,8 @@ class Action(Enum):
     """Profile a step of lowtide's own, with the same arguments, before this one."""
     PLAN = auto()
     """Make a plan from the step graph."""
+    PLAN_SMALLEST = auto()
+    """Make one for the smallest budget that holds, and warn that it is another than the user's."""
     RUN = auto()
     """Run the step under the plan."""
     EVICT = auto()
@@ -122,6 +138,10 @@ class Action(Enum):
     """Raise the refusal."""
     ACCEPT = auto()
     """Warn that the plan stays, and run the step under it."""
+    VARY = auto()
+    """Run the step and later ones: they have a reserve in place of a margin, and no use for a better plan."""
+    DISCARD = auto()
+    """Plan nothing from the profiled step: some of it was not seen, or was not its own."""
     CLOSE = auto()
     """End what goes on for it."""
     DOUBT = auto()
@@ -132,8 +152,12 @@ class Action(Enum):
     """Leave it free in steps that vary."""
     WAIT = auto()
     """Take no margin for this step, unless the same comes again."""
-    TAKE_BACK = auto()
-    """Leave nothing free for this step: only what backward kept made it take more."""
+    LEAVE_NOTHING = auto()
+    """Leave nothing free because of this step, nor what an earlier backward of it added to the margin: what
+    its backward kept made it take more.
+    """
+    IGNORE = auto()
+    """Learn nothing from the step."""
 
 
 _GONE = "nothing follows, since its plan is given up: the limit is gone, or newer plans took its place"
@@ -164,7 +188,8 @@ _LATE = (
 _MARGIN = "lowtide plans again with that much less"
 
 _S, _E, _A = State, Evidence, Action
-_UNPLANNED = (_S.NEW, _S.REFUSED, _S.DOUBTED)
+UNPLANNED = (State.NEW, State.REFUSED, State.DOUBTED)
+"""The states whose next step is profiled."""
 
 EntryRow = Row[State, Evidence, Fact, Action]
 
@@ -172,9 +197,9 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
     (
         Row((_S.NEW,), _E.CALLED, ("graph known",), _S.STALE, _A.PLAN),
         Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
-        Row(_UNPLANNED, _E.CALLED, ("shared",), None, _A.PROFILE_ASIDE),
-        Row(_UNPLANNED, _E.CALLED, ("backward unseen",), None, _A.PROFILE_ASIDE),
-        Row(_UNPLANNED, _E.CALLED, (), None, _A.PROFILE),
+        Row(UNPLANNED, _E.CALLED, ("shared",), None, _A.PROFILE_ASIDE),
+        Row(UNPLANNED, _E.CALLED, ("backward unseen",), None, _A.PROFILE_ASIDE),
+        Row(UNPLANNED, _E.CALLED, (), None, _A.PROFILE),
         Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
         Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),
         Row((_S.PLANNED, _S.VARYING), _E.CALLED, (), None, _A.RUN),
@@ -182,17 +207,20 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((), _E.NO_LOSS, (), None, _A.RAISE),
         Row((_S.STALE, _S.PLANNED), _E.PEERS, ("peer profiles",), _S.DOUBTED, _A.NOTHING),
         Row((_S.PLANNED,), _E.PEERS, ("peer outdated",), _S.STALE, _A.NOTHING),
+        Row((), _E.PROFILE_ENDED, ("backward unseen",), None, _A.DISCARD),
+        Row((), _E.PROFILE_ENDED, ("shared",), None, _A.DISCARD),
         Row((_S.GONE,), _E.PROFILED, (), None, _A.NOTHING),
         Row((), _E.PROFILED, ("unverified",), None, _A.PROFILE),
-        Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.NOTHING),
+        Row((), _E.PROFILED, ("planned", "shorter", "differed"), _S.VARYING, _A.VARY),
         Row((), _E.PROFILED, ("planned", "shorter"), _S.PLANNED, _A.NOTHING),
         Row((), _E.PROFILED, (), _S.STALE, _A.PLAN),
-        Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_MADE, ("differed",), _S.VARYING, _A.VARY),
         Row((_S.STALE,), _E.PLAN_MADE, (), _S.PLANNED, _A.RUN),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.RUN),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("differed", "same budget"), _S.VARYING, _A.VARY),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("margin", "current plan"), _S.PLANNED, _A.ACCEPT),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
+        Row((_S.STALE,), _E.PLAN_REFUSED, ("peers wait",), None, _A.PLAN_SMALLEST),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
         Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
         Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
@@ -202,20 +230,20 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((), _E.FORWARD_BEGINS, ("changes nothing", "unwatched"), None, _A.PASS),
         Row((), _E.FORWARD_BEGINS, (), None, _A.RUN),
         # what a row of the following says is told where the step took more than its budget
-        Row((_S.GONE,), _E.ENDED, (), None, _A.NOTHING, _GONE),
-        Row((), _E.ENDED, ("replaced",), None, _A.NOTHING, _REPLACED),
-        Row((), _E.ENDED, ("above", "second derivatives"), None, _A.TAKE_BACK, _SECOND),
+        Row((_S.GONE,), _E.ENDED, (), None, _A.IGNORE, _GONE),
+        Row((), _E.ENDED, ("replaced",), None, _A.IGNORE, _REPLACED),
+        Row((), _E.ENDED, ("above", "second derivatives"), None, _A.LEAVE_NOTHING, _SECOND),
         Row((), _E.ENDED, ("above", "accepted"), None, _A.NOTHING, _ACCEPTED),
         Row((), _E.ENDED, ("above", "unrecorded", "profiles left"), _S.DOUBTED, _A.DOUBT, _UNRECORDED),
-        Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.NOTHING, _VARYING),
+        Row((_S.PLANNED,), _E.ENDED, ("above", "differs"), _S.VARYING, _A.VARY, _VARYING),
         Row((), _E.ENDED, ("longer", "profiles left"), _S.DOUBTED, _A.DOUBT, _DEPARTED),
         Row((_S.VARYING,), _E.ENDED, ("above",), None, _A.LEAVE_RESERVE, _RESERVE),
         Row((), _E.ENDED, ("above", "departed", "profiles left"), _S.DOUBTED, _A.DOUBT, _DEPARTED),
-        Row((), _E.ENDED, ("above", "more backwards"), None, _A.TAKE_BACK, _RETAINED),
+        Row((), _E.ENDED, ("above", "more backwards"), None, _A.LEAVE_NOTHING, _RETAINED),
         Row((), _E.ENDED, ("above", "late buffer"), None, _A.WAIT, _LATE),
         Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN, _MARGIN),
         Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
-        Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.NOTHING),
+        Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.VARY),
         Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
     ),
     nothing=Action.NOTHING,

@@ -382,7 +382,7 @@ class Limiter:
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
                 )
-            self._take_in(entry, profiler, graph, users=within_step)
+            self._plan_from(entry, profiler, graph, users=within_step)
             self.cache.begin_step(entry)  # the plan of a longer step may be out of date
         assert entry.planned is not None
         return entry.planned
@@ -394,10 +394,9 @@ class Limiter:
         entry, profiler = step.entry, step.profiler
         if self.local.step is step:
             self.local.step = None
-        if profiler.backward_unseen:
-            with self.cache.lock:
-                machine.note_unseen_backward(entry)
-        if profiler.backward_unseen or step.others:
+        with self.cache.lock:
+            action = machine.on_profile_ended(entry, profiler.backward_unseen, shared=bool(step.others))
+        if action is Action.DISCARD:
             self._note_others(step)
             self.measured_bytes = None
             profiler.close()
@@ -405,12 +404,12 @@ class Limiter:
         twice = "every operation ran twice" if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         with no_collection():  # of the many small objects that describe the step, none is garbage
-            self._take_in(entry, profiler, profiler.graph(), users=True)
+            self._plan_from(entry, profiler, profiler.graph(), users=True)
 
-    def _take_in(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> None:
-        """Plan from a profiled step; see `Cache.take_in`."""
+    def _plan_from(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> None:
+        """Plan from a profiled step; see `Cache.plan_from`."""
         with self.cache.lock:
-            taken = self.cache.take_in(entry, profiler, graph, users)
+            taken = self.cache.plan_from(entry, profiler, graph, users)
         if users and entry.planned is not None:
             self.measured_bytes = taken
 

@@ -17,7 +17,7 @@ from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.run import hidden_costs
 from lowtide.run.limit.entry import Entry, History, Planned
-from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact, State
+from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.watch import StepWatch
 
@@ -25,16 +25,15 @@ _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is
 _MOST_RESERVE = 1 / 4  # of the budget
 
 
-def _take(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> EntryRow:
+def _advance(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> EntryRow:
     """Move the entry to its next state, by the row of the table that fits."""
     row = TABLE.row(entry.state, evidence, [fact for fact, true in (facts or {}).items() if true])
-    if row.then is not None and row.then is not entry.state:
+    if row.then is not None:
         entry.state = row.then
-        if row.then is State.VARYING:
-            # from here on its steps have a reserve in place of a margin, and no use for a better plan
-            assert entry.planned is not None and entry.planned_for is not None
-            stop_search(entry.planned)
-            entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
+    if row.action is Action.VARY:
+        assert entry.planned is not None and entry.planned_for is not None
+        stop_search(entry.planned)
+        entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
     return row
 
 
@@ -67,9 +66,7 @@ def on_called(entry: Entry, version: int, shared: bool = False, backward_unseen:
         "shared": shared,
         "backward unseen": entry.seen.backward_unseen,
     }
-    action = _take(entry, Evidence.CALLED, facts).action
-    entry.seen.steps += action is Action.RUN
-    return action
+    return _advance(entry, Evidence.CALLED, facts).action
 
 
 def on_no_loss(entry: Entry, shared: bool) -> Action:
@@ -79,7 +76,7 @@ def on_no_loss(entry: Entry, shared: bool) -> Action:
         entry: of the step.
         shared: other limited models take part in the user's step.
     """
-    return _take(entry, Evidence.NO_LOSS, {"shared": shared}).action
+    return _advance(entry, Evidence.NO_LOSS, {"shared": shared}).action
 
 
 def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) -> Action:
@@ -88,26 +85,35 @@ def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) ->
     """
     if profiles or outdated:
         entry.room.margin_bytes = margin_bytes
-    return _take(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated}).action
+    return _advance(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated}).action
 
 
 # ---- a step was profiled -------------------------------------------------------------------------
 
 
-def note_taken(entry: Entry, taken_bytes: int) -> None:
-    """A profiled step of the user's took so many bytes; `pop_taken` hands them out once a budget is known."""
+def note_peak(entry: Entry, taken_bytes: int) -> None:
+    """A profiled step of the user's took so many bytes; `pop_peak` hands them out once a budget is known."""
     entry.seen.unwarned_bytes = max(entry.seen.unwarned_bytes, taken_bytes)
 
 
-def pop_taken(entry: Entry) -> int:
+def pop_peak(entry: Entry) -> int:
     """The most bytes that profiled steps took since the last call of this function, or 0."""
     taken, entry.seen.unwarned_bytes = entry.seen.unwarned_bytes, 0
     return taken
 
 
-def note_unseen_backward(entry: Entry) -> None:
-    """Backward ran where no operation is intercepted: the profile is of no use."""
-    entry.seen.backward_unseen = True
+def on_profile_ended(entry: Entry, backward_unseen: bool, shared: bool) -> Action:
+    """The backward of a profiled step of the user's has ended.
+
+    Args:
+        entry: of the step.
+        backward_unseen: it ran where no operation is intercepted.
+        shared: other limited models took part in the step.
+    """
+    entry.seen.backward_unseen |= backward_unseen
+    return _advance(
+        entry, Evidence.PROFILE_ENDED, {"backward unseen": backward_unseen, "shared": shared}
+    ).action
 
 
 def on_profiled(
@@ -145,7 +151,7 @@ def on_profiled(
         "shorter": not longest,
         "differed": entry.traits.differed,
     }
-    action = _take(entry, Evidence.PROFILED, facts).action
+    action = _advance(entry, Evidence.PROFILED, facts).action
     entry.room.profiled += (graph,)
     if action is not Action.PROFILE:
         entry.traits.backwards = max(entry.traits.backwards, backwards)
@@ -172,12 +178,16 @@ def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
         stop_search(entry.planned)
     entry.planned, entry.planned_for = planned, (version, entry.room.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
-    return _take(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed}).action
+    return _advance(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed}).action
 
 
-def on_plan_refused(entry: Entry, version: int) -> Action:
-    """No plan fits this version of budget and optimizer, less the margin, which the next attempt does not
-    leave.
+def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Action:
+    """No plan fits this version of budget and optimizer, less the margin.
+
+    Args:
+        entry: of the step.
+        version: of budget and optimizer.
+        peers_wait: other ranks wait in this step until there is a plan, and of a smaller budget there is one.
     """
     planned = entry.planned
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
@@ -188,8 +198,9 @@ def on_plan_refused(entry: Entry, version: int) -> Action:
         "borrowed": entry.seen.profiles == 0,
         "differed": entry.traits.differed,
         "same budget": current,
+        "peers wait": peers_wait,
     }
-    action = _take(entry, Evidence.PLAN_REFUSED, facts).action
+    action = _advance(entry, Evidence.PLAN_REFUSED, facts).action
     if action is Action.ACCEPT:
         assert planned is not None
         most = max(planned.plan.predicted_peak_bytes, planned.plan.budget_bytes or 0)
@@ -197,13 +208,13 @@ def on_plan_refused(entry: Entry, version: int) -> Action:
         entry.planned_for = (version, 0)
     elif action is Action.RAISE:
         entry.refused_at = version
-    entry.room.margin_bytes = 0
+    entry.room.margin_bytes = 0  # whatever follows, no plan leaves it
     return action
 
 
 def on_better_found(entry: Entry, planned: Planned) -> Action:
     """A search that went on has found a better plan."""
-    action = _take(entry, Evidence.BETTER_FOUND).action
+    action = _advance(entry, Evidence.BETTER_FOUND).action
     if action is Action.RUN:
         entry.planned = planned
     return action
@@ -261,7 +272,8 @@ def on_forward_begins(entry: Entry, planned: Planned, can_evict: bool, unkeyed_a
         "changes nothing": planned.plan.changes_nothing,
         "unwatched": planned.plan.budget_bytes is None or not entry.seen.may_differ,
     }
-    return _take(entry, Evidence.FORWARD_BEGINS, facts).action
+    entry.seen.steps += 1
+    return _advance(entry, Evidence.FORWARD_BEGINS, facts).action
 
 
 def measure_rise(entry: Entry) -> int:
@@ -331,9 +343,10 @@ def on_ended(entry: Entry, step: EndedStep) -> EntryRow:
     """
     seen = entry.seen
     facts = _facts_at_end(entry, step)
-    row = _take(entry, Evidence.ENDED, facts)
-    if facts["replaced"]:  # it says nothing of the plan in force
+    row = _advance(entry, Evidence.ENDED, facts)
+    if row.action is Action.IGNORE:
         return row
+    # of each step whose plan is in force it is written down what it ran; the rest is its action's
     seen.was_late = False
     if row.action in _DONE_AT_END:
         _DONE_AT_END[row.action](entry, step)
@@ -351,8 +364,8 @@ def _leave_margin(entry: Entry, step: EndedStep) -> None:
     step.margin_bytes = more
 
 
-def _take_back(entry: Entry, step: EndedStep) -> None:
-    # another plan may have had to do without the margin meanwhile
+def _leave_nothing(entry: Entry, step: EndedStep) -> None:
+    # where a plan was refused meanwhile, the margin is gone, and what this step added to it, too
     entry.room.margin_bytes = max(0, entry.room.margin_bytes - step.margin_bytes)
     step.margin_bytes = 0
 
@@ -375,7 +388,7 @@ def _doubt(entry: Entry, step: EndedStep) -> None:
 
 _DONE_AT_END = {
     Action.LEAVE_MARGIN: _leave_margin,
-    Action.TAKE_BACK: _take_back,
+    Action.LEAVE_NOTHING: _leave_nothing,
     Action.LEAVE_RESERVE: _leave_reserve,
     Action.WAIT: _wait,
     Action.DOUBT: _doubt,
@@ -423,5 +436,5 @@ def _may_be_late(planned: Planned, took: int) -> bool:
 
 def on_removed(entry: Entry) -> None:
     """The limit was removed, or the entry has made room for another."""
-    if _take(entry, Evidence.REMOVED).action is Action.CLOSE and entry.planned is not None:
+    if _advance(entry, Evidence.REMOVED).action is Action.CLOSE and entry.planned is not None:
         stop_search(entry.planned)

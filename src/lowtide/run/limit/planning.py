@@ -34,7 +34,7 @@ from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import Peers
 from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, too_much_reserved
-from lowtide.run.messages import LEAST, Once, warn
+from lowtide.run.messages import Once
 from lowtide.words import count_text
 
 _SEARCH_SECONDS = 1.0
@@ -170,8 +170,12 @@ class PlanMaker:
         self.counted.set(optimizer)
         self.version += 1
 
-    def make(self, entry: Entry) -> Planned:
-        """A plan for an entry's step within the budget, less what the entry says is to be left free.
+    def make(self, entry: Entry, budget: str | int | None) -> Planned:
+        """A plan for an entry's step within a budget, less what the entry says is to be left free.
+
+        Args:
+            entry: of the step.
+            budget: the user's, or the bytes that a refusal named.
 
         Raises:
             BudgetError: no plan fits.
@@ -183,15 +187,8 @@ class PlanMaker:
         device = model_device(self.model)
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
             work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
-            try:
-                with no_collection():
-                    graph, patience, plan, limit = self._choose(entry, self.budget)
-            except BudgetError as error:
-                first = entry.planned is None and not entry.room.margin_bytes
-                if not (self.peers.await_plan and first and error.smallest_bytes):
-                    raise
-                graph, patience, plan, limit = self._choose(entry, error.smallest_bytes)
-                warn(f"{LEAST} {error}", each_time=True)
+            with no_collection():
+                graph, patience, plan, limit = self._choose(entry, budget)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
         search, goes_on, agreement = None, _ended_early(plan), self.peers.agreement
