@@ -90,9 +90,9 @@ _UNREPLAYABLE = {
     "aten.resize_as_.default": "it resizes a tensor in place",
     "aten._cudnn_init_dropout_state.default": "PyTorch keeps what it makes for all that follows",
 }
-_WHERE = {"index", "start", "end"}
-"""Names of whole numbers that say where in a tensor such operations write, not how much: `_PLACES`."""
-_PLACES = ("_backward", "_scatter")
+SAYS_WHERE = {"index", "start", "end"}
+"""Names of whole numbers that say where in a tensor such operations write, not how much: `WRITES_PART`."""
+WRITES_PART = ("_backward", "_scatter")
 """How their names end: ``select_backward``, ``slice_scatter``."""
 _WITH_STATE = {"dropout", "train", "dropout_state"}
 """Arguments of an RNN's kernel (cuDNN, MIOpen), which draws from the last and overwrites it, whatever its
@@ -232,8 +232,8 @@ def op_info(func: private.OpOverload) -> OpInfo:
         where=tuple(
             place
             for place, argument in enumerate(schema.arguments)
-            if argument.name in _WHERE
-            and schema.name.endswith(_PLACES)
+            if argument.name in SAYS_WHERE
+            and schema.name.endswith(WRITES_PART)
             and "Tensor" not in str(argument.type)
         ),
     )

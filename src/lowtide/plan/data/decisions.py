@@ -26,6 +26,8 @@ class Recompute:
 
 TIERS = ("host", "disk")
 """Names of the tiers; `lowtide.store.stores` opens them."""
+WITH_PATH = ("disk",)
+"""Names of those whose bytes lie in a folder that the user may name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +48,11 @@ class Offload:
         if self.tier not in TIERS:
             names = " or ".join(map(repr, TIERS))
             raise PlanError(f"Offload({self.tier!r}): there is no such tier, give {names}")
-        if self.path and self.tier != "disk":
+        if self.path and self.tier not in WITH_PATH:
+            names = " or ".join(map(repr, WITH_PATH))
             raise PlanError(
                 f"Offload({self.tier!r}, path={self.path!r}): the {self.tier} tier has no path; leave it "
-                "out, or give 'disk'"
+                f"out, or give {names}"
             )
 
 

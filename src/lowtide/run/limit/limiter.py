@@ -401,7 +401,8 @@ class Limiter:
             self.measured_bytes = None
             profiler.close()
             return
-        twice = "every operation ran twice" if profiler.verified else "no operation ran twice"
+        often = "each operation ran twice, until it had reproduced five times"
+        twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         with no_collection():  # of the many small objects that describe the step, none is garbage
             self._plan_from(entry, profiler, profiler.graph(), users=True)

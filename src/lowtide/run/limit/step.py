@@ -65,7 +65,7 @@ class ProfiledStep:
     Args:
         entry: of the step.
         inputs: of the step.
-        verify: whether each operation runs twice.
+        verify: as of `Profiler`.
         on_end: called with the step once a backward of it has ended. Autograd's graph holds the step, so
             ``on_end`` must not hold the model.
         forwards: as of `Profiler`.

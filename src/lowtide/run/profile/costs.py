@@ -73,7 +73,7 @@ class MeasuredCost:
         self.cold: list[Callable[[], float] | float] = []
 
     def trusted(self, name: str) -> bool:
-        """Whether operations of this kind, and of this name, need no second run any more: what is not of ATen
+        """Whether operations of this form, and of this name, need no second run any more: what is not of ATen
         may depend on more than its arguments.
         """
         return self.reproduced >= RUNS and name.startswith("aten.")

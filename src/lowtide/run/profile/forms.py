@@ -1,9 +1,9 @@
 """What the C++ recorder takes over of a profiled step (`run/record/cpp/profile.h`).
 
 A form is an operation with arguments of the same shapes, strides, types and numbers: its calls cost the same.
-A kind is one with arguments of the same types: its calls are written down alike. Python runs the first call
-of each kind. C++ runs the others: it measures and verifies the first ones of each form as Python does,
-records them and writes them down, and what they read is still compared with what was written.
+A pattern is one with arguments of the same types: its calls are written down alike. Python runs the first
+call of each pattern. C++ runs the others: it measures and verifies the first ones of each form as Python
+does, records them and writes them down, and what they read is still compared with what was written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from lowtide.graph import Storage
 from lowtide.meter import counting_allocator, measurable
-from lowtide.ops import Call, has_plain_storage
+from lowtide.ops import SAYS_WHERE, WRITES_PART, Call, has_plain_storage
 from lowtide.run.digest import digest_address
 from lowtide.run.profile.costs import RUNS, MeasuredCost, UnderWay
 from lowtide.run.profile.segments import SegmentedTape
@@ -52,6 +52,8 @@ def _cpp_profile() -> Any:
             operation=TracedOperation,
             cost=MeasuredCost,
             calling_line=calling_line,
+            says_where=list(SAYS_WHERE),
+            writes_part=list(WRITES_PART),
         )
     return module
 
@@ -99,7 +101,7 @@ class Forms:
     def learn(
         self, call: Call, results: list[Any], cost: MeasuredCost, operation: TracedOperation, recorded: bool
     ) -> None:
-        """Python has run a call: if it need not run others of its kind, C++ does.
+        """Python has run a call: if it need not run others of its pattern, C++ does.
 
         Args:
             call, results: the call, and what it returned as a flat list.

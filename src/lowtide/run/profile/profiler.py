@@ -4,7 +4,9 @@ In: a model's forward and its arguments; the caller computes the loss and calls 
 when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
 evicted when autograd packs it, and replayed in backward. Long blocks, and what lies outside of them, are
 divided where few bytes cross. So only the program itself holds the step's tensors, and a storage is freed
-when the program releases it. Each forward operation runs twice: that verifies its replay, and times it warm.
+when the program releases it. Each forward operation runs twice, until it has reproduced five times at the
+same sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
+recorder runs most others, on the same tape and the same lists (`run/record/cpp/profile.h`).
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ class Profiler(Interceptor):
     Args:
         model: its forward can be planned.
         device: whose memory and time are measured.
-        verify: run every operation twice and compare.
+        verify: run each operation twice and compare, until it has reproduced five times at the same sizes.
         on_end: called with this once backward has ended.
         gradients: as of `lowtide.trace.tracer.Tracer`.
         forwards: those of a step that has several, and runs their backwards itself: what `run` runs is then
@@ -82,7 +84,7 @@ class Profiler(Interceptor):
         PlanError: a CUDA graph is being captured.
 
     Attributes:
-        verified: every operation ran twice and was compared.
+        verified: whether operations were verified so.
         tracer: writes the step down.
         tape: brings back what autograd saved; its findings name the operations that did not reproduce.
         costs: what operations take.

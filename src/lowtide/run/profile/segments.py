@@ -40,7 +40,7 @@ class SegmentedTape(Tape):
 
     Args:
         tracer: knows the step's storages. Whoever made it calls `forget_storage` for each that ends.
-        verify: run each operation twice and compare, and compare what is read with what was written.
+        verify: as of `Profiler`; and compare what is read with what was written.
     """
 
     def __init__(self, tracer: Tracer, verify: bool) -> None:

@@ -10,6 +10,7 @@ demand (`cpp/on_demand.h`), and without it such steps run under the longest one'
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from functools import cache
 from typing import Any
 
@@ -17,7 +18,13 @@ from lowtide import interception, private
 from lowtide.ops import OpInfo, op_info, operation_named
 from lowtide.plan.data import ProgramStep
 
-_PASS, _RECORD, _PYTHON = 0, 1, 2
+
+class Handler(IntEnum):
+    """Who handles an operation of a program, and how: as in `cpp/recorder.h`."""
+
+    PASS = 0
+    RECORD = 1
+    PYTHON = 2
 
 
 @cache
@@ -53,9 +60,9 @@ def cpp_program(steps: Sequence[ProgramStep]) -> Any:
     for step in steps:
         func = operation_named(step.name)
         if isinstance(func, private.OpOverload):
-            _add(made, func, _kind(step, op_info(func)), step.stored)
+            _add(made, func, _handler(step, op_info(func)), step.stored)
         else:
-            made.add(step.name, "", _PYTHON, [], [], -1, step.stored, None)
+            made.add(step.name, "", Handler.PYTHON, [], [], -1, step.stored, None)
     return made
 
 
@@ -84,21 +91,21 @@ class AnyProgram:
 
 def add_plain(program: Any, func: Any) -> None:
     """Have a program of any operations know one that replays plainly."""
-    _add(program, func, _RECORD, ())
+    _add(program, func, Handler.RECORD, ())
 
 
-def _add(made: Any, func: Any, kind: int, stored: Sequence[bool]) -> None:
+def _add(made: Any, func: Any, handler: Handler, stored: Sequence[bool]) -> None:
     info = op_info(func)
     places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
     writes = [where if isinstance(where, int) else places[where] for where in info.written]
     training = -1 if info.training_position is None else info.training_position
     name, _, overload = func.name().partition(".")
-    made.add(name, overload, kind, writes, list(info.running_statistics), training, stored, func)
+    made.add(name, overload, handler, writes, list(info.running_statistics), training, stored, func)
 
 
-def _kind(step: ProgramStep, info: OpInfo) -> int:
+def _handler(step: ProgramStep, info: OpInfo) -> Handler:
     if step.moves or info.uninitialized:
-        return _PYTHON
+        return Handler.PYTHON
     if not step.replayed:
-        return _PASS
-    return _RECORD if info.replays_plainly else _PYTHON
+        return Handler.PASS
+    return Handler.RECORD if info.replays_plainly else Handler.PYTHON

@@ -1,6 +1,6 @@
 // The recorder of a profiled step: it writes operations down, too, as lowtide.trace.tracer.Tracer.add_writer.
-// Python runs the first call of each kind (an operation with arguments of the same types), and has it learn
-// what later calls share. It measures and verifies the first calls of each form (a kind with the same shapes,
+// Python runs the first call of each pattern (an operation with arguments of the same types), and has it
+// learn what later calls share. It measures and verifies the first calls of each form (with the same shapes,
 // strides and numbers) as lowtide.run.profile.costs does.
 #pragma once
 
@@ -58,10 +58,10 @@ class ProfileRecorder : public Recorder {
     if ((forward && (backward_ || !hooks_.on_top())) || !p.is_quiet()) return false;
     first_ = stack->size() - op.schema().arguments().size();
     tensors_.clear();
-    note(kind_, forward + 2 * backward_);
+    note(pattern_, forward + 2 * backward_);
     if (!note_call(op.schema(), *stack)) return forget_call();
-    auto found = p.kinds.find(kind_);
-    if (found == p.kinds.end()) {
+    auto found = p.patterns.find(pattern_);
+    if (found == p.patterns.end()) {
       asked_ = std::this_thread::get_id();
       return false;
     }
@@ -80,11 +80,11 @@ class ProfileRecorder : public Recorder {
     return took;
   }
 
-  // Python has just run the first call of its kind, which was written down as `operation`; all of its form
+  // Python has just run the first call of its pattern, which was written down as `operation`; all of its form
   // cost the same. They may add up the gradients of two nodes.
   void learn(py::object operation, py::object cost, bool adds_up) {
-    if (kind_.empty() || asked_ != std::this_thread::get_id()) return;
-    parts_->kinds.emplace(kind_, Kind{std::move(operation), adds_up});
+    if (pattern_.empty() || asked_ != std::this_thread::get_id()) return;
+    parts_->patterns.emplace(pattern_, Pattern{std::move(operation), adds_up});
     parts_->costs.emplace(form_, std::move(cost));
     forget_call();
   }
@@ -149,7 +149,7 @@ class ProfileRecorder : public Recorder {
   }
 
  private:
-  struct Kind {
+  struct Pattern {
     py::object operation;
     bool adds_up = false;
   };
@@ -166,13 +166,14 @@ class ProfileRecorder : public Recorder {
         operations{of(traced->tracer.operations)}, storages{of(traced->tracer.storages)},
         values{of(traced->tracer.values)}, events{of(traced->tracer.events)},
         signatures{of(traced->tracer.signatures)};
-    std::unordered_map<std::string, Kind> kinds;
+    std::unordered_map<std::string, Pattern> patterns;
     std::unordered_map<std::string, py::object> costs;  // by form
-    Kind like;  // of the call that runs; so are these: ids of what it reads, what it overwrites, and adds to
-    py::object cost;
-    c10::SmallVector<py::object, 4> reads;
+    // Of the call that runs:
+    Pattern like;
+    py::object cost;                        // of its form
+    c10::SmallVector<py::object, 4> reads;  // ids of the values that it reads
     Tensors overwritten;
-    Tensor first;
+    Tensor first;  // the gradient that it adds another one to, where it may do so in place; else undefined
 
     Parts(py::object tracer, py::dict begun, const ProfilerCalls& profiler)
         : tracer(std::move(tracer)), begun(std::move(begun)), profiler(profiler) {}
@@ -284,7 +285,7 @@ class ProfileRecorder : public Recorder {
   // ---- measured and verified ----------------------------------------------------------------------
 
   // Runs a call of the present form, and adds what it took to the form's costs, if they have too few runs:
-  // lowtide.run.profile.costs.Costs.measure.
+  // lowtide.run.profile.costs.CostMeter.measure.
   template <class Call>
   void measure(bool warm, Call call) {
     const auto& c = traced->cost;
@@ -393,19 +394,19 @@ class ProfileRecorder : public Recorder {
 
   void both(char tag) {
     note(tag);
-    note(kind_, tag);
+    note(pattern_, tag);
   }
 
   bool forget_call() {
     form_.clear();
-    kind_.clear();
+    pattern_.clear();
     return false;
   }
 
-  // Notes form and kind of a call; false where there is more to it than is noted here.
+  // Notes form and pattern of a call; false where there is more to it than is noted here.
   bool note_call(const c10::FunctionSchema& schema, const Stack& stack) {
     note(&schema);
-    note(kind_, &schema);
+    note(pattern_, &schema);
     for (size_t at = first_; at < stack.size(); ++at) {
       const IValue& argument = stack[at];
       bool whole = argument.isInt() || argument.isNone();
@@ -413,17 +414,20 @@ class ProfileRecorder : public Recorder {
       auto type = schema.arguments()[at - first_].real_type()->kind();
       bool names = type == c10::TypeKind::LayoutType || type == c10::TypeKind::ScalarTypeType ||
           type == c10::TypeKind::OptionalType;
-      if (argument.isInt() && names) note(kind_, argument.toInt());
+      if (argument.isInt() && names) note(pattern_, argument.toInt());
       if (!note_argument(argument, at - first_, 0)) return false;
     }
     return true;
   }
 
-  // Whether an argument says where in a tensor the operation writes, not how much: lowtide.ops.
+  // Whether an argument says where in a tensor the operation writes, not how much: the tables of
+  // lowtide.ops.
   static bool says_where(const c10::FunctionSchema& schema, size_t at) {
-    std::string_view name = schema.arguments()[at].name(), op = schema.name();
-    bool places = op.ends_with("_backward") || op.ends_with("_scatter");
-    return places && (name == "index" || name == "start" || name == "end");
+    const std::string &name = schema.arguments()[at].name(), &op = schema.name();
+    auto writes_part = [&](const std::string& end) { return op.ends_with(end); };
+    const auto& names = traced->says_where;
+    return std::find(names.begin(), names.end(), name) != names.end() &&
+        std::any_of(traced->writes_part.begin(), traced->writes_part.end(), writes_part);
   }
 
   // Adds an argument to the form; false where there is more to it than is noted here.
@@ -472,7 +476,7 @@ class ProfileRecorder : public Recorder {
   const Digest digest_;
   const Meter meter_;
   const Py_ssize_t runs_;
-  std::string form_, kind_;  // of the call that runs, or that Python is about to run
+  std::string form_, pattern_;  // of the call that runs, or that Python is about to run
   Stack second_;             // the arguments of its second run
   std::thread::id asked_;
   bool backward_ = false;

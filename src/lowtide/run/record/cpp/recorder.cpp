@@ -1,7 +1,7 @@
 // The C++ recorder: it does what lowtide.run.record does in Python, for the plain operations
 // of a plan's program. Everything else (another operation than the program has next, writes to known values,
 // random numbers, subclasses) goes to Python, which is the reference. Both halves work on the same objects:
-// slots of four classes, which tape.h lists.
+// slots of the classes that tape.h and traced.h declare.
 //
 //   recorder.h   the operations of a forward, and its saved tensors
 //   profile.h    the operations of a profiled step: lowtide.run.profile
@@ -142,10 +142,12 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   }, py::kw_only(), "value"_a, "node"_a, "tape"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
      "run_node"_a, "drop_inputs"_a, "overwritten"_a);
   m.def("know_traced", [](py::object tracer, py::object reference, py::object storage, py::object version,
-                          py::object operation, py::object cost, py::object calling_line) {
-    traced = new Traced{{tracer}, {reference}, {storage}, {version}, {operation}, {cost}, calling_line};
+                          py::object operation, py::object cost, py::object calling_line,
+                          std::vector<std::string> says_where, std::vector<std::string> writes_part) {
+    traced = new Traced{{tracer}, {reference}, {storage}, {version}, {operation}, {cost}, calling_line,
+                        std::move(says_where), std::move(writes_part)};
   }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "cost"_a,
-     "calling_line"_a);
+     "calling_line"_a, "says_where"_a, "writes_part"_a);
   m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });

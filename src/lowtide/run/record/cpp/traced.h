@@ -46,6 +46,7 @@ struct Traced {  // the classes of what is written down, and slots of lowtide.tr
         reproduced{type, "reproduced"};
   } cost;
   py::object calling_line;
+  std::vector<std::string> says_where, writes_part;  // tables of lowtide.ops
   py::str op{"op"}, nothing{""};
 };
 inline Traced* traced = nullptr;  // set once per process
