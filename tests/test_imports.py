@@ -76,7 +76,7 @@ def imports(path: Path) -> str:
 
 
 ROOMS = [
-    "data", "simulate", "blocks", "moves", "layout", "bound", "search", "mixes", "policies", "choose",
+    "data", "simulate", "blocks", "moves", "layout", "bound", "search", "policies", "choose",
 ]  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from lowtide.run.limit.refusal import (
     refuse_several_devices,
 )
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
-from lowtide.run.record.verify import Verify, check_verify
+from lowtide.run.record.replay import Verify, check_verify
 from lowtide.store.stores import Stores
 
 _BLOCKS_KEEP = (

@@ -10,10 +10,10 @@ from torch import nn
 import lowtide
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Link, Moving
-from lowtide.plan.mixes import MixedSearch
 from lowtide.plan.moves import (
     placements_of,
 )
+from lowtide.plan.policies.chosen import MixedSearch
 from lowtide.plan.search import Search
 
 FAST, SLOW = Link(1e15, 1e15), Link(1e3, 1e3)

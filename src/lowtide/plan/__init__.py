@@ -11,7 +11,6 @@ In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(
 `layout`    a plan -> the same plan with a slab for what comes back
 `bound`     a budget -> the seconds that no plan undercuts
 `search`    a budget -> the stored values with the least seconds
-`mixes`     a budget -> the stored and the moved values with the least seconds
 `policies`  ways to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used
 `choose`    a budget and a price -> the plan whose steps really take no more: plan, price, ask again
 """

@@ -13,8 +13,8 @@ from lowtide.run.move import TransferEngine
 from lowtide.run.record.cpp_recorder import cpp_program
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.replay import Verify, check_verify
 from lowtide.run.record.tape import Tape
-from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 from lowtide.words import count_text
 

@@ -1,20 +1,302 @@
-"""The policies that search: optimal and mixed."""
+"""The policies that search: optimal, and mixed, which recomputes and moves together.
+
+`MixedSearch` finds the least extra time within a budget when values may also be offloaded, compressed or
+sharded. The linear program of `lowtide.plan.bound` says which values to keep, recompute or move at best, and
+how little extra time any such schedule can have. Its decisions are made whole and simulated exactly,
+transfers with a clock; where they exceed the budget the program is solved once more, for less. Beside these
+it tries, for a range of larger budgets, what the recomputing planner keeps with as few values of it moved as
+will do; recomputing alone and moving alone are among them, so the mix is never worse than either. In the best
+of all, single decisions are exchanged at the end.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
-from lowtide.plan.bound import Bound
-from lowtide.plan.data import Links, Moving, Plan, decision_of
-from lowtide.plan.mixes import MixedSearch
-from lowtide.plan.moves import Codec, default_placements, missing_links, placements_of
+from lowtide.plan.bound import Bound, Floats, Relaxation
+from lowtide.plan.data import Links, Move, Moving, Plan, decision_of
+from lowtide.plan.moves import (
+    Codec,
+    Placements,
+    close_with_moves,
+    default_placements,
+    default_window,
+    least_count,
+    missing_links,
+    placements_of,
+)
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search import Candidate, Search, search_of
+from lowtide.plan.simulate.holders import refusal
+
+_POINTS = 3
+"""Budgets between the real one and the plain step's peak for which recomputation is planned."""
+
+_ROUNDS = 6
+"""Times that the program is solved: for less by what its decisions exceeded the budget, then for something
+between what fits and what does not.
+"""
+
+_CLOSE = 0.01
+"""The largest target that fits and the smallest that does not are at least so far apart, as a share of the
+budget, or nothing between them is tried."""
+
+_STARTS = 2
+"""How many of the best mixes of either kind (from recomputing, from the program) have decisions exchanged."""
+
+_TRIES = 120
+"""Exchanges of single decisions."""
+
+_WHOLE_COLUMNS = 1200
+"""Largest program that is solved in whole numbers."""
+
+_ROUNDINGS = (0.0, 0.9)
+"""How much of a value the program has to move for it to move."""
+
+_GOOD_GAP = 0.003
+
+
+class Exchange(NamedTuple):
+    """One decision made otherwise: values to store, values that come back from where they moved, values to
+    move.
+    """
+
+    stored: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
+
+
+class MixedSearch:
+    """Plans one step graph whose values may move.
+
+    Args:
+        search: the step, with the search that recomputes.
+        placements: see `lowtide.plan.moves.placements_of`.
+        links: speeds of the tiers and groups.
+        window_bytes: the most that is under way at one time in each direction; ``None`` to choose.
+    """
+
+    def __init__(
+        self, search: Search, placements: Placements, links: Links, window_bytes: int | None
+    ) -> None:
+        self.search, self.placements, self.links = search, placements, links
+        self.graph, self.sim = search.graph, search.sim
+        travelling = [v for v, rows in placements.items() if any(m.tier for m in rows)]
+        largest = max((self.sim.value_bytes[v] for v in travelling), default=1)
+        some = default_window(self.sim, travelling)
+        # 1: nothing is gathered ahead; a gather takes the whole value, perhaps at the peak
+        nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
+        self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
+        self.relaxation = Relaxation(self.sim, placements, links)
+        self.best_placement = {v: min(rows, key=self._costs) for v, rows in placements.items()}
+        """the way that is taken where one value is moved by itself"""
+
+    def _costs(self, m: Move) -> float:
+        """Seconds that moving takes, as if nothing hid the transfer."""
+        link = self.links.get(m.tier)
+        transfer = link.there_and_back(m.encoded_bytes) if link else 0.0
+        return self.relaxation.seconds_to_move(m) + transfer
+
+    def _saves(self, m: Move) -> int:
+        """Bytes that moving a value frees on the device."""
+        return max(1, m.bytes - (0 if m.tier else m.encoded_bytes))
+
+    def candidate(self, stored: frozenset[int], moves: Iterable[Move], window: int) -> Candidate:
+        """``stored`` and ``moves``, closed and simulated."""
+        kept, going = close_with_moves(self.sim, stored, moves)
+        simulation = self.sim.simulate(kept, self.sim.with_moves(going.values(), window), self.links)
+        return Candidate(kept, simulation, going, window)
+
+    def solve(self, budget: int) -> Candidate:
+        """The best mix found within ``budget``.
+
+        Raises:
+            BudgetError: none fits; the error carries the smallest budget that a mix can meet.
+        """
+        starts: list[Candidate] = []
+        for found in (self._from_recomputing(budget), self._from_program(budget)):
+            starts += sorted(found, key=lambda mix: mix.key)[:_STARTS]
+        if not starts:
+            least = self.least()
+            if least.simulation.peak_bytes > budget:
+                raise refusal(self.sim, least.simulation, budget)
+            starts.append(least)
+        best = min(starts, key=lambda mix: mix.key)
+        gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
+        if gap > _GOOD_GAP * self.graph.plain_seconds:
+            best = min((self._polish(start, budget) for start in starts), key=lambda mix: mix.key)
+        return best
+
+    def solve_quickly(self, budget: int | None, seconds: float) -> Candidate:
+        """A mix that is found in about so many seconds: what recomputing alone finds within ``budget``, else
+        the one with the smallest peak.
+
+        Raises:
+            BudgetError: that does not fit either.
+        """
+        if budget is not None:
+            with suppress(BudgetError):
+                return self.search.solve(budget, seconds, at_once=True)
+        least = self.least(None if budget is not None else seconds)
+        if budget is not None and least.simulation.peak_bytes > budget:
+            raise refusal(self.sim, least.simulation, budget)
+        return least
+
+    def least(self, seconds: float | None = None) -> Candidate:
+        """The mix with the smallest peak that is found: of the sets of stored values with the smallest peaks,
+        either all values that may move do, or none.
+
+        Args:
+            seconds: about how long the search for the smallest peak may take; ``None`` for no limit.
+        """
+        search = self.search
+        lowest = search.smallest if seconds is None else search.lowest_within(seconds)
+        sets = {c.stored for c in [*search.baselines, lowest]}
+        smallest = {
+            v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
+            for v, rows in self.placements.items()
+        }
+        found = []
+        for stored in sets:
+            going = [m for v, m in smallest.items() if v in stored]
+            found += [
+                self.candidate(stored, moves, window) for moves in ([], going) for window in self.windows
+            ]
+        return min(found, key=lambda mix: (mix.simulation.peak_bytes, mix.simulation.extra_seconds))
+
+    # ---- candidates ------------------------------------------------------------------------------
+
+    def _from_recomputing(self, budget: int) -> Iterator[Candidate]:
+        """Mixes that move values which recomputing alone stores, for budgets from the real one up to the
+        plain step's peak: the earliest values of the forward, and no more of them than needed to fit.
+        """
+        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_kept)]
+        for k in range(_POINTS):
+            with suppress(BudgetError):
+                wishes.append(self.search.solve(budget + (top - budget) * k // _POINTS).stored)
+        for stored in wishes:
+            mine = [self.best_placement[v] for v in self.placements if v in stored]
+            for window in self.windows:
+
+                def moved(count: int, stored=stored, mine=mine, window=window) -> Candidate:
+                    return self.candidate(stored, mine[:count], window)
+
+                count = least_count(
+                    len(mine), lambda n, moved=moved: moved(n).simulation.peak_bytes <= budget
+                )
+                if count is not None:
+                    yield moved(count)
+                if count == 0:  # other windows are the same then
+                    break
+
+    def _from_program(self, budget: int) -> list[Candidate]:
+        """Mixes from the program's decisions, made whole."""
+        relaxation = self.relaxation
+        found: list[Candidate] = []
+        for window in self.windows:
+            target, fits, exceeds = budget, 0, 0
+            for attempt in range(_ROUNDS):
+                bound, point = relaxation.solve(target)
+                if bound == float("inf"):
+                    break
+                points = [point]
+                if not attempt and len(relaxation.program.cost) <= _WHOLE_COLUMNS:
+                    good = _GOOD_GAP * self.graph.plain_seconds
+                    _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
+                    points += [] if whole is None else [whole]
+                trials = [
+                    self.candidate(*self._round(decisions, least), window)
+                    for decisions in points
+                    for least in _ROUNDINGS
+                ]
+                over = min(mix.simulation.peak_bytes for mix in trials) - budget
+                found += [mix for mix in trials if mix.simulation.peak_bytes <= budget]
+                fits, exceeds = (target, exceeds) if over <= 0 else (fits, target)
+                if not exceeds or (fits and exceeds - fits < _CLOSE * budget):
+                    break
+                target = (fits + exceeds) // 2 if fits else target - over
+        return found
+
+    def _round(self, point: Floats, least: float) -> tuple[frozenset[int], list[Move]]:
+        """What is stored and what moves when each value does what most of it does, and moves if that is at
+        least ``least`` of it.
+        """
+        relaxation = self.relaxation
+        stored, moves = set[int](), list[Move]()
+        share: dict[int, tuple[float, Move]] = {}
+        for k, m in enumerate(relaxation.moves, relaxation.first_move):
+            if point[k] > share.get(m.value, (0.0, m))[0]:
+                share[m.value] = (float(point[k]), m)
+        for v in relaxation.values:
+            keep = float(point[relaxation.column[v]])
+            again = sum(float(point[column]) for column, _ in relaxation.replays_of(v))
+            move, m = share.get(v, (0.0, None))
+            if m is not None and move >= least and move > keep and move >= again:
+                moves.append(m)
+            elif keep > 0.5 or (v in self.sim.saved_of and keep >= again):
+                stored.add(v)
+        return frozenset(stored), moves
+
+    def _exchanges(self, mix: Candidate) -> list[Exchange]:
+        """Single decisions that would save time, what promises most seconds a byte first."""
+        graph, sim = self.graph, self.sim
+        found: list[tuple[float, Exchange]] = []
+        cheapest = sorted(
+            (self.best_placement[v] for v in self.placements if v in mix.stored),
+            key=lambda m: self._costs(m) / self._saves(m),
+        )
+        for v, m in mix.moves.items():
+            rate = self._costs(m) / sim.value_bytes[v]
+            found += [(rate, Exchange(stored=(v,), back=(v,))), (rate, Exchange(back=(v,)))]
+        for index in mix.simulation.replayed:
+            op = graph.operations[index]
+            outputs = tuple(
+                w
+                for w in op.writes
+                if sim.storable[w] and not (w in mix.stored or w in mix.moves or w in sim.evicted_by_scopes)
+            )
+            if not outputs:
+                continue
+            gain = op.seconds + graph.replay_overhead_seconds
+            size = sum(sim.value_bytes[w] for w in outputs)
+            rate = gain / max(1, size)
+            found.append((rate, Exchange(outputs)))
+            short, made = size, list[Move]()
+            for m in cheapest:  # what moves instead frees bytes
+                if short <= 0:
+                    break
+                if m.value not in outputs:
+                    made.append(m)
+                    short -= self._saves(m)
+            going = [self.best_placement[w] for w in outputs if w in self.best_placement]
+            if short <= 0 and gain > sum(map(self.relaxation.seconds_to_move, made)):
+                found.append((rate, Exchange(outputs, moves=tuple(made))))
+            if len(going) == len(outputs) and gain > sum(map(self.relaxation.seconds_to_move, going)):
+                found.append((rate, Exchange(moves=tuple(going))))
+        return [exchange for _, exchange in sorted(found, key=lambda row: -row[0])]
+
+    def _polish(self, best: Candidate, budget: int) -> Candidate:
+        """Exchange single decisions; the exact simulation decides each."""
+        tries, improved = _TRIES, True
+        while improved:
+            improved = False
+            for exchange in self._exchanges(best):
+                if tries <= 0:
+                    return best
+                tries -= 1
+                moves = [m for v, m in best.moves.items() if v not in exchange.back] + [*exchange.moves]
+                other = self.candidate(best.stored.union(exchange.stored), moves, best.window)
+                if other.simulation.peak_bytes <= budget and other.key < best.key:
+                    best, improved = other, True
+        return best
+
 
 ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
 """What a plan notes that is not the best that a search could find."""
@@ -155,7 +437,7 @@ def mixed(
 ) -> Policy:
     """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
     found, and how far it is from the least that any schedule with these ways can have. Without a budget: the
-    least memory that is found. See `lowtide.plan.mixes`.
+    least memory that is found. See `MixedSearch`.
 
     Args:
         ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose

@@ -25,7 +25,7 @@ from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
 from lowtide.run.limit.refusal import refuse_first_fsdp, refuse_several_devices
 from lowtide.run.messages import AS_IF, LEAST, own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.record.verify import Verify
+from lowtide.run.record.replay import Verify
 
 MOST_ENTRIES = 24  # are remembered
 

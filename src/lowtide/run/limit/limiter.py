@@ -48,7 +48,7 @@ from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.handles import unseen_by_checkpoint
-from lowtide.run.record.verify import Verify
+from lowtide.run.record.replay import Verify
 from lowtide.run.watch import weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for

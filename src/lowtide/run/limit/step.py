@@ -35,8 +35,8 @@ from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.replay import Verify
 from lowtide.run.record.tape import Tape
-from lowtide.run.record.verify import Verify
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_returned

@@ -30,8 +30,7 @@ from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
 from lowtide.run.digest import Geometry, digest_of_shown
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
-from lowtide.run.profile.costs import CostMeter, MeasuredCost, UnderWay
-from lowtide.run.profile.forms import Forms, asks, may_be_meeting
+from lowtide.run.profile.costs import CostMeter, Forms, MeasuredCost, UnderWay, asks, may_be_meeting
 from lowtide.run.profile.segments import SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Kept, SavedTensor, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED

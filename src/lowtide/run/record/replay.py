@@ -1,4 +1,5 @@
-"""Bring back an evicted value: replay recorded operations, starting from values that are there.
+"""Bring back an evicted value: replay recorded operations, starting from values that are there. Where a step
+is verified, run each operation a second time at once, and compare.
 
 Random operations draw the same numbers again, even while other threads draw. All threads of a process share
 PyTorch's default generator. A thread that reads its state, draws, and later sets that state to draw again
@@ -18,15 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import compress, tee
 from operator import eq, methodcaller
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lowtide import private
-from lowtide.errors import ReplayError
+from lowtide.errors import PlanError, ReplayError
 from lowtide.interception import cpp_module, unseen
-from lowtide.ops import Call, op_info
-from lowtide.run.digest import words_of
+from lowtide.ops import Call, has_plain_storage, op_info
+from lowtide.run.digest import same_bytes, words_of
 from lowtide.run.record.values import Fetch, LiveValue, Node, Ref, SparseInput, Writer
 from lowtide.trace.untouched import generator_state, set_generator_state
 
@@ -317,3 +318,52 @@ def _draw_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return node.func(*args, **kwargs)
     finally:
         set_generator_state(node.device, node.generator, before)
+
+
+Verify = Literal["first", "always", "never"]
+
+
+def check_verify(verify: str) -> None:
+    """Raise a `PlanError` where this is no `Verify`."""
+    if verify not in ("first", "always", "never"):
+        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+
+
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the same layout: a kernel may round differently in another one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor
+    )
+
+
+def why_not_reproduced(
+    node: Node,
+    call: Call,
+    flat: list[Any],
+    before: list[tuple[torch.Tensor, torch.Tensor]],
+    around: Callable[[Callable[[], Any]], Any],
+) -> str:
+    """Why a second run of an operation differs from the first, or an empty text.
+
+    Args:
+        node: the recorded operation.
+        call: the first run.
+        flat: its results.
+        before: each tensor that it overwrote, with a copy from before.
+        around: makes the call of the second run, to measure it.
+    """
+    args, kwargs = list(call.args), call.kwargs
+    try:
+        if before:
+            copies = {id(tensor): copy for tensor, copy in before}
+            args, kwargs = private.tree_map_only(torch.Tensor, lambda t: copies.get(id(t), t), (args, kwargs))
+        with private.replaying():
+            again = flat_results(around(lambda: run_again(node, args, kwargs)))
+    except RuntimeError as error:
+        return f"its second run raised {type(error).__name__}: {error}"
+    results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in call.loose]
+    pairs = [(a, b) for a, b in results if isinstance(a, torch.Tensor)] + before
+    for first, second in pairs:
+        if has_plain_storage(first) and not same_bytes(first, second):
+            return "a second run with equal inputs gave other bytes"
+    return ""

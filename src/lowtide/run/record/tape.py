@@ -18,6 +18,7 @@ import torch
 from lowtide import private, writes
 from lowtide.ops import Call, OpInfo, covers_storage, enter, is_sparse
 from lowtide.run.digest import digest, reach
+from lowtide.run.record.replay import copy_of, why_not_reproduced
 from lowtide.run.record.values import (
     Fetch,
     LiveValue,
@@ -29,7 +30,6 @@ from lowtide.run.record.values import (
     Unrecordable,
     Writer,
 )
-from lowtide.run.record.verify import copy_of, why_not_reproduced
 
 
 class Tape:
@@ -166,7 +166,7 @@ class Tape:
         """Whether a second run of an operation gives the bytes of the first.
 
         Args:
-            node, call, flat, before, around: as of `lowtide.run.record.verify.why_not_reproduced`.
+            node, call, flat, before, around: as of `lowtide.run.record.replay.why_not_reproduced`.
         """
         reason = why_not_reproduced(node, call, flat, before, around)
         if reason:

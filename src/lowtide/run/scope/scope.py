@@ -26,9 +26,9 @@ from lowtide.ops import Call, op_info
 from lowtide.run.messages import warn
 from lowtide.run.record.directors import Director, RegionDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.replay import Verify, check_verify
 from lowtide.run.record.tape import Tape
 from lowtide.run.record.values import LiveValue, Node
-from lowtide.run.record.verify import Verify, check_verify
 from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 
 MOST_FINGERPRINTS = 1 << 17

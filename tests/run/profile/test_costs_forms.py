@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide.graph import StepGraph
-from lowtide.run.profile import forms
+from lowtide.run.profile import costs
 from lowtide.run.record.cpp_recorder import cpp_recorder
 
 pytestmark = pytest.mark.skipif(cpp_recorder() is None, reason="there is no C++ compiler")
@@ -46,12 +46,12 @@ def profiled(
 ) -> tuple[StepGraph, list[torch.Tensor], int, Any]:
     """The step without times and blocks, its gradients, how many operations Python ran, and the handle."""
     ran: list[str] = []
-    learn = forms.Forms.learn
+    learn = costs.Forms.learn
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        patch.setattr(forms.Forms, "learn", lambda *a: (ran.append(a[1].info.name), learn(*a))[1])
+        patch.setattr(costs.Forms, "learn", lambda *a: (ran.append(a[1].info.name), learn(*a))[1])
         if not cpp:
-            patch.setattr(forms, "_cpp_profile", lambda: None)
+            patch.setattr(costs, "_cpp_profile", lambda: None)
         handle = lowtide.limit_memory(model, "100%", verify="first")
         torch.manual_seed(1)
         model(
