@@ -47,7 +47,7 @@ class _BetterPlan(NamedTuple):
     def of(cls, planned: Planned, better: Planned) -> _BetterPlan:
         """The better of two plans."""
         saved = (planned.plan.budget_bytes or 0) - (better.plan.budget_bytes or 0)
-        return cls(better.plan.to_json(), better.graph.resident_bytes, saved)
+        return cls(better.plan.to_json(), better.step_graph.resident_bytes, saved)
 
 
 class Cache:
@@ -105,7 +105,7 @@ class Cache:
         that exist before. Not of a pipeline's: one of its steps has many backwards.
         """
         alike = key.without_gradients()
-        known = (entry for entry in self.known.values() if entry.graph and not entry.forward_spans)
+        known = (entry for entry in self.known.values() if entry.profiled and not entry.forward_spans)
         others = (entry for entry in known if entry.key.without_gradients() == alike)
         return next(others, None) if key.gradients else None
 
@@ -199,14 +199,14 @@ class Cache:
         machine.note_peers_search(planned, goes_on)
         if better is not None:
             budget = planned.plan.budget_bytes
-            plan = adopt(better.json, planned.graph.resident_bytes, better.resident_bytes)
+            plan = adopt(better.json, planned.step_graph.resident_bytes, better.resident_bytes)
             plan = replace(plan, budget_bytes=None if budget is None else budget - better.saved_bytes)
             machine.on_better_found(entry, replace(planned, plan=plan, history=History()))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
     def is_to_verify(self, entry: Entry) -> bool:
-        """Whether each operation of a profiled step runs twice: not where that was done at another size."""
+        """Whether operations of a profiled step run twice: not where that was done at another size."""
         if self.verify == "never" or entry.seen.profiles or self.maker.findings:
             return self.verify != "never"
         others = self.known.values()
@@ -303,8 +303,8 @@ class Cache:
         if planned is not None:
             text = planned.plan.to_json()
             if planned.plan.budget_bytes is not None:
-                left = planned.plan.budget_bytes - planned.graph.resident_bytes
-        resident = 0 if planned is None else planned.graph.resident_bytes
+                left = planned.plan.budget_bytes - planned.step_graph.resident_bytes
+        resident = 0 if planned is None else planned.step_graph.resident_bytes
         refusals, programs, *plans = zip(*peers.gather((refusal, program, left, resident, text)), strict=True)
         found = next((one for one in refusals if one is not None), None)
         if found is None and planned is not None and len(set(programs)) == 1:

@@ -59,8 +59,8 @@ class Planned:
 
     Attributes:
         key: of the step that was planned for.
-        profiled: the step graph that was planned for, the optimizer aside.
-        graph: the same with all that exists beside it.
+        profiled: the step that was planned for, the optimizer aside (`Entry.profiled` then).
+        step_graph: the same with all that exists beside it, which the plan is for.
         plan: its plan.
         forward_spans: as of `Entry`.
         history: of the steps under it.
@@ -68,7 +68,7 @@ class Planned:
 
     key: StepKey
     profiled: StepGraph
-    graph: StepGraph
+    step_graph: StepGraph
     plan: Plan
     forward_spans: Sequence[tuple[int, int]] = ()
     history: History = field(default_factory=History)
@@ -81,7 +81,7 @@ class Planned:
     @cached_property
     def programs(self) -> list[Program]:
         """Of each forward of a step that has several, its part of the plan's program."""
-        of = [op.index for op in self.graph.operations if op.phase == "forward"]
+        of = [op.index for op in self.step_graph.operations if op.phase == "forward"]
         places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in self.forward_spans]
         parts = [self.plan.program[begin:end] for begin, end in places]
         return [(part, cpp_program(part)) for part in parts]
@@ -91,7 +91,7 @@ class Planned:
         """What steps need that run other operations than the plan has: the seconds for a byte of each
         operation (`rates`), and what the C++ recorder knows of the operations.
         """
-        return rates(self.graph), AnyProgram()
+        return rates(self.step_graph), AnyProgram()
 
     @property
     def times_next(self) -> bool:
@@ -131,15 +131,15 @@ class Room:
             run beside other operations, and the random states of ``torch.utils.checkpoint``.
         reserve_bytes: what steps that vary leave free, since one took more.
         rise_bytes: by how much live bytes rise at most between two times that eviction on demand looks at
-            them, of the profiled steps but those in ``profiled``.
-        profiled: the profiled steps that are not part of ``rise_bytes`` yet (`machine.measure_rise`).
+            them, of the profiled steps but those in ``unread``.
+        unread: the profiled steps that are not part of ``rise_bytes`` yet (`machine.measure_rise`).
     """
 
     margin_bytes: int = 0
     hidden_bytes: int = 0
     reserve_bytes: int = 0
     rise_bytes: int = 0
-    profiled: tuple[StepGraph, ...] = field(default=(), repr=False)
+    unread: tuple[StepGraph, ...] = field(default=(), repr=False)
 
     @property
     def free_bytes(self) -> int:
@@ -170,7 +170,7 @@ class Seen:
 
     Attributes:
         profiles: how many steps were profiled.
-        steps: how many steps began under a plan.
+        steps: how many forwards of steps under a plan began.
         profiled_ran: how many operations ran, without and with gradients, in the step that is planned for.
         ran: the same, in the latest step that was recorded.
         can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
@@ -201,7 +201,7 @@ class Entry:
     Attributes:
         key: the cache key.
         state: what its next step does.
-        graph: the longest step that was profiled, the optimizer aside, or ``None`` before.
+        profiled: the longest step that was profiled, the optimizer aside, or ``None`` before.
         forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
         planned: the plan in force, or ``None``.
         planned_for: the version of budget and optimizer, and the margin, that the plan was made or accepted
@@ -215,7 +215,7 @@ class Entry:
 
     key: StepKey
     state: State = State.NEW
-    graph: StepGraph | None = None
+    profiled: StepGraph | None = None
     forward_spans: Sequence[tuple[int, int]] = ()
     planned: Planned | None = None
     planned_for: tuple[int, int] | None = None

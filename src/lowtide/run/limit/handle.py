@@ -252,7 +252,7 @@ class Handle(LimitHandle):
     @_of_engine
     def graph(self) -> StepGraph | None:
         latest = self._limiter.cache.latest
-        return latest.graph if latest is not None else None
+        return latest.step_graph if latest is not None else None
 
     @property
     @_of_engine

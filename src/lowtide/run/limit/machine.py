@@ -41,8 +41,8 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     """A new entry begins with the step graph and the records of a sibling, whose steps began without
     gradients.
     """
-    assert sibling.graph is not None
-    entry.graph = hidden_costs.with_earlier_gradients(sibling.graph)
+    assert sibling.profiled is not None
+    entry.profiled = hidden_costs.with_earlier_gradients(sibling.profiled)
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
@@ -60,7 +60,7 @@ def on_called(entry: Entry, version: int, shared: bool = False, backward_unseen:
     """
     entry.seen.backward_unseen |= backward_unseen
     facts: dict[Fact, bool] = {
-        "graph known": entry.graph is not None,
+        "graph known": entry.profiled is not None,
         "other budget": entry.refused_at != version,
         "outdated": entry.is_outdated(version),
         "shared": shared,
@@ -144,7 +144,7 @@ def on_profiled(
     if entry.seen.ran is not None and ran is not None:
         entry.traits.differed |= entry.seen.can_evict and ran != entry.seen.ran
         entry.seen.ran = ran
-    longest = entry.graph is None or len(graph.operations) > len(entry.graph.operations)
+    longest = entry.profiled is None or len(graph.operations) > len(entry.profiled.operations)
     facts: dict[Fact, bool] = {
         "unverified": not verified,
         "planned": entry.planned is not None,
@@ -152,12 +152,12 @@ def on_profiled(
         "differed": entry.traits.differed,
     }
     action = _advance(entry, Evidence.PROFILED, facts).action
-    entry.room.profiled += (graph,)
+    entry.room.unread += (graph,)
     if action is not Action.PROFILE:
         entry.traits.backwards = max(entry.traits.backwards, backwards)
         entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
-        entry.graph, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
+        entry.profiled, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
         entry.room.hidden_bytes = collectives_bytes + hidden_costs.checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
         entry.seen.profiled_ran = ran
@@ -166,7 +166,7 @@ def on_profiled(
 
 def set_graph(entry: Entry, graph: StepGraph) -> None:
     """The profiled step is replaced by what the ranks that share the model agreed on."""
-    entry.graph = graph
+    entry.profiled = graph
 
 
 # ---- a plan --------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Act
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
     facts: dict[Fact, bool] = {
         "margin": entry.room.margin_bytes > 0,
-        "current plan": current and planned is not None and planned.profiled is entry.graph,
+        "current plan": current and planned is not None and planned.profiled is entry.profiled,
         "planned": planned is not None,
         "borrowed": entry.seen.profiles == 0,
         "differed": entry.traits.differed,
@@ -282,8 +282,8 @@ def measure_rise(entry: Entry) -> int:
     never evict on demand.
     """
     room = entry.room
-    profiled, room.profiled = room.profiled, ()
-    room.rise_bytes = max([room.rise_bytes, *map(hidden_costs.rise_bytes, profiled)])
+    unread, room.unread = room.unread, ()
+    room.rise_bytes = max([room.rise_bytes, *map(hidden_costs.rise_bytes, unread)])
     return room.rise_bytes
 
 
@@ -305,7 +305,7 @@ def note_time(planned: Planned) -> None:
     history.timed = None
     seconds = watch.seconds()
     if seconds is not None:
-        extra = watch.replay_seconds + watch.recording_seconds + planned.graph.overhead_seconds
+        extra = watch.replay_seconds + watch.recording_seconds + planned.step_graph.overhead_seconds
         history.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 
 
@@ -424,7 +424,7 @@ def _may_be_late(planned: Planned, took: int) -> bool:
     """Whether a buffer of a collective accounts for what a step on a CPU took more than predicted: Gloo's
     threads let go of it when they run next, on a busy machine when the step is at its peak.
     """
-    graph, more = planned.graph, took - planned.plan.predicted_peak_bytes
+    graph, more = planned.step_graph, took - planned.plan.predicted_peak_bytes
     sizes = [graph.storages[value.storage].bytes for value in graph.values]
     moved = (
         sum(sizes[value] for value in (*op.reads, *op.writes)) + op.scratch_bytes

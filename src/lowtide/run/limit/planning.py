@@ -47,9 +47,9 @@ _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
 
 _RESERVED_ERROR = 0.02
-"""What the prediction of reserved bytes may be short by, as a share of the budget: what an operation asks
-for, and in which order, is known of one run in the profiled step, and of none where the program records the
-history itself.
+"""What the prediction of reserved bytes may be short by, as a share of the budget. An operation may request
+other bytes, or in another order, than in the profiled step; in what the allocator recorded by itself it is
+not known which operation requested which.
 """
 
 
@@ -180,13 +180,13 @@ class PlanMaker:
         Raises:
             BudgetError: no plan fits.
         """
-        assert entry.graph is not None
+        assert entry.profiled is not None
         past = "planned again" if entry.planned is not None else "planned"
         if not entry.seen.profiles:  # the step graph is a sibling's
             past = "planned for steps that add to gradients"
         device = model_device(self.model)
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
-            work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
+            work.say(f"planning {count_text(len(entry.profiled.operations), 'operation')}")
             with no_collection():
                 graph, patience, plan, limit = self._choose(entry, budget)
             work.done(in_one_line(plan))
@@ -199,7 +199,7 @@ class PlanMaker:
         # ranks that share a plan take a better one together, which the first of them finds
         history = History(search=search, awaits_better=goes_on and agreement is not None)
         plan = replace(plan, budget_bytes=limit)
-        return Planned(entry.key, entry.graph, graph, plan, entry.forward_spans, history)
+        return Planned(entry.key, entry.profiled, graph, plan, entry.forward_spans, history)
 
     def exchange_stage_peaks(self, entry: Entry) -> None:
         """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
@@ -235,8 +235,8 @@ class PlanMaker:
 
     def _transform(self, entry: Entry) -> StepGraph:
         """An entry's step with what no plan recomputes, and with all of the optimizer's state."""
-        assert entry.graph is not None
-        graph = with_kept(entry.graph, self.findings)
+        assert entry.profiled is not None
+        graph = with_kept(entry.profiled, self.findings)
         return with_resident(graph, self.counted.state_bytes + self.counted.moved_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:

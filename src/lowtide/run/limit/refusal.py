@@ -448,6 +448,6 @@ def _out_of_memory_text(planned: Planned, optimizer_bytes: int, device: int, ask
         "what is beside that: other tensors, fragments of the allocator, the driver's own. Give a smaller "
         "one, or 'auto'",
         "What holds most at the plan's peak, and what frees how much:",
-        *(f"  - {line}" for line in in_lines(planned_holders(planned.graph, plan, optimizer_bytes))),
+        *(f"  - {line}" for line in in_lines(planned_holders(planned.step_graph, plan, optimizer_bytes))),
     ]
     return "\n".join(lines)

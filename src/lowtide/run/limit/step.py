@@ -108,8 +108,9 @@ class ProfiledStep:
         return self.profiler.watch.reaches_backward()
 
     def is_needed(self) -> bool:
-        """Whether autograd still holds some of what the step saved, though a backward of it has ended: its
-        caller kept the graph. What belonged to an output that no loss used is gone with that output.
+        """Whether a backward of the step has ended, and autograd still holds some of what it saved: its
+        caller kept the graph (``retain_graph=True``). What only an unused output needed goes with that
+        output, and does not count.
         """
         return self._has_ended and self.profiler.tracer.unreleased > 0
 
@@ -199,7 +200,7 @@ class PlannedStep(StepWatch):
         peak, planned = self.peak_bytes, self.planned
         if peak is None or self.shared or self.others:
             return None  # it is that of all models together
-        return planned.graph.resident_bytes + planned.plan.slab_bytes + peak
+        return planned.step_graph.resident_bytes + planned.plan.slab_bytes + peak
 
     @property
     def extra(self) -> int:
@@ -302,7 +303,7 @@ class PlannedStep(StepWatch):
         assert limit is not None
         rates, program = planned.for_varying
         spare = machine.measure_rise(self.entry) + self.entry.room.reserve_bytes
-        most = limit - budgets.slack_bytes(limit) - planned.graph.resident_bytes
+        most = limit - budgets.slack_bytes(limit) - planned.step_graph.resident_bytes
         return cpp_recorder().OnDemand(self.live_source(), most - spare, rates, program.learn)
 
     def overrun_text(self, overruns: Overruns, reason: str) -> str:
