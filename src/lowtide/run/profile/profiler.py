@@ -31,8 +31,8 @@ from lowtide.run.digest import Geometry, digest_of_shown
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import CostMeter, Forms, MeasuredCost, UnderWay, asks, may_be_meeting
-from lowtide.run.profile.segments import SegmentedTape, blocks_in
-from lowtide.run.record.handles import Attributed, Kept, SavedTensor, Wrapped, unpack
+from lowtide.run.profile.segments import SavedTensor, SegmentedTape, blocks_in
+from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.values import Node
@@ -136,11 +136,12 @@ class Profiler(Interceptor):
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
         self._opaque: dict[Any, MeasuredCost] = {}  # of calls whose operations nobody saw
-        self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
         notes = (self.note_node, self.note_meeting, self.note_overwritten)
         named = {note.__name__: weakly(note) for note in notes}
         self._forms = Forms(self.tape, self.tracer, self.under_way, named)
         self.cpp = self._forms.cpp
+        # the last, since it opens a meter
+        self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, which can be planned. What its caller does until backward has ended belongs to the

@@ -287,6 +287,10 @@ class Tape:
 
     def boundary(self) -> None:
         """Begin a segment: values of earlier ones are sources, and are held where replays read them."""
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget all values, the same for every tape."""
         self._watch()
         self.replayable.clear()
         self.sources.clear()
@@ -310,7 +314,7 @@ class Tape:
         Returns:
             The watch, which evicted tensors keep.
         """
-        Tape.boundary(self)
+        self._forget()
         self.blank.clear()
         watch, self.watch = self.watch, writes.Watch()
         return watch
