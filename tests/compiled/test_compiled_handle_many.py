@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled import handle as compiled_handle
+from lowtide.compiled import compiled_handle
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import dynamo
 
