@@ -115,7 +115,8 @@ class Replay:
     def _run(self, node: Node) -> None:
         """Run one recorded operation again, and cache its outputs for their readers."""
         bases = [self._base(node, value) for value in node.inputs]
-        for reference, tensor in run_node(node, bases, list(map(self._is_alone, node.inputs))):
+        alone = [self._is_alone(node, value) for value in node.inputs]
+        for reference, tensor in run_node(node, bases, alone):
             self._place(reference, tensor)
         del bases
         node.drop_inputs()
@@ -124,9 +125,12 @@ class Replay:
             if self.uses[id(source)] <= 0:
                 self.made.pop(id(source), None)
 
-    def _is_alone(self, value: LiveValue) -> bool:
-        """Whether nobody else waits for the bytes of a value that an operation overwrites."""
-        return value.held is None and value.readers <= 1 and self.uses[id(value)] <= 1
+    def _is_alone(self, node: Node, value: LiveValue) -> bool:
+        """Whether nobody but the node waits for the bytes of a value that it overwrites. One that runs a
+        second time is counted off already: a reader that is left is another.
+        """
+        waits = node.waits if node.call is None else cpp_module().waits(node.call)
+        return value.held is None and value.readers <= int(waits) and self.uses[id(value)] <= 1
 
     def _base(self, node: Node, value: LiveValue) -> torch.Tensor:
         """A tensor on a value that the replay reads."""

@@ -149,6 +149,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "cost"_a,
      "calling_line"_a, "says_where"_a, "writes_part"_a);
   m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
+  m.def("waits", [](py::handle call) { return Boxed<RecordedCall>::in(call)->waits; });
   m.def("before_write", [](py::object function) { watched.before_write = function; });
   m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
   m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });

@@ -91,7 +91,7 @@ class Replay {
     auto updated = py::reinterpret_borrow<py::tuple>(n.updated(node));
     for (py::handle one : updated) {
       size_t place = PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0));
-      bases[place] = own_copy(PyTuple_GET_ITEM(inputs.ptr(), place), bases[place]);
+      bases[place] = own_copy(PyTuple_GET_ITEM(inputs.ptr(), place), bases[place], call_of(node)->waits);
     }
     Tensors results = call_of(node)->again(bases);
     for (py::handle one : updated)
@@ -111,7 +111,7 @@ class Replay {
     size_t at = 0;
     each_input(node.ptr(), [&](PyObject* input) {
       given.append(wrapped(bases[at++]));
-      alone.append(py::bool_(is_alone(input)));
+      alone.append(py::bool_(is_alone(input, classes->node.waits(node) == Py_True)));
     });
     for (py::handle pair : py::list(classes->run_node(node, given, alone))) {
       const Tensor& result = THPVariable_Unpack(PyTuple_GET_ITEM(pair.ptr(), 1));
@@ -120,15 +120,16 @@ class Replay {
     }
   }
 
-  // Whether nobody else waits for the bytes of a value that a call overwrites.
-  bool is_alone(py::handle value) {
-    bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= 1;
+  // Whether nobody else waits for the bytes of a value that a call overwrites. One that runs a second time is
+  // counted off already: `waits` is false, and a reader that is left is another.
+  bool is_alone(py::handle value, bool waits) {
+    bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= (waits ? 1 : 0);
     return nobody && values_[value.ptr()].uses <= 1;
   }
 
   // What a call may overwrite in place of a value: its bytes where nobody else waits for them, or a copy.
-  Tensor own_copy(py::handle value, const Tensor& base) {
-    if (is_alone(value)) return base;
+  Tensor own_copy(py::handle value, const Tensor& base, bool waits) {
+    if (is_alone(value, waits)) return base;
     int64_t bytes = base.storage().nbytes();
     if (on_demand_) on_demand_->note_allocated(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();

@@ -21,6 +21,7 @@ struct Classes {
   struct OfNode {
     py::object type;
     Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
+        waits{type, "waits"},
         args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
         statistics{type, "statistics"}, noted{type, "noted"}, generator{type, "generator"},
         grad{type, "grad"}, inputs{type, "inputs"},
