@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide.meter import storages
 from lowtide.run.digest import same_bytes
-from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import Tape
 
@@ -93,7 +93,7 @@ class Watching(Recorder):
     """
 
     def __init__(self, leaves: list[torch.Tensor]) -> None:
-        super().__init__(RegionDirector(), tape=Tape(verify=True))
+        super().__init__(ScopeDirector(), tape=Tape(verify=True))
         self.leaf_keys = {s._cdata for s in storages(leaves)}
         self.saved: list[tuple[weakref.ref[torch.UntypedStorage], int, str]] = []
         self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -45,7 +45,7 @@ def test_where_there_is_a_compiler_each_file_compiles(name: str) -> None:
         native._options(source, uses)
     except BuildError as without:
         pytest.skip(str(without))
-    native.built(source, uses)  # raises what the compiler says
+    native.build(source, uses)  # raises what the compiler says
     if uses == "torch":
         assert cpp_module() is not None, "it compiles, and Python cannot load it"
 
@@ -54,7 +54,7 @@ def test_where_there_is_a_compiler_each_file_compiles(name: str) -> None:
 def test_two_processes_may_compile_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "cache"))
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        one, other = pool.map(partial(native.built, uses="c10"), [ALLOCATOR] * 2, chunksize=1)
+        one, other = pool.map(partial(native.build, uses="c10"), [ALLOCATOR] * 2, chunksize=1)
     assert one == other and list((tmp_path / "cache").glob("*.so")) == [one]
 
 

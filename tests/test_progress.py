@@ -17,7 +17,7 @@ import pytest
 
 import lowtide
 from lowtide import progress
-from lowtide.progress import Work, current, muted, place, working
+from lowtide.progress import Work, current, mute, place, working
 
 
 class Terminal(io.StringIO):
@@ -59,7 +59,7 @@ def test_a_terminal_has_a_bar_and_one_line_at_the_end(terminal: Terminal) -> Non
     assert threading.active_count() == before, "no thread stays that would disturb what is timed"
 
 
-@pytest.mark.parametrize("way", ["argument", "environment", "level", "muted", "rank", "short"])
+@pytest.mark.parametrize("way", ["argument", "environment", "level", "mute", "rank", "short"])
 def test_ways_to_turn_it_off(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     if way == "environment":
         monkeypatch.setenv("LOWTIDE_PROGRESS", "0")
@@ -69,8 +69,8 @@ def test_ways_to_turn_it_off(terminal: Terminal, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(progress, "AFTER_SECONDS", 60.0)
     if way == "level":
         monkeypatch.setattr(progress.log, "level", logging.ERROR)
-    if way == "muted":
-        with muted():
+    if way == "mute":
+        with mute():
             planning(True)
     else:
         planning(False if way == "argument" else None)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowtide import private
-from lowtide.writes import Watch, any_watched
+from lowtide.writes import WriteWatch, any_watched
 
 
 class Reader:
@@ -26,8 +26,8 @@ class Reader:
         return self.again
 
 
-def watched(reader: Reader) -> Watch:
-    watch = Watch()
+def watched(reader: Reader) -> WriteWatch:
+    watch = WriteWatch()
     watch.add({reader.key: weakref.ref(reader)})
     return watch
 

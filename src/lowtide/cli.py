@@ -37,7 +37,7 @@ from lowtide.flags import (
     Unfused,
     budget_asked,
 )
-from lowtide.progress import muted
+from lowtide.progress import mute
 from lowtide.train.report_command import report_command
 from lowtide.version import __version__
 
@@ -224,7 +224,7 @@ def train(
     console = Console(quiet=quiet or not first)
     progress = Progress(console)
     try:
-        with muted() if quiet else nullcontext():
+        with mute() if quiet else nullcontext():
             result = run(options, progress)
     finally:
         progress.finish()
@@ -261,7 +261,7 @@ def plan(
 
     asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None, json=json_file)
     options = PlanOptions(**asked)
-    with muted() if quiet else nullcontext():
+    with mute() if quiet else nullcontext():
         made = make_plan(options)
     if json_file is not None:
         _write_text(json_file, made.to_json())

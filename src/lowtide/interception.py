@@ -74,7 +74,7 @@ class Interceptor:
             return
         _update(thread, lambda active: [one for one in active if one is not self])
         thread.choose()
-        if not thread.active and _RUNNING.level < 0:
+        if not thread.active and _THREAD.level < 0:
             _include(_PARSED, False)  # on another thread `_Kernel` sees that nothing is active
 
     def __enter__(self) -> Any:
@@ -85,7 +85,7 @@ class Interceptor:
         self.stop()
 
 
-class _Running(threading.local):
+class _ThreadState(threading.local):
     """Of the thread itself: which interceptor runs an operation now, by its place among the active ones, -1
     where none does; and the dispatch keys of that operation. Of a backward on several threads (one for each
     device) each is in an operation of its own.
@@ -95,7 +95,7 @@ class _Running(threading.local):
     keyset: Any = None
 
 
-_RUNNING = _Running()
+_THREAD = _ThreadState()
 
 
 class _Thread:
@@ -155,7 +155,7 @@ def drop_idle_key() -> None:
     keys that were in when it began; until the next operation Dynamo would compile for a thread with the key.
     """
     thread = _known_thread()
-    if thread is not None and not thread.active and _RUNNING.level < 0:
+    if thread is not None and not thread.active and _THREAD.level < 0:
         _include(_PARSED, False)
     writes.drop_idle_key()
 
@@ -164,7 +164,7 @@ def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all,
     just run it.
     """
-    running, thread = _RUNNING, _known_thread()
+    running, thread = _THREAD, _known_thread()
     if thread is None or running.level < 0:
         return func(*args, **kwargs)
     if running.level == 0:
@@ -253,14 +253,14 @@ class _Kernel:
         thread = _known_thread()
         if (
             thread is None
-            or _RUNNING.level >= 0
+            or _THREAD.level >= 0
             or not thread.active
             or (args and isinstance(args[0], private.FakeTensor))
         ):
             with unseen():
                 return _run(func, keyset & _BELOW, args, kwargs)
         _include(_PARSED, False)
-        active, running = thread.active, _RUNNING
+        active, running = thread.active, _THREAD
         running.level, running.keyset = len(active) - 1, keyset
         try:
             return active[-1].operation(func, args, kwargs)

@@ -33,7 +33,7 @@ class BuildError(Exception):
 
 
 _NO_FOLDER = ("off", "0", "no", "false")
-"""Values of ``LOWTIDE_CACHE`` that once kept no plans: nothing keeps any now."""
+"""Values of ``LOWTIDE_CACHE`` that name no folder: in 0.1.0 they turned the cache of plans off."""
 
 
 def cache_folder() -> Path:
@@ -93,7 +93,7 @@ def compiler() -> list[str]:
     )
 
 
-def built(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
+def build(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
     """The compiled file, compiled now where the cache has none.
 
     Args:
@@ -178,7 +178,7 @@ def load(source: Path) -> ctypes.CDLL | None:
     loaded.
     """
     try:
-        return ctypes.CDLL(str(built(source)))
+        return ctypes.CDLL(str(build(source)))
     except (BuildError, OSError):
         return None
 
@@ -189,7 +189,7 @@ def extension(source: Path, name: str) -> ModuleType | None:
     be done. It takes half a minute to compile, once for each PyTorch and Python.
     """
     try:
-        loader = importlib.machinery.ExtensionFileLoader(name, str(built(source, "torch")))
+        loader = importlib.machinery.ExtensionFileLoader(name, str(build(source, "torch")))
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)

@@ -13,7 +13,7 @@ is timed. Where standard error is no terminal, work that takes 5 seconds says so
 20, 40, ..., and at its end.
 
 To keep it quiet: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
-environment, or `muted` around a piece of code. A level above INFO on the logger turns all of it off.
+environment, or `mute` around a piece of code. A level above INFO on the logger turns all of it off.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Work:
         if self._bar is not None:
             self._bar.stop()
         if self._line and not failed:
-            _ended(self.past, self.seconds, self._line, self._place)
+            _tell_end(self.past, self.seconds, self._line, self._place)
 
 
 def took(past: str, seconds: float, result: str, progress: bool | None = None) -> None:
@@ -134,10 +134,10 @@ def took(past: str, seconds: float, result: str, progress: bool | None = None) -
         result: what came of it.
         progress: whether anybody is told; ``None`` goes by the environment.
     """
-    _ended(past, seconds, result, place(progress))
+    _tell_end(past, seconds, result, place(progress))
 
 
-def _ended(past: str, seconds: float, result: str, place: Audience) -> None:
+def _tell_end(past: str, seconds: float, result: str, place: Audience) -> None:
     text = f"{past} in {seconds:.1f} s: {result}"
     log.info("%s", text)
     after = {"terminal": AFTER_SECONDS, "lines": LINE_SECONDS, "nowhere": float("inf")}[place]
@@ -179,7 +179,7 @@ def working(what: str, past: str, progress: bool | None = None) -> Iterator[Work
 
 
 @contextmanager
-def muted() -> Iterator[None]:
+def mute() -> Iterator[None]:
     """Nothing in the block is shown, whatever it asks for."""
     work = Work("", "", "nowhere")
     work.depth = 1  # so that nothing in it has a line of its own

@@ -26,7 +26,7 @@ KEY = "TESTING_ONLY_GenericMode"
 PARSED = private.dispatch_key(KEY)
 
 
-class Watch:
+class WriteWatch:
     """The storages that the replays of one forward start from; while it lives, their readers are warned."""
 
     __slots__ = ("__weakref__", "tables")
@@ -73,7 +73,7 @@ class _Watched:
     """
 
     def __init__(self) -> None:
-        self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+        self.watches: weakref.WeakSet[WriteWatch] = weakref.WeakSet()
         self.native: Any = None
         private.before_storage_resizes(_resizes)
 

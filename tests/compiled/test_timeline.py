@@ -24,7 +24,7 @@ class Model(nn.Sequential):
 @pytest.mark.parametrize("budget", [5_000_000, "60%", "min"])
 def test_the_first_step_is_timed_in_the_budgets_own_room(budget: Any) -> None:
     """A copy of 64 MiB was made to see how fast the machine moves bytes, and as much was held of outputs."""
-    roofline._calibrated.cache_clear()
+    roofline._calibrate.cache_clear()
     layers = [part for _ in range(4) for part in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
     model, x = Model(*layers), torch.randn(2048, 64)
     compiled = lowtide.compile(model, budget, backend="aot_eager")

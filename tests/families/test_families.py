@@ -14,7 +14,7 @@ import zoo
 
 import lowtide
 from lowtide import meter
-from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import Tape
 
@@ -99,7 +99,7 @@ def test_everything_evicted(family: Any, verify: bool) -> None:
     plain = step(nullcontext())
     asked = itertools.count()
     around = lambda back: (next(asked), back())[1]  # noqa: E731
-    recorder = Recorder(RegionDirector(), tape=Tape(verify), around_unpack=around)
+    recorder = Recorder(ScopeDirector(), tape=Tape(verify), around_unpack=around)
     evicted = step(recorder.recording())
     assert same(plain, evicted)
     assert not recorder.tape.findings

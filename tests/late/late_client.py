@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lowtide.interception import cpp_module
-from lowtide.native import built
+from lowtide.native import build
 
 HERE = Path(__file__).parent
 
@@ -34,7 +34,7 @@ class Late:
         folder = HERE.parents[1]
         self._environment = {
             **os.environ,
-            "LATE_DEVICE": str(built(HERE / "late_device.cpp", "c10")),
+            "LATE_DEVICE": str(build(HERE / "late_device.cpp", "c10")),
             "PYTHONPATH": os.pathsep.join(
                 [str(folder), str(folder / "src"), os.environ.get("PYTHONPATH", "")]
             ),

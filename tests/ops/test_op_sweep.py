@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import op_check, op_sweep
-from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import Tape
 
@@ -154,7 +154,7 @@ def assert_bitwise(step: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Ten
     plain = gradients(step, leaf, None)
     for verify in (True, False):
         asked: list[bool] = []
-        recorder = Recorder(RegionDirector(), tape=Tape(verify), around_unpack=noting(asked))
+        recorder = Recorder(ScopeDirector(), tape=Tape(verify), around_unpack=noting(asked))
         found = gradients(step, leaf, recorder)
         assert all(map(torch.equal, plain, found))
         assert not recorder.tape.findings

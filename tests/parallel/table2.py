@@ -96,10 +96,10 @@ class ScopedTrace(FakeTracer):
         self.scoped: set[int] = set()
 
     @contextmanager
-    def region(self, director: Any) -> Iterator[None]:
+    def scope(self, director: Any) -> Iterator[None]:
         """Note which operations run in it."""
         start = len(self.operations)
-        with super().region(director):
+        with super().scope(director):
             yield
         self.scoped.update(range(start, len(self.operations)))
 

@@ -12,7 +12,7 @@ import typer
 from lowtide.estimate import command as options
 from lowtide.estimate.command import option, parse_recompute, refuse_zero, with_flags
 from lowtide.estimate.errors import EstimateError
-from lowtide.progress import muted, working
+from lowtide.progress import mute, working
 
 Stages = Annotated[
     str | None,
@@ -81,7 +81,7 @@ def simulate_command(
     from lowtide.estimate.simulation import simulate
 
     console = Console()
-    with muted() if json_out else working("simulating", "simulated"):
+    with mute() if json_out else working("simulating", "simulated"):
         result = simulate(
             found, stages=stages, policy=policy, budget=budget,
             device=find_device(device) if device else None, fresh_gradients=fresh_gradients,

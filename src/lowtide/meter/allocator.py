@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lowtide import private
 from lowtide.errors import MeterError
-from lowtide.native import BuildError, built
+from lowtide.native import BuildError, build
 
 from .register import LiveSource, Moments, Peak
 
@@ -78,7 +78,7 @@ class CountingAllocator:
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:
     try:
-        allocator = CountingAllocator(str(built(_SOURCE, "c10")))
+        allocator = CountingAllocator(str(build(_SOURCE, "c10")))
         allocator.install()
         allocator.uninstall()
     except MeterError as error:

@@ -119,7 +119,7 @@ def with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
     return with_resident(graph, max(0, resident_bytes(model) - made - seen))
 
 
-def with_kept(graph: StepGraph, findings: Mapping[str, str]) -> StepGraph:
+def with_unreplayable(graph: StepGraph, findings: Mapping[str, str]) -> StepGraph:
     """The step with operations that never run again.
 
     Args:

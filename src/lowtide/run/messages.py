@@ -31,7 +31,8 @@ ABANDONED = (
     "loss kept when an error ended its step, perhaps). Let go of what a step that you give up returned "
     "(del loss); the next step that begins so is planned for"
 )
-"""For a backward through a forward that was taken for part of an earlier step."""
+"""Of a forward that began while an earlier step was unfinished: it ran as part of that step, without a plan,
+and now a backward runs through it."""
 
 LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "

@@ -101,8 +101,8 @@ class StepWatch:
                 output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
     def ends(self) -> None:
-        """The step is over, and so are its backwards: whoever ran them did not say when each began and ended,
-        as a pipeline's schedule.
+        """End the step by hand: its caller ran the backwards without telling the watch, as the schedule of a
+        pipeline does.
         """
         self._marks += [_now(self.device)] * (4 - len(self._marks))
         self.backwards = 1
@@ -120,13 +120,13 @@ class StepWatch:
         self.replays.append(replays)
         watch = weakref.ref(self)  # which holds the replays
 
-        def asked() -> None:
+        def begin() -> None:
             alive = watch()
             if alive is not None:
                 alive.backward_begins()
 
         if several:
-            replays.asked = asked
+            replays.on_unpack = begin
 
     def is_pending(self) -> bool:
         """Whether no backward has begun, and one still can."""

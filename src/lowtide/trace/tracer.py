@@ -108,7 +108,7 @@ class Tracer:
         self._module_names: dict[int, str] = {}
         self.files: dict[CodeType, str] = {}
         self.scopes: list[Any] = []
-        self._regions = 0  # how many regions have begun: a scope begins one, in another scope, too
+        self._scope_number = 0  # how many regions have begun: a scope begins one, in another scope, too
         self._kept_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
         if model is not None:
             self._name_model(model)
@@ -365,7 +365,7 @@ class Tracer:
         backward = private.in_backward()
         source = "" if backward else calling_line(self.files)
         written = tuple(dict.fromkeys(writes))
-        phase, region = "backward" if backward else "forward", self._regions if evicted else None
+        phase, region = "backward" if backward else "forward", self._scope_number if evicted else None
         self.operations.append(
             TracedOperation(name, reads, written, phase, self.module, random, reason, source, region)
         )
@@ -381,7 +381,7 @@ class Tracer:
         droppable, forced = self.in_forward and made_here, False
         if producer is not None and self.scopes:
             droppable &= producer not in self._kept_by_scopes
-            forced = self.operations[producer].region == self._regions  # what enters a region stays
+            forced = self.operations[producer].region == self._scope_number  # what enters a region stays
         number, shape, dtype = len(self.saved), tuple(tensor.shape), _name_of(tensor.dtype)
         self.saved.append(Saved(number, value, droppable, self.module, shape, dtype, forced))
         self.unreleased += 1
@@ -423,15 +423,15 @@ class Tracer:
     # ---- scopes ----------------------------------------------------------------------------------
 
     @contextmanager
-    def region(self, director: Any) -> Iterator[None]:
+    def scope(self, director: Any) -> Iterator[None]:
         """Within the block a checkpointing scope rules: what its director evicts is forced, and values that
         it keeps are not droppable.
 
         A scope goes on behind a scope that lies in it. Values that were made before the inner scope have
-        entered the rest of the outer one, as in `Recorder.region`, and stay.
+        entered the rest of the outer one, as in `Recorder.scope`, and stay.
         """
         self.scopes.append(director)
-        self._regions += 1
+        self._scope_number += 1
         try:
             yield
         finally:

@@ -21,7 +21,7 @@ from lowtide.flags import (
     Unfused,
     budget_asked,
 )
-from lowtide.progress import muted
+from lowtide.progress import mute
 
 
 def report_command(
@@ -60,7 +60,7 @@ def report_command(
     from lowtide.train.planning import PlanOptions, traced_and_planned
 
     options = PlanOptions(**asked)
-    with muted() if quiet else nullcontext():
+    with mute() if quiet else nullcontext():
         graph, plan = traced_and_planned(options)
         report = make_report(graph, plan, title=f"{model}, {batch} x {seq} tokens, {options.precision}")
     for file in files:

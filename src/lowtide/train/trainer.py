@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
-from lowtide.progress import muted
+from lowtide.progress import mute
 from lowtide.train import checkpoint
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.curves import Curves
@@ -121,7 +121,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                 ranks.seed(options.seed, step)
                 drawn = [next(order) for _ in range(options.grad_accum)]
                 # the bar of the training is there from the first step on
-                with muted() if result.losses else nullcontext():
+                with mute() if result.losses else nullcontext():
                     loss = part.step(drawn, optimizer)
                 if part.note:
                     progress.note(part.note)

@@ -13,7 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide.ops import op_info
-from lowtide.run.record.replay import taking_generator
+from lowtide.run.record.replay import with_generator
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def test_what_draws_from_a_state_that_it_overwrites_runs_once(twins: Any) -> Non
 
 def test_overloads_that_take_a_generator() -> None:
     aten = torch.ops.aten
-    assert taking_generator(aten.bernoulli_.float) == (aten.bernoulli_.float, 2)
-    assert taking_generator(aten.randint.low) == (aten.randint.low_generator, 3)
-    assert taking_generator(aten.rand_like.default)[0] == aten.rand_like.generator
-    assert taking_generator(aten.native_dropout.default)[0] is None
+    assert with_generator(aten.bernoulli_.float) == (aten.bernoulli_.float, 2)
+    assert with_generator(aten.randint.low) == (aten.randint.low_generator, 3)
+    assert with_generator(aten.rand_like.default)[0] == aten.rand_like.generator
+    assert with_generator(aten.native_dropout.default)[0] is None

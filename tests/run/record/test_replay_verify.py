@@ -16,7 +16,7 @@ from torch import nn
 import lowtide
 from lowtide import LowtideWarning, ReplayError
 from lowtide.ops import Call, op_info
-from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import Tape
 
@@ -176,7 +176,7 @@ def test_an_operation_that_goes_by_the_layout_is_compared_in_the_same() -> None:
 
     asked = itertools.count()
     around = lambda back: (next(asked), back())[1]  # noqa: E731
-    recorder = Recorder(RegionDirector(), tape=Tape(verify=True), around_unpack=around)
+    recorder = Recorder(ScopeDirector(), tape=Tape(verify=True), around_unpack=around)
     with recorder.recording():
         loss = Behind(function)(batch())
     loss.backward()

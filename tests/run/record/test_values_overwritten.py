@@ -16,7 +16,7 @@ from torch import nn
 import lowtide
 from lowtide import private
 from lowtide.meter import measure
-from lowtide.writes import KEY, Watch, any_watched
+from lowtide.writes import KEY, WriteWatch, any_watched
 
 N = 8
 Change = Callable[[torch.Tensor], Any]
@@ -113,16 +113,16 @@ def test_gradients_are_the_plain_steps(
 
 def test_nothing_is_watched_after_the_step(everything: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
-    whole = Watch.add
+    whole = WriteWatch.add
 
-    def add(self: Watch, readers: Any) -> None:
+    def add(self: WriteWatch, readers: Any) -> None:
         whole(self, readers)
         if self.tables:
             weakref.finalize(self, ended.append, id(self))
         begun.add(id(self))
 
     begun: set[int] = set()
-    monkeypatch.setattr(Watch, "add", add)
+    monkeypatch.setattr(WriteWatch, "add", add)
     model = Net()
     lowtide.limit_memory(model, policy=everything)
     trained(model, "buffer", through_data, within=True, first=2)

@@ -20,7 +20,7 @@ def test_a_roofline_takes_a_quarter_of_what_an_accelerator_has_free(monkeypatch:
     for name, found in {"is_present": True, "free_bytes": 30 << 20, "unused_bytes": 2 << 20}.items():
         monkeypatch.setattr(accelerator, name, lambda *_, found=found: found)
     monkeypatch.setattr(
-        "lowtide.trace.costs.roofline._calibrated", lambda *given: taken.append((given[0], 2 * given[-1]))
+        "lowtide.trace.costs.roofline._calibrate", lambda *given: taken.append((given[0], 2 * given[-1]))
     )
     calibrate("cuda:1")
     calibrate("cuda:1", memory_limit_bytes=3 << 20)
@@ -54,6 +54,6 @@ def test_a_slow_devices_product_is_a_small_one(
 
     monkeypatch.setattr(roofline, "Clock", Timed)
     monkeypatch.setattr(roofline, "_SIDE", {"cpu": 4096})
-    found = roofline._calibrated.__wrapped__(torch.device("cpu"), torch.float32, 1, 1 << 10)
+    found = roofline._calibrate.__wrapped__(torch.device("cpu"), torch.float32, 1, 1 << 10)
     assert max(sides) == largest
     assert found.flops_per_second == pytest.approx(rate, rel=0.2)

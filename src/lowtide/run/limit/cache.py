@@ -243,10 +243,10 @@ class Cache:
             verified=profiler.verified or self.verify == "never" or self._reproduces(graph),
             backwards=profiler.watch.backwards,
             makes_graph=profiler.watch.makes_graph,
-            may_differ=profiler.asks,
+            may_differ=profiler.reads_values,
             ran=profiler.ran,
             checkpoints=profiler.checkpoints,
-            collectives_bytes=profiler.under_way.overlapping_bytes,
+            collectives_bytes=profiler.collectives.overlapping_bytes,
             forward_spans=profiler.forward_spans,
         )
         if action is Action.PLAN:
@@ -268,7 +268,7 @@ class Cache:
         """
         refusal, peers = None, self.maker.peers
         graph = with_overhead(with_all_of(self.maker.model, graph))
-        graph, neighbours = peers.agree_on_step(graph, profiler.under_way.groups, profiler.given)
+        graph, neighbours = peers.agree_on_step(graph, profiler.collectives.groups, profiler.given)
         machine.set_graph(entry, graph)
         self.maker.exchange_stage_peaks(entry)
         try:

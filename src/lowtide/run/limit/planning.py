@@ -29,7 +29,7 @@ from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.hidden_costs import spread, with_kept, with_resident
+from lowtide.run.hidden_costs import spread, with_resident, with_unreplayable
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import Peers
@@ -236,7 +236,7 @@ class PlanMaker:
     def _transform(self, entry: Entry) -> StepGraph:
         """An entry's step with what no plan recomputes, and with all of the optimizer's state."""
         assert entry.profiled is not None
-        graph = with_kept(entry.profiled, self.findings)
+        graph = with_unreplayable(entry.profiled, self.findings)
         return with_resident(graph, self.counted.state_bytes + self.counted.moved_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:

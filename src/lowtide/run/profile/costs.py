@@ -200,13 +200,13 @@ class CostMeter:
     ) -> Any:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
+        def copy_of(tensor: torch.Tensor) -> torch.Tensor:
             copies.append((tensor, tensor.clone()))
             return copies[-1][1]
 
         with unseen():
-            given, named = private.tree_map_only(torch.Tensor, copied, (args, kwargs))
-        result = self.measure(cost, lambda: _waited_for(proceed(func, given, named)), warm)
+            given, named = private.tree_map_only(torch.Tensor, copy_of, (args, kwargs))
+        result = self.measure(cost, lambda: _wait_for(proceed(func, given, named)), warm)
         written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
         with unseen():
             if not written:
@@ -220,7 +220,7 @@ class CostMeter:
         )
 
 
-class UnderWay:
+class OpenCollectives:
     """The functional collectives of a profiled step that have begun, until the program waits for them.
 
     What each of them moves through counts as scratch of its own operation; beside other operations it shows
@@ -283,7 +283,7 @@ def _blocks_of(timeline: Moments) -> tuple[int, ...]:
     return tuple(blocks)
 
 
-def _waited_for(result: Any) -> Any:
+def _wait_for(result: Any) -> Any:
     return private.tree_map_only(torch.Tensor, private.wait_for_collective, result)
 
 
@@ -323,13 +323,13 @@ def _form(item: Any) -> Any:
     return item if isinstance(item, (int, float, bool, str, torch.dtype)) else type(item)
 
 
-_ASKS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 @cache
-def asks(func: Any) -> bool:
+def reads_values(func: Any) -> bool:
     """Whether an operation asks for values: what the program does next may depend on them."""
-    return not _ASKS.isdisjoint(func.tags)
+    return not _READS_VALUES.isdisjoint(func.tags)
 
 
 def may_be_meeting(call: Call) -> bool:
@@ -362,7 +362,7 @@ class Forms:
     Args:
         tape: of the step.
         tracer: writes the step down.
-        under_way: its collectives.
+        collectives: its collectives.
         notes: functions of the profiler that C++ calls, by their names in ``profile.h``.
 
     Attributes:
@@ -373,7 +373,7 @@ class Forms:
         self,
         tape: SegmentedTape,
         tracer: Tracer,
-        under_way: UnderWay,
+        collectives: OpenCollectives,
         notes: Mapping[str, Callable[..., object]],
     ) -> None:
         self.cpp: Any = None
@@ -385,7 +385,7 @@ class Forms:
         self.cpp = module.ProfileRecorder(
             tape=tape,
             tracer=tracer,
-            begun=under_way.begun,
+            begun=collectives.begun,
             register_storage=tracer.register,
             end_storage=tracer.end_storage,
             value_of=tape.value_of,
@@ -412,7 +412,7 @@ class Forms:
             return
         if recorded:  # what is not of ATen may depend on more than its arguments: each call runs twice
             once = not self._verified or info.name.startswith("aten.")
-            if info.uninitialized or asks(call.func) or not once:
+            if info.uninitialized or reads_values(call.func) or not once:
                 return
         if not all(has_plain_storage(result) for result in results if isinstance(result, torch.Tensor)):
             return

@@ -30,7 +30,14 @@ from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
 from lowtide.run.digest import Geometry, digest_of_shown
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
-from lowtide.run.profile.costs import CostMeter, Forms, MeasuredCost, UnderWay, asks, may_be_meeting
+from lowtide.run.profile.costs import (
+    CostMeter,
+    Forms,
+    MeasuredCost,
+    OpenCollectives,
+    may_be_meeting,
+    reads_values,
+)
 from lowtide.run.profile.segments import SavedTensor, SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
@@ -47,7 +54,7 @@ _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
 
 
-class _Ran(NamedTuple):
+class _Outcome(NamedTuple):
     """An operation that has run.
 
     Attributes:
@@ -93,10 +100,10 @@ class Profiler(Interceptor):
         backward_unseen: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when the step began, by `time.perf_counter`.
-        asks: whether the forward asked for values, which may change what it does from step to step.
+        reads_values: whether the forward asked for values, which may change what it does from step to step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
-        under_way: the collectives that have begun, and what they hold beside other operations.
+        collectives: the collectives that have begun, and what they hold beside other operations.
         forward_spans: of each forward of a step that has several, its first operation and the first one after
             it.
     """
@@ -120,11 +127,11 @@ class Profiler(Interceptor):
         self.verified = verify
         self.began = time.perf_counter()
         self.peak_bytes: int | None = None
-        self.backward_unseen = self.ended = self.asks = False
+        self.backward_unseen = self.ended = self.reads_values = False
         self._ran_here = [0, 0]
         self.checkpoints = 0
         self.given: tuple[int, ...] = ()
-        self.under_way = UnderWay()
+        self.collectives = OpenCollectives()
         self.forward_spans: list[tuple[int, int]] = []
         self._forwards = forwards
         self._goes_on = forwards is not None  # a step of several forwards ends when `run` does
@@ -138,7 +145,7 @@ class Profiler(Interceptor):
         self._opaque: dict[Any, MeasuredCost] = {}  # of calls whose operations nobody saw
         notes = (self.note_node, self.note_meeting, self.note_overwritten)
         named = {note.__name__: weakly(note) for note in notes}
-        self._forms = Forms(self.tape, self.tracer, self.under_way, named)
+        self._forms = Forms(self.tape, self.tracer, self.collectives, named)
         self.cpp = self._forms.cpp
         # the last, since it opens a meter
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
@@ -242,10 +249,10 @@ class Profiler(Interceptor):
             return proceed(func, args, kwargs)
         call, in_forward = Call(func, args, kwargs), tracer.in_forward and not private.in_backward()
         if call.info.waits:
-            return self.under_way.waits(call, proceed(func, args, kwargs))
-        self.under_way.operation_begins()
+            return self.collectives.waits(call, proceed(func, args, kwargs))
+        self.collectives.operation_begins()
         if tracer.in_forward:
-            self.asks |= asks(func)
+            self.reads_values |= reads_values(func)
             self._note_checkpoint()
         reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
         reason = "" if not call.others or all(map(self.tape.is_constant, call.others)) else _ELSEWHERE
@@ -257,7 +264,7 @@ class Profiler(Interceptor):
             return ran.result
         index = tracer.add_writer(call, reads, ran.made, cost, reason, ran.returned, evicted)
         if call.info.collective:
-            self.under_way.begins(call, cost, ran.flat, may_run_again=records)
+            self.collectives.begins(call, cost, ran.flat, may_run_again=records)
         tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
         if ran.node is not None:
             self.tape.link(ran.node, call, ran.fresh)
@@ -271,12 +278,12 @@ class Profiler(Interceptor):
             self._forms.learn(call, ran.flat, cost, tracer.operations[index], records)
         return ran.result
 
-    def _run(self, call: Call, cost: MeasuredCost, warm: bool) -> _Ran:
+    def _run(self, call: Call, cost: MeasuredCost, warm: bool) -> _Outcome:
         """Run an operation that no replay runs again."""
         result = self.costs.run(cost, call.func, call.args, call.kwargs, warm)
-        return self._ran(call, result, flat_results(result), None)
+        return self._outcome(call, result, flat_results(result), None)
 
-    def _run_recorded(self, call: Call, cost: MeasuredCost) -> _Ran:
+    def _run_recorded(self, call: Call, cost: MeasuredCost) -> _Outcome:
         """Run an operation of the forward, with a node for its replays; where that has yet to be trusted, run
         it twice. One that does not reproduce gets no node.
         """
@@ -288,7 +295,7 @@ class Profiler(Interceptor):
         flat = flat_results(result)
         if call.info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
-        ran = self._ran(call, result, flat, node)
+        ran = self._outcome(call, result, flat, node)
         if not ran.made and not call.written:
             return ran
         self.tape.forget(overwritten, call.info)
@@ -303,13 +310,13 @@ class Profiler(Interceptor):
             cost.reproduced += 1
         return ran
 
-    def _ran(self, call: Call, result: Any, flat: list[Any], node: Node | None) -> _Ran:
+    def _outcome(self, call: Call, result: Any, flat: list[Any], node: Node | None) -> _Outcome:
         fresh = [(position, flat[position]) for position in call.fresh(flat)]
         made, returned = [tensor for _, tensor in fresh], True
         if len(made) < len(flat):
             made += self._sparse_parts(call, flat)
             returned = bool(made) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
-        return _Ran(result, flat, fresh, made, returned, node)
+        return _Outcome(result, flat, fresh, made, returned, node)
 
     def _sparse_parts(self, call: Call, flat: list[Any]) -> list[torch.Tensor]:
         """The parts of the sparse tensors that an operation returned, as storages that it made. In the
@@ -370,9 +377,9 @@ class Profiler(Interceptor):
         return result
 
     @contextmanager
-    def region(self, director: Any) -> Iterator[None]:
+    def scope(self, director: Any) -> Iterator[None]:
         """A checkpointing scope within the step."""
-        with self.tracer.region(director):
+        with self.tracer.scope(director):
             self.tape.at_scope()
             yield
         self.tape.at_scope()
@@ -469,8 +476,8 @@ class Profiler(Interceptor):
 
     def _close_if_released(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
-        under_way = self._goes_on or self.tracer.in_forward or private.in_backward()
-        if self.tracer.unreleased == 0 and not under_way:
+        collectives = self._goes_on or self.tracer.in_forward or private.in_backward()
+        if self.tracer.unreleased == 0 and not collectives:
             self.close()
 
     def close(self) -> None:

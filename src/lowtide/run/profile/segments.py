@@ -22,7 +22,7 @@ from lowtide.run.record.tape import Tape
 from lowtide.run.record.values import LiveValue, Ref, Writer
 from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
-from lowtide.writes import Watch
+from lowtide.writes import WriteWatch
 
 _ENOUGH, _MUCH = 2, 4
 """Evicted bytes of a segment, as a multiple of those that may cross its end, from which it may end; and from
@@ -126,7 +126,7 @@ class SegmentedTape(Tape):
         if self._evicted_bytes > 2 * self.crossing_bytes():
             self.boundary()
 
-    def close(self) -> Watch:
+    def close(self) -> WriteWatch:
         """A forward is over; see `Tape.close`. The step may have more."""
         watch = super().close()
         self.boundary()
@@ -211,7 +211,7 @@ class SavedTensor:
     def _unpack(self) -> torch.Tensor:
         tracer = self.profiler.tracer
         tracer.unpacks(self.number)
-        self.profiler.under_way.operation_begins()
+        self.profiler.collectives.operation_begins()
         tensor = self.packed.unpack()
         if isinstance(self.packed, Kept):
             tracer.hands_out(self.number, None)

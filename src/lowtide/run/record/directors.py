@@ -1,6 +1,6 @@
 """Directors decide for each operation whether it is recorded and which of its results stay.
 
-`RegionDirector` serves a checkpointing scope, which has no graph; `PlanDirector` follows a plan.
+`ScopeDirector` serves a checkpointing scope, which has no graph; `PlanDirector` follows a plan.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowtide.plan.data import Move, ProgramStep
 _LOOK_AHEAD = 400
 
 
-class RegionDirector:
+class ScopeDirector:
     """Records and evicts everything, or nothing.
 
     Args:
@@ -155,4 +155,4 @@ class Directors:
         return any(director.departed for director in self.followed)
 
 
-Director = RegionDirector | PlanDirector
+Director = ScopeDirector | PlanDirector

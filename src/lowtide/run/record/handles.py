@@ -16,7 +16,7 @@ from lowtide.run.digest import digest
 from lowtide.run.move import TransferEngine
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.values import Ref
-from lowtide.writes import Watch
+from lowtide.writes import WriteWatch
 
 AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 """Makes the call that brings an evicted tensor back."""
@@ -50,7 +50,7 @@ class Kept:
 class Evicted:
     """A saved tensor that is evicted, and brought back when autograd unpacks it."""
 
-    __slots__ = ("around", "asked", "digest", "mover", "on_demand", "ref", "version", "watch", "witness")
+    __slots__ = ("around", "digest", "mover", "on_demand", "ref", "unpacked", "version", "watch", "witness")
 
     def __init__(
         self,
@@ -59,23 +59,23 @@ class Evicted:
         checked: int | None,
         around: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
-        watch: Watch | None = None,
+        watch: WriteWatch | None = None,
         on_demand: Any = None,
     ) -> None:
         self.mover = mover
         self.on_demand = on_demand
         self.watch = watch  # it warns what replays start from while any tensor is evicted
         self.ref = ref
-        self.asked = True  # no reader before the constructor has succeeded
+        self.unpacked = True  # no reader before the constructor has succeeded
         self.witness = private.version_witness(tensor)
         self.version = private.version(self.witness)
         self.digest = checked
         self.around = around
-        self.asked = False
+        self.unpacked = False
         ref.value.readers += 1
 
     def __del__(self) -> None:
-        if not self.asked:
+        if not self.unpacked:
             self.ref.value.count_off()
 
     def as_kept(self, storage: torch.UntypedStorage) -> Kept:
@@ -113,8 +113,8 @@ class Evicted:
                 "kernel of your own write to what it reads between forward and backward? Only "
                 "verify='always' notices that: write with PyTorch's operations, or to a copy"
             )
-        if not self.asked:
-            self.asked = True
+        if not self.unpacked:
+            self.unpacked = True
             value.count_off()
         return self.ref.view(base)
 

@@ -21,7 +21,7 @@ from lowtide.ops import Call, has_plain_storage, is_wrapper, op_info
 from lowtide.run.digest import digest, reach
 from lowtide.run.move import TransferEngine
 from lowtide.run.record.cpp_recorder import cpp_recorder
-from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
+from lowtide.run.record.directors import Director, PlanDirector, ScopeDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Tape
@@ -109,7 +109,7 @@ class Recorder(Interceptor):
             yield
 
     @contextmanager
-    def region(self, director: RegionDirector) -> Iterator[None]:
+    def scope(self, director: ScopeDirector) -> Iterator[None]:
         """A scope inside this recorder's forward: a segment with a director of its own.
 
         Not under a plan, which has decisions for the scope's operations.
@@ -178,8 +178,8 @@ class Recorder(Interceptor):
         return result
 
     def _follows_plan(self) -> bool:
-        """Whether a plan asks for the operation's replay, which knows that nothing overwrites later what it
-        reads: memory that was filled part by part is not blank then.
+        """Whether the step follows a plan: then an operation may read memory that was filled part by part,
+        since in the profiled step nothing overwrote what it read.
         """
         return isinstance(self.director, PlanDirector) and not self.director.departed
 

@@ -230,7 +230,7 @@ _OWN = _Own()
 
 
 @functools.cache
-def taking_generator(func: Any) -> tuple[Any, int]:
+def with_generator(func: Any) -> tuple[Any, int]:
     """The overload of a random operation that also takes a generator, or ``None``, and the generator's
     position.
     """
@@ -256,7 +256,7 @@ def _with(
 _STATE, _NUMPY, _BYTES = methodcaller("get_state"), methodcaller("numpy"), methodcaller("tobytes")
 
 
-def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> bool:
+def _advance(generator: torch.Generator, before: bytes, after: torch.Tensor) -> bool:
     """Set a generator's state to ``after`` if it is ``before``; return whether it was.
 
     All of it runs inside built-in iterators, between which Python does not switch threads: a thread that drew
@@ -294,14 +294,14 @@ def _draw(node: Node, run: Run, call: Call) -> Any:
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     node.generator = given[0] if given else None
     node.noted = generator_state(node.device, node.generator)
-    func, position = taking_generator(node.func)
+    func, position = with_generator(node.func)
     if func is None or node.device.type != "cpu":
         return run(node.func, args, kwargs)
     own, shared = _OWN.generator, node.generator or torch.default_generator
     set_generator_state(node.device, own, node.noted)
     args, kwargs = _with(own, position, args, kwargs)
     result = run(func, args, kwargs)
-    if not _went_on(shared, node.noted, own.get_state()) and call.info.fills:
+    if not _advance(shared, node.noted, own.get_state()) and call.info.fills:
         own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
         node.noted = generator_state(node.device, own)
         result = run(func, args, kwargs)
@@ -311,7 +311,7 @@ def _draw(node: Node, run: Run, call: Call) -> Any:
 def _draw_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation again from its recorded state; the shared generator is left unchanged."""
     assert node.noted is not None
-    func, position = taking_generator(node.func)
+    func, position = with_generator(node.func)
     if func is not None and node.device.type == "cpu":
         set_generator_state(node.device, _OWN.generator, node.noted)
         args, kwargs = _with(_OWN.generator, position, args, kwargs)

@@ -61,7 +61,7 @@ class Tape:
         self.blank: dict[int, object] = {}
         self.order = 0
         self.findings: dict[str, str] = {}
-        self.watch = writes.Watch()
+        self.watch = writes.WriteWatch()
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -82,8 +82,8 @@ class Tape:
 
         Args:
             call: the call.
-            reads_blank: whether the call may read memory that nothing has written yet: a plan asks for its
-                replay, which knows that nothing overwrites later what it reads.
+            reads_blank: whether the call may read memory that was filled part by part. It may where a plan
+                is followed: in the profiled step nothing overwrote what the call read.
         """
         info = call.info
         if (call.reason and not info.collective) or info.uninitialized or call.writes_others:
@@ -308,7 +308,7 @@ class Tape:
                 value.shown, alive[key] = storage, weakref.ref(value)
         self.watch.add(alive)
 
-    def close(self) -> writes.Watch:
+    def close(self) -> writes.WriteWatch:
         """The forward is over: forget all values; autograd's graph holds those that saved tensors need.
 
         Returns:
@@ -316,5 +316,5 @@ class Tape:
         """
         self._forget()
         self.blank.clear()
-        watch, self.watch = self.watch, writes.Watch()
+        watch, self.watch = self.watch, writes.WriteWatch()
         return watch

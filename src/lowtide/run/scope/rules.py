@@ -17,7 +17,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import is_made_of_others
 from lowtide.ops import op_info, operation_named
-from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.directors import ScopeDirector
 
 Overload = private.OpOverload
 Packet = private.OpOverloadPacket
@@ -33,10 +33,10 @@ looks at tensors (their shapes, their types) and leaves them as they are.
 Operations = Collection[str | Overload | Packet]
 """Operations whose results are evicted: overloads, packets (all their overloads), or names of either."""
 
-RegionPolicy = str | Rule | Operations | None
+ScopePolicy = str | Rule | Operations | None
 
 
-class RuleDirector(RegionDirector):
+class RuleDirector(ScopeDirector):
     """Evicts what a rule says, and keeps the rest.
 
     Args:
@@ -62,17 +62,17 @@ def _makes_tensors(func: Overload) -> bool:
     return any("Tensor" in str(one.type) for one in private.schema_of(func).returns)
 
 
-def director_for(policy: RegionPolicy) -> RegionDirector:
+def director_for(policy: ScopePolicy) -> ScopeDirector:
     """The director of a scope with this policy.
 
     Raises:
         PlanError: it needs a step graph, is no rule, or names an operation that no scope sees.
     """
     if policy is None or (isinstance(policy, str) and policy == "full"):
-        return RegionDirector()
+        return ScopeDirector()
     if isinstance(policy, str):
         if policy == "keep_all":
-            return RegionDirector(evicted=False)
+            return ScopeDirector(evicted=False)
         raise PlanError(
             f"checkpointing(policy={policy!r}): a scope has no step graph, so it takes 'full', 'keep_all', a "
             "list of operations, or a function from an operation to whether its results are evicted; give "
@@ -153,7 +153,7 @@ def _name_of(operation: object) -> str:
     return str(found)
 
 
-def selective(context_fn: Callable[..., Any]) -> RegionDirector:
+def selective(context_fn: Callable[..., Any]) -> ScopeDirector:
     """A policy of PyTorch's selective checkpointing as a scope's director.
 
     Args:

@@ -24,12 +24,12 @@ from lowtide.errors import PlanError, ReplayError, expect
 from lowtide.interception import watchers
 from lowtide.ops import Call, op_info
 from lowtide.run.messages import warn
-from lowtide.run.record.directors import Director, RegionDirector
+from lowtide.run.record.directors import Director, ScopeDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.replay import Verify, check_verify
 from lowtide.run.record.tape import Tape
 from lowtide.run.record.values import LiveValue, Node
-from lowtide.run.scope.rules import RegionPolicy, director_for, selective
+from lowtide.run.scope.rules import ScopePolicy, director_for, selective
 
 MOST_FINGERPRINTS = 1 << 17
 
@@ -164,7 +164,7 @@ def _form_of(items: tuple[Any, ...] | list[Any]) -> list[Any]:
     return form
 
 
-def checkpointing(policy: RegionPolicy = None, *, verify: Verify = "first") -> AbstractContextManager[None]:
+def checkpointing(policy: ScopePolicy = None, *, verify: Verify = "first") -> AbstractContextManager[None]:
     """Keep only what enters the block; recompute the rest when backward first needs it.
 
     Nothing of the model's Python runs twice: recorded operations are replayed below autograd, with their
@@ -250,7 +250,7 @@ def checkpoint(
     if refused is not None:
         raise PlanError(refused)
     plain = context_fn is None or context_fn is noop_context_fn
-    director = RegionDirector() if plain else selective(context_fn)  # pyright: ignore
+    director = ScopeDirector() if plain else selective(context_fn)  # pyright: ignore
     name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
     place = hash((_place(sys._getframe(1)), *name))
     with _scope(director, "first" if determinism_check == "default" else "never", place):
@@ -288,13 +288,13 @@ def _place(frame: Any) -> int:
 
 
 @contextmanager
-def _scope(director: RegionDirector, verify: Verify, place: int) -> Iterator[None]:
+def _scope(director: ScopeDirector, verify: Verify, place: int) -> Iterator[None]:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         yield
         return
-    watcher = next((one for one in reversed(watchers()) if hasattr(one, "region")), None)
+    watcher = next((one for one in reversed(watchers()) if hasattr(one, "scope")), None)
     if watcher is not None:
-        with watcher.region(director):
+        with watcher.scope(director):
             yield
         return
     if private.is_fake_mode_active():

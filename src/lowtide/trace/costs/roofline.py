@@ -83,11 +83,11 @@ def calibrate(
         where = torch.device(kind)
     while memory_limit_bytes is not None and 2 * moved > max(memory_limit_bytes, _LEAST_BYTES):
         moved //= 2  # what fits into so little lies in the cache in the step, too
-    return _calibrated(where, known, torch.get_num_threads(), moved)
+    return _calibrate(where, known, torch.get_num_threads(), moved)
 
 
 @lru_cache(maxsize=32)
-def _calibrated(where: torch.device, dtype: torch.dtype, threads: int, moved: int) -> Roofline:
+def _calibrate(where: torch.device, dtype: torch.dtype, threads: int, moved: int) -> Roofline:
     """A matrix product and a copy, the best of a few runs. The product grows until it keeps the device busy:
     on a slow one (in double precision, say) the largest would take seconds.
     """

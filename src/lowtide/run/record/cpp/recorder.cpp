@@ -92,7 +92,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Packer::make_type("lowtide_recorder.Packer");
   py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
       .def_readonly("seconds", &Replays::seconds)
-      .def_readwrite("asked", &Replays::asked)
+      .def_readwrite("on_unpack", &Replays::on_unpack)
       .def_property("watch", nullptr, &Replays::keep);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<bool>(), "any"_a = false)

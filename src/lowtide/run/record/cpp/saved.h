@@ -10,7 +10,7 @@ namespace lowtide {
 
 struct Replays {  // of one step
   double seconds = 0;
-  py::object asked;  // called whenever backward asks for an evicted tensor, if it is set
+  py::object on_unpack;  // called whenever backward asks for an evicted tensor, if it is set
   py::object watch;  // as of lowtide.writes: kept while there are evicted tensors
   long evicted = 0;
   std::shared_ptr<OnDemand> on_demand;
@@ -55,12 +55,12 @@ class Evicted {
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {
-    if (!asked_) count_off(value_);
+    if (!unpacked_) count_off(value_);
     replays_->gone();
   }
 
   py::object back() {
-    if (replays_->asked) replays_->asked();
+    if (replays_->on_unpack) replays_->on_unpack();
     if (replays_->on_demand) replays_->on_demand->relieve();
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
@@ -70,8 +70,8 @@ class Evicted {
       base = replayed();
       if (replays_->on_demand) replays_->on_demand->relieve();  // for what backward does with it
     }
-    if (!asked_) {
-      asked_ = true;
+    if (!unpacked_) {
+      unpacked_ = true;
       count_off(value_);
     }
     return wrapped(geometry_.over(base));
@@ -92,7 +92,7 @@ class Evicted {
   Geometry geometry_;
   at::TensorOptions options_;
   std::shared_ptr<Replays> replays_;
-  bool asked_ = false;
+  bool unpacked_ = false;
 };
 
 inline py::object unpack(py::handle packed) {
