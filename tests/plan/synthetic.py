@@ -367,3 +367,17 @@ def one_linear() -> StepGraph:
     tape.node("mm_backward", [tape.save(x)], out, [weight], 2.0, 0)
     tape.backward()
     return tape.graph(replay_overhead_seconds=0.25, overhead_seconds=0.5)
+
+
+def chain() -> StepGraph:
+    """x (8) -> a (16, saved) -> b (32, saved) -> loss, with one backward node for each saved tensor."""
+    tape = Tape()
+    x = tape.before(8, "parameter", "x")
+    (a,) = tape.op("f", [x], [16], seconds=1)
+    tape.node("f_back", [], a, [x], 1)
+    (b,) = tape.op("g", [a], [32], seconds=2, scratch=5)
+    tape.node("g_back", [tape.save(a)], b, [a], 1)
+    (loss,) = tape.op("h", [b], [4], seconds=3)
+    tape.node("h_back", [tape.save(b)], loss, [b], 1)
+    tape.backward()
+    return tape.graph(overhead_seconds=0.5, replay_overhead_seconds=0.125)

@@ -35,22 +35,10 @@ from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
 from lowtide.progress import working
-from lowtide.run.messages import Once
+from lowtide.run.messages import RECOMPILE_LIMIT, Once
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""
-
-UNCOMPILED = (
-    "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
-    "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
-    "lowtide.limit_memory(model, budget)"
-)
-_LIMIT_HIT = (
-    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
-    "to compile anew runs eagerly from now on, and no budget is held for that. Sizes or arguments that "
-    "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
-    "out, pad to fewer sizes, or raise that limit before the first step"
-)
 
 
 @dataclass
@@ -398,7 +386,7 @@ class Flow:
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if limit_hit:
-                    self._warn_once(_LIMIT_HIT)
+                    self._warn_once(RECOMPILE_LIMIT)
                 self.ran_uncompiled = not (self.codes or limit_hit)
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)

@@ -34,6 +34,21 @@ ABANDONED = (
 """Of a forward that began while an earlier step was unfinished: it ran as part of that step, without a plan,
 and now a backward runs through it."""
 
+UNCOMPILED = (
+    "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
+    "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
+    "lowtide.limit_memory(model, budget)"
+)
+"""A forward whose compiled model compiled none of it."""
+
+RECOMPILE_LIMIT = (
+    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
+    "to compile anew runs eagerly from now on, and no budget is held for that. Sizes or arguments that "
+    "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
+    "out, pad to fewer sizes, or raise that limit before the first step"
+)
+"""A forward that Dynamo compiles anew no more."""
+
 LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
     "though no plan for them fits."

@@ -12,26 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph, with_gathered, with_resized, with_unasked
 from reference import Infeasible, walk
-from synthetic import Tape, residual_network, transformer
+from synthetic import Tape, chain, residual_network, transformer
 
 from lowtide.errors import PlanError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
 from lowtide.plan.simulate import Simulator, plain
 from lowtide.plan.simulate.simulator import simulator_of
-
-
-def chain() -> StepGraph:
-    """x (8) -> a (16, saved) -> b (32, saved) -> loss, with one backward node for each saved tensor."""
-    tape = Tape()
-    x = tape.before(8, "parameter", "x")
-    (a,) = tape.op("f", [x], [16], seconds=1)
-    tape.node("f_back", [], a, [x], 1)
-    (b,) = tape.op("g", [a], [32], seconds=2, scratch=5)
-    tape.node("g_back", [tape.save(a)], b, [a], 1)
-    (loss,) = tape.op("h", [b], [4], seconds=3)
-    tape.node("h_back", [tape.save(b)], loss, [b], 1)
-    tape.backward()
-    return tape.graph(overhead_seconds=0.5, replay_overhead_seconds=0.125)
 
 
 def test_plain_keeps_every_saved_tensor_until_its_release():

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from synthetic import Tape
+from synthetic import Tape, chain
 
 from lowtide.graph import Event, StepGraph
 from lowtide.plan.simulate import Simulator
-
-
-def chain() -> StepGraph:
-    """x (8) -> a (16, saved) -> b (32, saved) -> loss, with one backward node for each saved tensor."""
-    tape = Tape()
-    x = tape.before(8, "parameter", "x")
-    (a,) = tape.op("f", [x], [16], seconds=1)
-    tape.node("f_back", [], a, [x], 1)
-    (b,) = tape.op("g", [a], [32], seconds=2, scratch=5)
-    tape.node("g_back", [tape.save(a)], b, [a], 1)
-    (loss,) = tape.op("h", [b], [4], seconds=3)
-    tape.node("h_back", [tape.save(b)], loss, [b], 1)
-    tape.backward()
-    return tape.graph(overhead_seconds=0.5, replay_overhead_seconds=0.125)
 
 
 def test_evicted_value_is_replayed_at_its_unpack_and_costs_its_operation():
