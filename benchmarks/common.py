@@ -161,14 +161,14 @@ def stay_on_one_processor() -> None:
 
 
 def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[], object]) -> int:
-    """Measured peak of a step in bytes: what stands before it and what it adds at most."""
+    """Measured peak of a step in bytes: what is resident before it and what it adds at most."""
     model.zero_grad(set_to_none=True)
     gc.collect()
     inputs = sum(s.nbytes() for s in meter.storages(t for t in batch.values() if isinstance(t, torch.Tensor)))
     # of a limited model whose values move
     slab = getattr(getattr(model.__dict__.get("forward"), "stores", None), "slab", None)
-    standing = meter.resident_bytes(model) + inputs + (slab.memory.nbytes if slab is not None else 0)
-    return standing + meter.measure(step, timeline=False).peak_bytes
+    resident = meter.resident_bytes(model) + inputs + (slab.memory.nbytes if slab is not None else 0)
+    return resident + meter.measure(step, timeline=False).peak_bytes
 
 
 def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) -> list[list[float]]:

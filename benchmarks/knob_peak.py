@@ -53,12 +53,12 @@ def budget(case: Case, original: torch.nn.Module, asked: int | str) -> tuple[int
     """The peak under a budget of bytes, and the budget; both above the parameters."""
     torch.compiler.reset()
     model = copy.deepcopy(original)
-    standing = sum(parameter.nbytes for parameter in model.parameters())
-    limit = asked + standing if isinstance(asked, int) else asked
+    resident = sum(parameter.nbytes for parameter in model.parameters())
+    limit = asked + resident if isinstance(asked, int) else asked
     callee = lowtide.compile(model, limit, backend="aot_eager")
     peak = peak_of(case, callee, model)
     handle: Any = lowtide.handle_of(callee)
-    return peak, handle.plan.budget_bytes - standing
+    return peak, handle.plan.budget_bytes - resident
 
 
 def main() -> None:

@@ -122,7 +122,7 @@ def _as_planned(
         handle: of the limit.
         base: seconds of the plain step.
         plain_peak: of the plain step, in bytes.
-        workspaces: bytes that stand before the step, and that the plan counts.
+        workspaces: bytes that are resident before the step, and that the plan counts.
     """
     latest = handle._limiter.cache.latest
     assert latest is not None

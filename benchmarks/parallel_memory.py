@@ -306,7 +306,7 @@ def layer_table(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
         "Bytes that a layer holds for backward, on the rank that holds most, against table 2 of arXiv "
         "2205.05198 (four bytes an element, one a mask, with the statistics of the norms), and the most "
-        "that a whole step adds to what stands.",
+        "that a whole step adds to what is resident.",
         "",
         "| layers | t | layer, formula | layer, measured | error | step's peak | standing |",
         "|---|---|---|---|---|---|---|",

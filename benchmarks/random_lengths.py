@@ -56,7 +56,7 @@ def lengths_of(steps: int, seed: int) -> list[int]:
 
 
 def step_of(model: torch.nn.Module, length: int) -> Callable[[], None]:
-    """One forward and backward, whose gradients go: between steps only parameters stand."""
+    """One forward and backward, whose gradients go: between steps only parameters are resident."""
     batch = batch_of(length)
 
     def step() -> None:

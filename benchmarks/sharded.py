@@ -90,8 +90,8 @@ def collectives_finish() -> Iterator[None]:
     they moved.
 
     A thread that has told that a collective is done lets go of its buffers when it runs next. On a busy
-    machine that is milliseconds later, in whatever stands at its peak then, with a limit or without. NCCL has
-    no such threads.
+    machine that is milliseconds later, in whatever is live at its peak then, with a limit or without. NCCL
+    has no such threads.
     """
     places = [(dist, name) for name in _COLLECTIVES if hasattr(dist, name)]
     places += [(functional, "wait_tensor"), (private, "wait_for_collective")]
@@ -122,7 +122,7 @@ def _gloo_sleeps() -> bool:
 
 
 class Run:
-    """A model with its optimizer, its batches, and what of them stands between steps.
+    """A model with its optimizer, its batches, and what of them is resident between steps.
 
     Args:
         family, way: of the model.
@@ -160,9 +160,9 @@ class Run:
             self.optimizer.zero_grad()
             gc.collect()
             dist.barrier()
-            standing = meter.resident_bytes(self.model, self.optimizer) + self.tokens.nbytes
+            resident = meter.resident_bytes(self.model, self.optimizer) + self.tokens.nbytes
             measured = meter.measure(self.step, timeline=False)
-            peaks.append(standing + measured.peak_bytes)
+            peaks.append(resident + measured.peak_bytes)
             found.append(measured.value.clone())
             found += [local(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()

@@ -35,7 +35,7 @@ MOST_PROFILED, LAST_PROFILED, MOST_ABOVE = 5, 50, 2
 
 
 def peak_of(model: nn.Module, x: torch.Tensor, how: Any) -> int:
-    """The peak of one step in bytes, with what stands before it."""
+    """The peak of one step in bytes, with what is resident before it."""
     model.zero_grad(set_to_none=True)
     return total_peak(model, {"x": x}, lambda: model(x, how).backward())
 

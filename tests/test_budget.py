@@ -118,8 +118,8 @@ def test_min_is_the_smallest_with_room_for_what_no_trace_shows(word: str) -> Non
 def test_auto_is_what_the_device_has_less_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 10 * GIB)
     assert resolve("auto") == 9 * GIB
-    assert resolve("auto", standing_bytes=10 * GIB) == 18 * GIB, (
-        "what stands is counted by the budget, and is not free"
+    assert resolve("auto", resident_bytes=10 * GIB) == 18 * GIB, (
+        "what is resident is counted by the budget, and is not free"
     )
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: GIB)
     assert resolve("auto") == GIB - budgets.RESERVE_BYTES
@@ -136,7 +136,7 @@ def test_auto_divides_main_memory_among_the_ranks_of_a_machine(monkeypatch: pyte
     dist.init_process_group("fake", store=private.fake_store(), rank=0, world_size=4)
     try:
         assert resolve("auto") == 9 * GIB
-        assert resolve("auto", standing_bytes=10 * GIB) == 18 * GIB
+        assert resolve("auto", resident_bytes=10 * GIB) == 18 * GIB
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # the others run elsewhere
         assert resolve("auto") == 18 * GIB
     finally:
@@ -154,12 +154,12 @@ def test_auto_leaves_out_tensors_beside_the_model_on_cuda(
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 7 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", {1: fraction}.get)
-    assert resolve("auto", device="cuda:1", standing_bytes=GIB) == pytest.approx(0.9 * has * GIB, rel=1e-6)
+    assert resolve("auto", device="cuda:1", resident_bytes=GIB) == pytest.approx(0.9 * has * GIB, rel=1e-6)
 
 
 def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
     error = too_small(
-        25 * GIB, 26 * GIB + 1, PARTS, plain_peak_bytes=52 * GIB, detail="At its peak stands the loss."
+        25 * GIB, 26 * GIB + 1, PARTS, plain_peak_bytes=52 * GIB, detail="Its peak is at the loss."
     )
     assert str(error).splitlines() == [
         "the budget of 25.0 GiB is too small: parameters 6.0, gradients 6.0, optimizer state 12.0, least "
@@ -171,7 +171,7 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
         "percentage shrinks with them)",
         "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., "
         "host_fraction=0.09)",
-        "At its peak stands the loss.",
+        "Its peak is at the loss.",
     ]
     assert (error.budget_bytes, error.smallest_bytes, error.parts) == (25 * GIB, 26 * GIB + 1, PARTS)
     twin = pickle.loads(pickle.dumps(error))

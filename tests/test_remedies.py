@@ -11,8 +11,8 @@ from lowtide.remedies import (
     LOSS,
     PARAMETERS,
     REDUCED,
+    RESIDENT,
     SHOWN,
-    STANDING,
     STATE,
     UPDATE,
     WORKSPACES,
@@ -41,7 +41,7 @@ def test_a_remedy_frees_no_more_than_the_holder_has(name: str, words: str, freed
     assert words in remedy and bytes_freed == freed
 
 
-@pytest.mark.parametrize("name", [BUFFERS, STANDING, REDUCED])
+@pytest.mark.parametrize("name", [BUFFERS, RESIDENT, REDUCED])
 def test_where_nothing_helps_nothing_is_proposed(name: str) -> None:
     assert Holder(name, MIB).remedy == ("", 0)
     assert in_lines([Holder(name, MIB, module="norm")]) == [f"1 MiB of {name}, in module 'norm'"]

@@ -136,7 +136,7 @@ def kind_row(name: str, where: Where) -> Row:
         name: one of `KINDS`.
         where: on what.
     """
-    beside = standing_bytes(where)
+    beside = resident_bytes(where)
     torch.manual_seed(0)
     built, batch, budget = KINDS[name](where)
     model = built.to(where.device)
@@ -177,7 +177,7 @@ def kind_row(name: str, where: Where) -> Row:
     }
 
 
-def standing_bytes(where: Where) -> int:
+def resident_bytes(where: Where) -> int:
     """What the rows before have left on a card, such as the random numbers' state that cuDNN keeps for the
     dropout of an LSTM; less the workspaces, which every plan counts.
     """
@@ -186,8 +186,8 @@ def standing_bytes(where: Where) -> int:
     gc.collect()
     torch.ones(1, device="cuda", requires_grad=True).mul(2).backward()  # autograd's thread holds a step
     here = torch.device("cuda")
-    stands = torch.cuda.memory_stats(here)["requested_bytes.all.current"] - workspace_bytes(here)
-    return max(0, stands)
+    live = torch.cuda.memory_stats(here)["requested_bytes.all.current"] - workspace_bytes(here)
+    return max(0, live)
 
 
 def expandable_row(name: str, where: Where) -> Row:

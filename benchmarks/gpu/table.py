@@ -112,7 +112,7 @@ def _training(done: Done) -> list[str]:
             text.append(_columns(ordered, _TRAINING, part.name))
     note = (
         "Bytes in MiB. *Measured* is counted as a plan counts: the model, its inputs, and what the step "
-        "adds. What was requested, allocated and reserved is the whole process's, and so is what stands "
+        "adds. What was requested, allocated and reserved is the whole process's, and so is what is live "
         "beside the model."
     )
     return [note, *text] if text else []

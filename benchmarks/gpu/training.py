@@ -159,7 +159,7 @@ class Contest:
         return stepping(model, model, self.batch, lowtide.limit_memory(model, budget))
 
     def _per_block_bytes(self) -> int:
-        """What checkpointing per block takes, counted as a limit counts: with the workspaces that stand."""
+        """What checkpointing per block takes, counted as a limit counts: with the resident workspaces."""
         rival = self._contender("per block")
         for _ in range(2):
             rival.step()
@@ -196,7 +196,7 @@ class Contest:
 
     def _memory(self, one: Contender) -> Row:
         """``counted_bytes`` are what a plan predicts: the model, its inputs, and what the step adds. On CUDA
-        also what the allocator was asked for, gave and reserved, and what of it stands beside the model.
+        also what the allocator was asked for, gave and reserved, and what of it is live beside the model.
         """
         row: Row = {"counted_bytes": total_peak(one.model, self.batch, one.step)}
         if self.where.device == "cuda":
@@ -204,8 +204,8 @@ class Contest:
             row |= allocator_peaks(one.step, None if self.compiled else one.handle)
             one.model.zero_grad(set_to_none=True)
             inputs = sum(tensor.nbytes for tensor in self.batch.values())
-            standing = meter.resident_bytes(one.model) + inputs
-            row["beside_bytes"] = torch.cuda.memory_allocated() - standing
+            resident = meter.resident_bytes(one.model) + inputs
+            row["beside_bytes"] = torch.cuda.memory_allocated() - resident
         return row
 
     def _seconds(self, one: Contender) -> Row:
@@ -233,7 +233,7 @@ def allocator_peaks(step: Callable[[], None], handle: Any = None) -> Row:
     predicted: Row = {}
     if handle is not None:
         allocator, _ = caching_allocator(torch.device("cuda"))
-        reserved_after(handle.graph, handle.plan.stored, allocator, steps=3, batch_stands=True)
+        reserved_after(handle.graph, handle.plan.stored, allocator, steps=3, batch_resident=True)
         predicted = {"predicted_reserved_bytes": allocator.peak_reserved_bytes}
     for _ in range(3):
         torch.cuda.reset_peak_memory_stats()
@@ -347,11 +347,11 @@ def _training_row(model: torch.nn.Module, batch: dict[str, Any]) -> Row:
     for _ in range(4):
         step()
     inputs = sum(tensor.nbytes for tensor in batch.values())
-    standing = meter.resident_bytes(model, adamw) + inputs
+    resident = meter.resident_bytes(model, adamw) + inputs
     plan = handle.plan
     assert plan is not None
     return {
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "counted_bytes": standing + meter.measure(step, timeline=False).peak_bytes,
+        "counted_bytes": resident + meter.measure(step, timeline=False).peak_bytes,
     }

@@ -1,6 +1,6 @@
 """Budgets: ``"6GiB"``, ``"60%"``, ``"min"`` and ``"auto"`` become bytes, bytes become text.
 
-What no plan can meet becomes an error that says what the step takes, what to do, and what stands at the peak
+What no plan can meet becomes an error that says what the step takes, what to do, and what is live at the peak
 (`too_small`).
 """
 
@@ -22,7 +22,7 @@ from .remedies import (
     LOSS,
     OUTPUTS,
     PARAMETERS,
-    STANDING,
+    RESIDENT,
     STATE,
     WORKSPACES,
     Holder,
@@ -31,7 +31,7 @@ from .remedies import (
 )
 from .words import SIZES, format_bytes
 
-_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
+_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
 SLACK_SHARE = 1e-3
 """Of a budget, at most `SLACK_BYTES`: left for the few bytes of scalars that a trace does not show."""
@@ -160,7 +160,7 @@ def resolve(
     smallest_bytes: int | Callable[[], int] | None = None,
     device: Any = "cpu",
     *,
-    standing_bytes: int = 0,
+    resident_bytes: int = 0,
 ) -> int:
     """A budget in bytes, ``"min"`` and ``"auto"`` included.
 
@@ -171,7 +171,7 @@ def resolve(
         smallest_bytes: the smallest peak of any plan, or what finds it; called for ``"min"`` alone, since
             that may take a search.
         device: whose memory ``"auto"`` is about.
-        standing_bytes: of what the budget counts, what is resident already; ``"auto"`` adds it to what is
+        resident_bytes: of what the budget counts, what is resident already; ``"auto"`` adds it to what is
             free.
 
     Raises:
@@ -183,7 +183,7 @@ def resolve(
     """
     asked = asks_for(budget)
     if asked == "auto":
-        return auto_bytes(available_bytes(device, standing_bytes), str(device))
+        return auto_bytes(available_bytes(device, resident_bytes), str(device))
     if asked == "min":
         if smallest_bytes is None:
             raise BudgetError(
@@ -240,10 +240,10 @@ def auto_bytes(available_bytes: int | None, device: str = "cpu") -> int:
     return available_bytes - reserve
 
 
-def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
+def available_bytes(device: Any = "cpu", resident_bytes: int = 0) -> int | None:
     """What a step can have of a device's memory; ``None`` where the system does not say.
 
-    What is free, and ``standing_bytes``, which the step counts and which are allocated already. On CUDA free
+    What is free, and ``resident_bytes``, which the step counts and which are allocated already. On CUDA free
     is what the device has left and what PyTorch's allocator has reserved without a tensor in it: tensors
     beside the model (another model, a cache) stay where they are. On a CPU it is available main memory within
     the limits of the process's control group, in equal parts where several ranks run on the machine.
@@ -254,11 +254,11 @@ def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
     from lowtide import accelerator
 
     if accelerator.is_accelerator(place):
-        return accelerator.free_bytes(place) + accelerator.unused_bytes(place) + standing_bytes
+        return accelerator.free_bytes(place) + accelerator.unused_bytes(place) + resident_bytes
     from lowtide.meter import free_main_memory  # imports torch
 
     free = free_main_memory()
-    return None if free is None else free // _ranks_here() + standing_bytes
+    return None if free is None else free // _ranks_here() + resident_bytes
 
 
 def _ranks_here() -> int:
@@ -284,12 +284,12 @@ def too_small(
     detail: str = "",
     made: Sequence[Holder] = (),
 ) -> BudgetError:
-    """The refusal of a budget: what it takes, what to do, what stands at the peak.
+    """The refusal of a budget: what it takes, what to do, what is live at the peak.
 
     Args:
         budget_bytes: what was asked for.
         smallest_bytes: what would do.
-        parts: what stands at the peak of the plan that needs it, in bytes by name.
+        parts: what is live at the peak of the plan that needs it, in bytes by name.
         subject: what the budget is too small for, where that is not forward and backward.
         policy: the policy that cannot meet it, where another may.
         plain_peak_bytes: the smallest budget is also told as a share of this.
@@ -346,7 +346,7 @@ def too_small(
 
 
 def _remedies(budget_bytes: int, smallest_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:
-    """What would free the bytes that are missing, by what stands at the peak."""
+    """What would free the bytes that are missing, by what is live at the peak."""
     missing_bytes = max(1, smallest_bytes - budget_bytes)
     found = ["use the policy 'optimal', which finds the least memory that it can"] if policy else []
     loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
@@ -363,7 +363,7 @@ def _remedies(budget_bytes: int, smallest_bytes: int, parts: Mapping[str, int], 
         )
     if loss > missing_bytes:
         found.append(
-            "compute the loss in chunks of tokens, so that its logits never stand as a whole (gradients then "
+            "compute the loss in chunks of tokens, so that its logits never exist as a whole (gradients then "
             "differ in rounding)"
         )
     if state > missing_bytes:

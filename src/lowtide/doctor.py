@@ -214,7 +214,7 @@ def _reserves(named: str, peak: int, default: int, expandable: int) -> Finding:
 
 
 def _allocator() -> list[Finding]:
-    """Settings that decide what stands between live bytes and what the system sees."""
+    """Settings that decide what lies between live bytes and what the system sees."""
     from lowtide import accelerator
 
     found = []

@@ -17,29 +17,29 @@ class LowtideError(Exception):
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
-    Where no plan can, the message says what the step takes at least, then what to do, then what stands at the
-    peak.
+    Where no plan can, the message says what the step takes at least, then what to do, then what is live
+    at the peak.
 
     Attributes:
         budget_bytes: what was asked for; ``None`` when the text was malformed.
         smallest_bytes: the smallest budget that a plan is known for; ``None`` when the text was malformed.
-        parts: what stands at the peak of that plan, in bytes by name ("parameters", "least activations");
+        parts: what is live at the peak of that plan, in bytes by name ("parameters", "least activations");
             empty where that is not known.
         plain_peak_bytes: the plain step's peak, where the message says a share of it.
         policy: the policy that cannot meet it; empty where it was left to the planner how to.
         remedies: what to do, any one of them.
         holders: the three that hold most at the peak, by module and line, each with what would free how much.
         made: who holds what the step made there, as `lowtide.remedies.Holder`.
-        detail: what stands at the peak, and what else is worth knowing.
+        detail: what is live at the peak, and what else is worth knowing.
 
     Example:
         >>> error = BudgetError("the budget of 1 GiB is too small", 3 << 30,
-        ...     "At its peak stands the loss.", remedies=["give 3 GiB"])
+        ...     "Its peak is at the loss.", remedies=["give 3 GiB"])
         >>> print(error)
         the budget of 1 GiB is too small
         What to do, any one of these:
           - give 3 GiB
-        At its peak stands the loss.
+        Its peak is at the loss.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ OUTSIDE = "outside"
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "gathered", "forward", "backward"]
 """Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``,
 ``gradient``), or an operation of the ``forward`` or ``backward`` phase allocated it. ``gathered`` ones hold
-sharded weights whole: they stand before the step, and the program fills and empties them, each time with the
+sharded weights whole: they exist before the step, and the program fills and empties them, each time with the
 same bytes. A replay that reads one may run where it is filled."""
 
 EventKind = Literal["op", "free", "empty", "fill", "pack", "unpack", "done", "release"]
@@ -207,12 +207,12 @@ class StepGraph:
 
     @property
     def begin_empty(self) -> frozenset[int]:
-        """Ids of the storages that stand before the step without bytes: what happens to them first is that
+        """Ids of the storages that exist before the step without bytes: what happens to them first is that
         they are filled.
         """
         first = {index: kind for kind, index in reversed(self.events) if kind in ("empty", "fill")}
-        stands = {storage.id for storage in self.storages if storage.producer is None}
-        return frozenset(sid for sid, kind in first.items() if kind == "fill" and sid in stands)
+        existing = {storage.id for storage in self.storages if storage.producer is None}
+        return frozenset(sid for sid, kind in first.items() if kind == "fill" and sid in existing)
 
     def fingerprint(self, sizes: bool = True) -> str:
         """A digest of everything but times, scratch and blocks: two traces of one step share it, in every

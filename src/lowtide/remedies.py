@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from lowtide.words import format_bytes
 
 PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
-STATE, STANDING, ACTIVATIONS, LOSS = (
+STATE, RESIDENT, ACTIVATIONS, LOSS = (
     "optimizer state",
-    "what else stands",
+    "what else is resident",
     "least activations",
     "logits and loss",
 )
 WORKSPACES = "cuBLAS workspaces"
 OUTPUTS = "zeros for outputs beside the loss"
-"""Names of what stands at a peak, see `lowtide.BudgetError.parts`."""
+"""Names of what is live at a peak, see `lowtide.BudgetError.parts`."""
 
 UPDATE = "its update"
 """The same, of the optimizer's own step."""
@@ -42,13 +42,13 @@ WORTH = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """What stands at a peak and belongs together.
+    """What is live at a peak and belongs together.
 
     Attributes:
         name: what it is: one of the names above, or other words for it.
         bytes: of all of it.
         module: qualified name of the module that made it, alike layers as one (``h.0-11.mlp``); empty for
-            what stands in no one place.
+            what lies in no one place.
         source: file and line of the code that made it, as far as that is known: ``train.py:31``.
         form: shape and dtype of the largest tensor in it.
     """
@@ -74,7 +74,7 @@ class Holder:
             return "sharing the model between 2 devices (FSDP2)", self.bytes // 2
         if self.name == WORKSPACES:
             return "CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment (slower products)", self.bytes
-        if self.name in (BUFFERS, STANDING, REDUCED):
+        if self.name in (BUFFERS, RESIDENT, REDUCED):
             return "", 0
         if self.name == UPDATE:
             return "an optimizer with fused=True", self.bytes
@@ -86,14 +86,14 @@ def largest(made: Iterable[Holder], parts: Mapping[str, int]) -> tuple[Holder, .
 
     Args:
         made: what the step itself made.
-        parts: bytes by name of all that stands there. Of these count what stood before the step, and the
-            gradients.
+        parts: bytes by name of all that is live there. Of these count what was resident before the step,
+            and the gradients.
 
     >>> [holder.name for holder in largest([Holder("activations", 2 << 20)], {PARAMETERS: 25 << 30})]
     ['parameters']
     """
-    stood = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, STANDING, UPDATE, REDUCED)
-    found = [*made, *(Holder(name, parts[name]) for name in stood if parts.get(name))]
+    others = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, UPDATE, REDUCED)
+    found = [*made, *(Holder(name, parts[name]) for name in others if parts.get(name))]
     most = sorted(found, key=lambda holder: -holder.bytes)[:SHOWN]
     return tuple(holder for holder in most if holder.bytes >= WORTH * most[0].bytes)
 

@@ -203,11 +203,11 @@ def test_a_refusal_names_what_holds_the_memory(returns_loss: bool) -> None:
     parts, parameters = refused.value.parts, sum(p.nbytes for p in model.parameters())
     assert parts["parameters"] == parameters and parts["inputs"] == x.nbytes
     assert parts["optimizer state"] == pytest.approx(2 * parameters, rel=0.01)
-    assert "what else stands" not in parts
+    assert "what else is resident" not in parts
     assert sum(parts.values()) == pytest.approx(refused.value.smallest_bytes, rel=0.01)
     holder = refused.value.holders[0]
     assert "in module 'blocks." in holder and "frees about" in holder
-    assert "At its peak stands operation aten." in str(refused.value)
+    assert "Its peak is at operation aten." in str(refused.value)
     assert "% of the plain step's peak" in str(refused.value)
 
 
@@ -215,7 +215,7 @@ def test_what_would_help_knows_parameters() -> None:
     compiled, handle = limited()
     compiled(torch.randn(64, 32)).backward()
     names = [holder.name for holder in handle.make_report(points=()).holders]
-    assert "parameters" in names and "what else stands" not in names
+    assert "parameters" in names and "what else is resident" not in names
 
 
 @pytest.mark.parametrize("returns_loss", [True, False])

@@ -91,14 +91,14 @@ def decoder(
 
 def taken(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[], object]) -> int:
     """What a step takes as a plan counts: the model, its inputs, workspaces, and by the allocator's own
-    statistics the most that was requested beyond what stood before.
+    statistics the most that was requested beyond what was resident before.
     """
     given = [item for item in batch.values() if isinstance(item, torch.Tensor)]
     device = given[0].device
     inputs = sum(storage.nbytes() for storage in meter.storages(given))
-    standing = meter.resident_bytes(model) + inputs + workspace_bytes(device)
+    resident = meter.resident_bytes(model) + inputs + workspace_bytes(device)
     gc.collect()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_stats(device)["requested_bytes.all.current"]
     step()
-    return standing + torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before
+    return resident + torch.cuda.memory_stats(device)["requested_bytes.all.peak"] - before

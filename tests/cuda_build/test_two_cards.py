@@ -35,7 +35,7 @@ def test_a_model_on_the_second_while_the_first_is_current(policy: str | None) ->
             assert all(torch.equal(a, b) for a, b in zip(exact, step(), strict=True))
         model.zero_grad(set_to_none=True)
         assert handle.plan is not None and handle.plan.budget_bytes is not None
-        slab = handle.plan.slab_bytes  # into which values come back; it stands already
+        slab = handle.plan.slab_bytes  # into which values come back; it is resident already
         peak = slab + taken(model, batch, lambda: model(**batch).loss.backward())
         assert peak <= handle.plan.budget_bytes
         assert peak == pytest.approx(handle.plan.predicted_peak_bytes, rel=0.001)

@@ -47,7 +47,7 @@ def hugging_face() -> dict[str, Any]:
 
 
 def module() -> dict[str, Any]:
-    """What stands in the forward of a layer."""
+    """What is live in the forward of a layer."""
     layers = {name: nn.Linear(8, 8) for name in ("attn", "mlp", "block")}
     return {
         "self": SimpleNamespace(**layers, norm=nn.LayerNorm(8), norm1=nn.LayerNorm(8)),

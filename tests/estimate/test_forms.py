@@ -121,12 +121,12 @@ def test_backward_of_experts_that_are_weighed_in_float32(before: bool) -> None:
 
     config = configure(**SMALL, dtype="bf16-true", score_before_experts=before, weigh_float32=not before)
     own = ("experts", "gate", "silu", "last layer")
-    stands = sum(term.bytes for term in layer_terms(config) if any(name in term.name for name in own))
+    live = sum(term.bytes for term in layer_terms(config) if any(name in term.name for name in own))
     moments = backward_moments(config)
     moment = next(size for name, size in moments.items() if name.startswith("weighing"))
     assert before or moment == max(moments.values())
     weights = sum(one.nbytes for one in module.parameters()) if before else 0  # their gradients
-    counted = stands + moment + weights + x.nbytes  # and the output
+    counted = live + moment + weights + x.nbytes  # and the output
     assert meter.measure(step, device="cpu").peak_bytes == pytest.approx(float(counted), rel=0.002)
 
 

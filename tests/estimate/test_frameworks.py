@@ -52,7 +52,7 @@ def loss_bytes(**settings: Any) -> int:
     ],
 )
 def test_bytes_a_logit(settings: dict[str, Any], a_logit: float) -> None:
-    """PyTorch's 14 in bfloat16, Megatron's 6: what stands at the loss, where that is the peak."""
+    """PyTorch's 14 in bfloat16, Megatron's 6: what is live at the loss, where that is the peak."""
     found = loss_bytes(recompute="full", **settings)
     assert found == a_logit * S * V
 

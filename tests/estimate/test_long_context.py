@@ -29,17 +29,17 @@ def llama(**changes: Any) -> Config:
 
 
 @pytest.mark.parametrize(
-    ("exchange", "stands", "sent"),
+    ("exchange", "live", "sent"),
     [
         ("ring", T * 2 * KV * (2 * 2 + 2 * 4), 4 * 7 * T * 2 * KV * 2),
         ("all-gather", T * 2 * KV * 2 * 7 * 2, 4 * 7 * T * 2 * KV * 2),
         ("all-to-all", T * (Q + 2 * KV) * 2, 3 * T * (2 * Q + 2 * KV) * 2 * 7 // 8),
     ],
 )
-def test_exchanges(exchange: Any, stands: int, sent: int) -> None:
+def test_exchanges(exchange: Any, live: int, sent: int) -> None:
     """Bytes in attention's backward, and sent by a rank: forward, again, and backward with gradients."""
     config = llama(cp_exchange=exchange)
-    assert exchanged(config) == stands
+    assert exchanged(config) == live
     found = {item.link: item.bytes for item in stage_traffic(config, 0)}
     assert found["context"] == L * sent
     assert exchanged(llama(cp=1, dp=8)) == 0

@@ -59,7 +59,7 @@ def same(one: Step, other: Step) -> bool:
 
 
 def steps(model: torch.nn.Module, batch: dict[str, Any], count: int = STEPS) -> tuple[list[Step], list[int]]:
-    """Train for a few steps; what each gave, and its peak with all that stood before it."""
+    """Train for a few steps; what each gave, and its peak with all that was resident before it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     given = sum(
         s.nbytes() for s in meter.storages([t for t in batch.values() if isinstance(t, torch.Tensor)])
@@ -73,9 +73,9 @@ def steps(model: torch.nn.Module, batch: dict[str, Any], count: int = STEPS) -> 
             loss.backward()
             return loss.detach()
 
-        standing = meter.resident_bytes(model) + given
+        resident = meter.resident_bytes(model) + given
         measured = meter.measure(step, timeline=False)
-        peaks.append(standing + measured.peak_bytes)
+        peaks.append(resident + measured.peak_bytes)
         found.append(state(model, measured.value))
         optimizer.step()
         optimizer.zero_grad()

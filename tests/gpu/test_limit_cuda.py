@@ -111,7 +111,7 @@ def test_what_the_allocator_reserves_is_predicted(budget: str) -> None:
     assert allocator.reserved_bytes == torch.cuda.memory_reserved()
     assert handle.plan is not None and handle.graph is not None
     graph, stored = handle.graph, handle.plan.stored
-    predicted = reserved_after(graph, stored, allocator, steps=4, batch_stands=True)[-1]
+    predicted = reserved_after(graph, stored, allocator, steps=4, batch_resident=True)[-1]
     for _ in range(4):
         model(**batch).loss.backward()
         model.zero_grad(set_to_none=True)

@@ -73,7 +73,8 @@ def train(
     folder: Path | None = None,
 ) -> tuple[list[torch.Tensor], int]:
     """Losses, evaluations and weights of a few steps, and the peak of the last forward and backward above
-    what stood. With a ``folder`` the second step is that of another model, which goes on from a checkpoint.
+    what was resident. With a ``folder`` the second step is that of another model, which goes on from a
+    checkpoint.
     """
     model, optimizer = built(mesh, apply, dtype)
     found: list[torch.Tensor] = []

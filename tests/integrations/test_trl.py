@@ -70,7 +70,7 @@ def trained(
 def test_sft_gives_the_same_weights_within_the_budget(tmp_path: Path, adapter: bool, bf16: bool) -> None:
     from lowtide.integrations.hugging_face import LimitMemory
 
-    callback = LimitMemory("98%")  # the loss of TRL stands at the peak, and cannot be recomputed
+    callback = LimitMemory("98%")  # the loss of TRL is live at the peak, and cannot be recomputed
     plain = trained(tmp_path / "plain", [], adapter, bf16)
     limited = trained(tmp_path / "limited", [callback], adapter, bf16)
     assert len(plain) > 0 and all(map(torch.equal, plain, limited))

@@ -30,7 +30,7 @@ def _reported(window: int) -> Run:
     step(model, x)
     step(model, x)
     gradients = sum(p.nbytes for p in model.parameters())
-    standing = meter.resident_bytes(model) - gradients + x.nbytes
+    resident = meter.resident_bytes(model) - gradients + x.nbytes
 
     def run(seed: int) -> None:
         model.zero_grad()
@@ -38,7 +38,7 @@ def _reported(window: int) -> Run:
         found = meter.measure(lambda: model(x).backward(), timeline=bool(seed % 2), device="cuda:0")
         plan = handle.plan
         assert plan is not None
-        taken = standing + plan.slab_bytes + found.peak_bytes
+        taken = resident + plan.slab_bytes + found.peak_bytes
         check(taken == plan.predicted_peak_bytes, f"{taken} bytes, not {plan.predicted_peak_bytes}")
 
     run(0)

@@ -358,7 +358,7 @@ def second_device() -> Run:
         gc.collect()
         late_cuda.locked_on.clear()
         torch.cuda.reset_peak_memory_stats(0)
-        stood = late_cuda.count("requested", 0)
+        before = late_cuda.count("requested", 0)
         calibrate("cuda:1", dtype=torch.float64 if seed else torch.float32)
         graph = lowtide.trace(net(layers=1).to("cuda:1"), x)
         for budget, policy in (("auto", "optimal"), ("97%", policies.mixed("host", "auto"))):
@@ -380,7 +380,7 @@ def second_device() -> Run:
         check(not late_cuda.locked_on - {1}, f"memory was page-locked on {late_cuda.locked_on}")
         check(late_cuda.locked_on, "no memory was page-locked")
         check(torch.cuda.current_device() == 0, "another device is current")
-        check(late_cuda.count("most_requested", 0) == stood, "memory of the first device was used")
+        check(late_cuda.count("most_requested", 0) == before, "memory of the first device was used")
         check(asked == {torch.device("cuda", 1)}, f"{asked} were asked what is free, or kept busy")
         check(sum(s.bytes for s in graph.storages if s.kind == "parameter"), "no parameter was seen")
 

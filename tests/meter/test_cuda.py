@@ -1,6 +1,6 @@
 """CUDA: several readers share the one peak statistic of a device, of what is allocated and of what is
-reserved. The statistics are played here; on a CUDA machine they are real. The workspaces of cuBLAS stand
-on the threads of forward and backward.
+reserved. The statistics are played here; on a CUDA machine they are real. The workspaces of cuBLAS are
+resident on the threads of forward and backward.
 """
 
 from __future__ import annotations

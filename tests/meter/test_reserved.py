@@ -184,8 +184,8 @@ def test_it_goes_on_from_a_snapshot_of_expandable_segments() -> None:
     before = segment(1, (15, "active_allocated"), (5, "inactive"))
     after = segment(3, (8, "inactive"), (12, "active_allocated"))
     allocator = CachingAllocator(expandable_segments=True)
-    standing = allocator.resume([before, after])
-    assert sorted(standing) == [20 * MIB, 68 * MIB] and allocator.reserved_bytes == 40 * MIB
+    live = allocator.resume([before, after])
+    assert sorted(live) == [20 * MIB, 68 * MIB] and allocator.reserved_bytes == 40 * MIB
     over_the_hole = allocator.allocate(
         30 * MIB
     )  # 5 MiB, a page of 20 that is mapped again, and 5 of the next

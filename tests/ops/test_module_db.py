@@ -124,7 +124,7 @@ def _detached(thing: Any) -> Any:
 
 
 def steps(case: Case, model: nn.Module, measured: bool = True) -> Iterator[tuple[dict[str, Any], int]]:
-    """Training steps: what each leaves behind, and the most bytes that stood (0 where they are not
+    """Training steps: what each leaves behind, and the most live bytes (0 where they are not
     measured).
     """
     optimizer = None
@@ -157,7 +157,7 @@ def plain_steps(case: Case) -> list[dict[str, Any]]:
 
 
 def limited_steps(case: Case, budget: str | int) -> tuple[list[dict[str, Any]], list[tuple[int, int]]]:
-    """The same, limited: what the steps leave behind; and of each the most bytes that stood, and the budget.
+    """The same, limited: what the steps leave behind; and of each the most live bytes, and the budget.
 
     With 100 % the loss lies outside, and lowtide has to measure it; below that it is given.
     """

@@ -88,13 +88,13 @@ def test_a_budget_that_recomputing_alone_cannot_meet() -> None:
     assert 0 < optimizer.host_fraction <= 1  # type: ignore[operator]
     assert all(torch.equal(a, b) for a, b in zip(plain_model.parameters(), model.parameters(), strict=True))
     optimizer.zero_grad()
-    standing = meter.resident_bytes(model, optimizer) + x.nbytes
+    resident = meter.resident_bytes(model, optimizer) + x.nbytes
 
     def whole() -> None:
         model(x).backward()
         optimizer.step()
 
-    assert standing + meter.measure(whole).peak_bytes <= budget
+    assert resident + meter.measure(whole).peak_bytes <= budget
     assert handle.plan is not None
     assert handle.plan.predicted_peak_bytes <= budget
     handle.remove()
@@ -174,9 +174,9 @@ def test_the_smallest_budget_holds_the_update_too() -> None:
         model(x).backward()
         with meter.peak() as seen:
             optimizer.step()
-        standing = meter.resident_bytes(model, optimizer)
+        resident = meter.resident_bytes(model, optimizer)
         optimizer.zero_grad()
-    assert standing + seen.peak_bytes <= handle.plan.budget_bytes
+    assert resident + seen.peak_bytes <= handle.plan.budget_bytes
 
 
 @pytest.mark.parametrize("given", [3, {}, {"state": {}}])

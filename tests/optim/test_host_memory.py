@@ -76,7 +76,7 @@ def test_accumulation_sends_each_gradient_once() -> None:
 
 
 def resident(net: nn.Module, optimizer_of: Any) -> tuple[int, int]:
-    """Measured bytes of main memory that stand after backward and step: (gradients and state after backward,
+    """Measured live bytes of main memory after backward and step: (gradients and state after backward,
     buffers on the host tier).
     """
     gc.collect()  # what other tests left is not to be freed meanwhile

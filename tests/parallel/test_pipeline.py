@@ -153,7 +153,7 @@ def layer_bytes(width: int, heads: int, batch: int, sequence: int, element: int)
 
 
 def in_flight(mesh: DeviceMesh | None = None) -> tuple[int, int, int, int]:
-    """Live bytes of the first stage when its first backward begins, above the standing ones: (measured,
+    """Live bytes of the first stage when its first backward begins, above the resident ones: (measured,
     counted, in flight, one output).
 
     With a mesh of ("pp", "tp") the stages are shared with sequence parallelism, and everything that is

@@ -44,7 +44,7 @@ class Tape:
     resident: int = 0
 
     def before(self, bytes_: int, kind: Any = "parameter", name: str = "") -> int:
-        """A storage that stood before the step; returns its value."""
+        """A storage that was resident before the step; returns its value."""
         storage = Storage(len(self.storages), bytes_, kind, None, name)
         self.storages.append(storage)
         self.resident += bytes_

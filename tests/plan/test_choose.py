@@ -52,7 +52,7 @@ def best(off: Callable[[int], int]) -> int:
         lambda target: 9_000,
         lambda target: -6_000,
         lambda target: 2_000 if target > 95_000 else 9_000,
-        # more and more runs again, and each time more stands at the peak than before
+        # more and more runs again, and each time more is live at the peak than before
         lambda target: 2_500 + 2_500 * ((100_000 - target) // 2_500) if target > 88_000 else 9_700,
         lambda target: 15_000 if target > 94_000 else 2_000,
     ],

@@ -71,14 +71,14 @@ def test_the_blocks_of_an_operation_come_and_go_as_they_were_recorded() -> None:
         assert names[3] == names[0] and names[5:] == (names[1], names[4])
 
 
-def test_a_batch_that_stands_is_not_asked_for_again() -> None:
+def test_a_resident_batch_is_not_asked_for_again() -> None:
     graph = transformer()
     inputs = [(("storage", s.id), s.bytes) for s in graph.storages if s.kind == "input" and s.bytes]
     stored = Simulator(graph).close(())
-    anew, standing = (list(block_changes(graph, stored, batch_stands=stands)) for stands in (False, True))
+    anew, resident = (list(block_changes(graph, stored, batch_resident=there)) for there in (False, True))
     assert inputs and anew[: len(inputs)] == inputs
-    assert [change for change in anew if change[0] not in dict(inputs)] == standing
-    reserved = [reserved_after(graph, stored, CachingAllocator(), 1, (), stands) for stands in (False, True)]
+    assert [change for change in anew if change[0] not in dict(inputs)] == resident
+    reserved = [reserved_after(graph, stored, CachingAllocator(), 1, (), there) for there in (False, True)]
     assert reserved[0] >= reserved[1]
 
 

@@ -100,13 +100,13 @@ def test_smaller_budgets_never_give_less_time_and_larger_ones_are_used(
 
 def test_smallest_budget_is_below_per_block_checkpointing(gpt: StepGraph):
     per_block = policies.full()(gpt).predicted_peak_bytes
-    with pytest.raises(BudgetError, match="At its peak stands") as error:
+    with pytest.raises(BudgetError, match="Its peak is at") as error:
         least_time(gpt, gpt.resident_bytes)
     assert error.value.smallest_bytes is not None and error.value.smallest_bytes <= per_block
     assert "h." in str(error.value)
 
 
-def test_what_stands_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt: StepGraph):
+def test_what_is_live_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt: StepGraph):
     with pytest.raises(BudgetError) as error:
         least_time(gpt, gpt.resident_bytes)
     parts, smallest = error.value.parts, error.value.smallest_bytes
@@ -114,8 +114,8 @@ def test_what_stands_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt
     assert parts["parameters"] == sum(s.bytes for s in gpt.storages if s.kind == "parameter")
     assert parts["least activations"] > 0
     assert parts["inputs"] <= sum(s.bytes for s in gpt.storages if s.kind == "input")
-    standing = sum(s.bytes for s in gpt.storages if s.kind in ("parameter", "buffer", "gradient", "input"))
-    assert parts.get("what else stands", 0) == gpt.resident_bytes - standing, "inputs are counted once"
+    resident = sum(s.bytes for s in gpt.storages if s.kind in ("parameter", "buffer", "gradient", "input"))
+    assert parts.get("what else is resident", 0) == gpt.resident_bytes - resident, "inputs are counted once"
 
 
 @pytest.mark.parametrize("policy", [pytest.param("optimal", marks=pytest.mark.slow), "full"])
@@ -199,9 +199,9 @@ def test_what_steps_took_stands_beside_the_forecast(half: Plan):
 
 
 def test_a_peak_between_compiled_graphs_is_said_to_stand_outside_of_them(half: Plan):
-    assert "peak stands at " in str(half)
+    assert "peak is at " in str(half)
     outside = replace(half, peak_operation="outside", peak_module="")
-    assert "peak stands outside the compiled graphs" in str(outside)
+    assert "peak is outside the compiled graphs" in str(outside)
 
 
 def test_a_step_that_cannot_be_cut() -> None:

@@ -84,7 +84,7 @@ def test_no_simple_policy_needs_less_than_what_is_named() -> None:
 
 
 def test_changing_single_decisions_lowers_the_peak() -> None:
-    """From everything evicted: what is stored to begin with makes the replays that stand at the peak
+    """From everything evicted: what is stored to begin with makes the replays that are live at the peak
     shorter.
     """
     search = LocalSearch(Simulator(transformer(3)))
@@ -103,7 +103,7 @@ def test_a_plan_is_lowered_until_it_fits() -> None:
     assert search.lower(start, start.simulation.peak_bytes) is start
 
 
-def test_what_stands_without_replays_is_never_more_than_what_stands() -> None:
+def test_what_is_live_without_replays_is_never_more_than_what_is_live() -> None:
     for seed in range(40):
         sim = Simulator(random_graph(seed, 4 + seed % 9))
         search = LocalSearch(sim)
@@ -129,7 +129,7 @@ def test_what_was_found_below_the_named_budget_is_found_again(monkeypatch: pytes
 
 
 class Block(nn.Module):
-    """Attention and a wide MLP: the least peak of a stack stands in every block's MLP at once."""
+    """Attention and a wide MLP: the least peak of a stack is in every block's MLP at once."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()

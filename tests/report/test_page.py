@@ -155,7 +155,7 @@ def test_the_keyboard_reaches_every_control(browser: Any, file: Path) -> None:
     page.close()
 
 
-def test_the_arrow_keys_say_who_stands_where(browser: Any, file: Path, report: Report) -> None:
+def test_the_arrow_keys_say_what_is_live_where(browser: Any, file: Path, report: Report) -> None:
     page = opened(browser, file)
     chart = page.locator("#chart-planned [role=slider]")
     chart.focus()

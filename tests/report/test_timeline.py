@@ -106,7 +106,7 @@ def test_the_peak_of_a_plain_step_is_made_of_activations_by_module() -> None:
     assert sum(kinds.values()) == line.peak_bytes
 
 
-def test_gradients_stand_to_the_end_and_parameters_throughout() -> None:
+def test_gradients_are_live_to_the_end_and_parameters_throughout() -> None:
     graph = transformer(2)
     line = timeline(graph)
     last = len(line.ticks)

@@ -146,8 +146,8 @@ def check(pattern: Pattern, budget: str | int = "70%", planned: bool = True) -> 
     return run
 
 
-def standing_bytes(models: Iterable[torch.nn.Module], inputs: Any = ()) -> int:
-    """What stands before a step: parameters, buffers, gradients, and inputs with their gradients; each
+def resident_bytes(models: Iterable[torch.nn.Module], inputs: Any = ()) -> int:
+    """What is resident before a step: parameters, buffers, gradients, and inputs with their gradients; each
     storage once.
     """
     tensors = [tensor for model in models for tensor in meter.resident.resident_tensors(model)]
@@ -158,9 +158,9 @@ def standing_bytes(models: Iterable[torch.nn.Module], inputs: Any = ()) -> int:
 
 
 def peak_of(step: Callable[[], Any], models: Iterable[torch.nn.Module], inputs: Any = ()) -> tuple[int, Any]:
-    """The most bytes that stand at any moment of ``step()``, with what stood before it; and what it
+    """The most live bytes at any moment of ``step()``, with what was resident before it; and what it
     returned.
     """
-    standing = standing_bytes(models, inputs)
+    resident = resident_bytes(models, inputs)
     measured = lowtide.measure(step, timeline=False)
-    return standing + measured.peak_bytes, measured.value
+    return resident + measured.peak_bytes, measured.value

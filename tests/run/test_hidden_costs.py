@@ -215,7 +215,7 @@ def steps(
         model.zero_grad()
         gc.collect()
         torch.manual_seed(step)
-        standing = resident_bytes(model) + x.nbytes
+        resident = resident_bytes(model) + x.nbytes
         with peak("cpu") as seen:
             outputs: Any = model(x)
             loss = loss_of(outputs)
@@ -223,7 +223,7 @@ def steps(
                 del outputs
             loss.backward()
             outputs = None
-        peaks.append(standing + seen.peak_bytes)
+        peaks.append(resident + seen.peak_bytes)
         found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
         del loss
     return found, peaks, handle

@@ -60,8 +60,8 @@ def test_the_peak_and_the_traffic_are_as_predicted_to_the_byte(name: str, window
     plan = handle.plan
     assert plan is not None
     gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    standing = meter.resident_bytes(model) - gradients + X.nbytes
-    assert standing + plan.slab_bytes + measured.peak_bytes == plan.predicted_peak_bytes
+    resident = meter.resident_bytes(model) - gradients + X.nbytes
+    assert resident + plan.slab_bytes + measured.peak_bytes == plan.predicted_peak_bytes
     for key, tier in handle._limiter.stores.tiers.items():
         planned = sum(
             m.bytes for m in plan.moves if isinstance(m.decision, Offload) and m.decision.tier == key[0]

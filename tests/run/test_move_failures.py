@@ -63,9 +63,9 @@ def test_a_slow_link_takes_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch
     limited.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     measured = meter.measure(lambda: limited(X).backward(), timeline=False)
-    standing = meter.resident_bytes(limited) - sum(p.nbytes for p in limited.parameters()) + X.nbytes
+    resident = meter.resident_bytes(limited) - sum(p.nbytes for p in limited.parameters()) + X.nbytes
     assert handle.plan is not None
-    assert standing + handle.plan.slab_bytes + measured.peak_bytes == handle.plan.predicted_peak_bytes
+    assert resident + handle.plan.slab_bytes + measured.peak_bytes == handle.plan.predicted_peak_bytes
 
 
 def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch) -> None:

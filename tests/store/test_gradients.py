@@ -44,7 +44,7 @@ def test_training_is_the_same(to_none: bool, backwards: int) -> None:
     assert slabbed[0].weight.grad.untyped_storage()._cdata != whole.untyped_storage()._cdata
 
 
-def test_a_plan_counts_the_slab_where_gradients_stand() -> None:
+def test_a_plan_counts_the_slab_where_gradients_are_resident() -> None:
     """Beside a slab the peak is the predicted one to the byte, when gradients are zeroed and not
     forgotten.
     """
@@ -76,7 +76,7 @@ def test_a_plan_counts_the_slab_where_gradients_stand() -> None:
 
 @pytest.mark.parametrize("optimized", [False, True])
 def test_a_plan_counts_the_slab_where_gradients_are_forgotten(optimized: bool) -> None:
-    """With ``set_to_none=True`` the slab stands all the same: it is in the budget, and the peak is never
+    """With ``set_to_none=True`` the slab is resident all the same: it is in the budget, and the peak is never
     above what was predicted.
     """
     torch.manual_seed(0)
@@ -106,9 +106,9 @@ def test_a_plan_counts_the_slab_where_gradients_are_forgotten(optimized: bool) -
             for p in model.parameters()
         )
     model.zero_grad(set_to_none=True)
-    standing = meter.resident_bytes(model) + x.nbytes
-    assert standing == before + whole.nbytes + x.nbytes
-    peak = standing + meter.measure(lambda: step(model), timeline=False).peak_bytes
+    resident = meter.resident_bytes(model) + x.nbytes
+    assert resident == before + whole.nbytes + x.nbytes
+    peak = resident + meter.measure(lambda: step(model), timeline=False).peak_bytes
     plan = handle.plan
     assert plan is not None and plan.budget_bytes is not None and plan.replayed
     assert plan.predicted_peak_bytes - whole.nbytes <= peak <= plan.predicted_peak_bytes <= plan.budget_bytes

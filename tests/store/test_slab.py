@@ -63,11 +63,11 @@ def test_nothing_is_allocated_after_the_first_step_and_the_peak_is_exact(
     limited.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     measured = meter.measure(lambda: limited(X).backward(), timeline=False)
-    standing = meter.resident_bytes(limited) - sum(p.nbytes for p in limited.parameters()) + X.nbytes
+    resident = meter.resident_bytes(limited) - sum(p.nbytes for p in limited.parameters()) + X.nbytes
     if not isinstance(form, Offload):  # how much a codec allocates on the way is known as a bound
-        assert standing + plan.slab_bytes + measured.peak_bytes <= plan.predicted_peak_bytes
+        assert resident + plan.slab_bytes + measured.peak_bytes <= plan.predicted_peak_bytes
     else:
-        assert standing + plan.slab_bytes + measured.peak_bytes == plan.predicted_peak_bytes
+        assert resident + plan.slab_bytes + measured.peak_bytes == plan.predicted_peak_bytes
     assert any(m.place >= 0 for m in plan.moves)
     handle.remove()
     assert stores.slab is None
@@ -98,7 +98,7 @@ def test_a_slab_is_taken_where_the_budget_has_room_for_it() -> None:
     few = policies.make_plan(
         graph, stored=loose.stored, moves={m.value: m.decision for m in loose.moves[:4]}, slab=True
     )
-    assert few.predicted_peak_bytes > few.loose_peak_bytes  # the peak stands where nothing has come back
+    assert few.predicted_peak_bytes > few.loose_peak_bytes  # the peak is where nothing has come back
     for budget, slab in ((few.predicted_peak_bytes, True), (few.predicted_peak_bytes - 1, False)):
         plan = policies.make_plan(
             graph, stored=few.stored, moves={m.value: m.decision for m in few.moves}, budget=budget

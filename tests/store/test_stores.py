@@ -99,14 +99,14 @@ def run_case(
         sizes = gathered(patch)
         measured = meter.measure(lambda: limited(x).backward(), timeline=False)
     gradients = sum(p.numel() * p.element_size() for p in limited.parameters())
-    standing = meter.resident_bytes(limited) - gradients + x.nbytes + plan.slab_bytes
+    resident = meter.resident_bytes(limited) - gradients + x.nbytes + plan.slab_bytes
     return {
         "same": same and torch.equal(x, untouched),
         "whole": [m.bytes for m in plan.moves],
         "part": [m.encoded_bytes for m in plan.moves],
         "sharded": all(isinstance(form_and_tier(m.decision)[0], Shard) for m in plan.moves),
         "gathers": len(sizes),
-        "peak": standing + measured.peak_bytes,
+        "peak": resident + measured.peak_bytes,
         "predicted": plan.predicted_peak_bytes,
         "left": [t.arena.taken_bytes for t in stores.tiers.values()],
         "slab": (

@@ -131,7 +131,7 @@ def averaged(text: Path) -> tuple[int | None, list[int], list[int]]:
 
 
 def test_gradients_that_are_averaged_are_within_the_smallest_budget(text: Path) -> None:
-    """The optimizer's own step is the peak there, and what gradients are copied into stands beside its
+    """The optimizer's own step is the peak there, and what gradients are copied into is live beside its
     state.
     """
     for budget, peaks, over in on_ranks(2, averaged, text):

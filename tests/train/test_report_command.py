@@ -127,6 +127,6 @@ def test_gradients_that_are_added_to_stand_as_such() -> None:
         model(torch.randn(512, 64)).sum().backward()
     spans = handle.make_report(points=()).plain.spans
     handle.remove()
-    standing = sum(span.bytes for span in spans if span.kind == "gradient")
-    assert standing == sum(parameter.nbytes for parameter in model.parameters())
-    assert sum(span.bytes for span in spans if span.kind == "parameter") == standing
+    resident = sum(span.bytes for span in spans if span.kind == "gradient")
+    assert resident == sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(span.bytes for span in spans if span.kind == "parameter") == resident

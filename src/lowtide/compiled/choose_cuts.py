@@ -37,7 +37,7 @@ from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
-from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, STANDING
+from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, RESIDENT
 from lowtide.trace.costs.roofline import outside_modes
 
 T = TypeVar("T")
@@ -273,7 +273,7 @@ class Choice:
     def _limit_bytes(self, plain_peak: int, smallest: int | None) -> int:
         device, standing = self.timeline.device, self.timeline.standing_bytes
         least = self._smallest if smallest is None else lambda: smallest
-        return budgets.resolve(self.budget, plain_peak, least, device, standing_bytes=standing)
+        return budgets.resolve(self.budget, plain_peak, least, device, resident_bytes=standing)
 
     def _refusal(self, limit: int, smallest: int, plain_peak: int) -> Exception:
         standing, zeros = self.timeline.standing_bytes, 0
@@ -284,7 +284,7 @@ class Choice:
         plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
         sim = Simulator(self.step.graph)
         simulation = sim.simulate_plan(plan)
-        found, shares = parts_of(sim, simulation), {STANDING: standing, OUTPUTS: zeros}
+        found, shares = parts_of(sim, simulation), {RESIDENT: standing, OUTPUTS: zeros}
         for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
             shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))
         shares[ACTIVATIONS] = smallest - sum(shares.values())
@@ -293,7 +293,7 @@ class Choice:
             smallest,
             {name: count for name, count in shares.items() if count},
             plain_peak_bytes=plain_peak,
-            detail=f"At its peak stands {at_peak(simulation)}.",
+            detail=f"Its peak is at {at_peak(simulation)}.",
             made=holders_at_peak(sim, simulation),
         )
 

@@ -392,7 +392,7 @@ class Config:
         return 4 if cast and self.dtype != "autocast" else self.element_bytes
 
     @property
-    def gradients_stand(self) -> bool:
+    def gradients_resident(self) -> bool:
         """Whether gradients are there while a loss is computed: where earlier micro-batches left theirs, and
         where they have a buffer of their own: in another dtype than the weights (Megatron's), or of ZeRO 3
         beside master weights (DeepSpeed's).

@@ -37,7 +37,7 @@ class Line:
         note: what else should be known about it.
         place: ``layers`` for what the transformer layers keep (Equations 1 to 6), ``ends`` for embedding,
             last norm and output layer (Section 4.3), ``model`` for the rest.
-        at: how many of the bytes stand at each of `MOMENTS`; all of them at each where ``None``.
+        at: how many of the bytes are live at each of `MOMENTS`; all of them at each where ``None``.
     """
 
     kind: Kind
@@ -51,7 +51,7 @@ class Line:
 
     @property
     def moments(self) -> dict[Moment, int]:
-        """Bytes that stand at each moment."""
+        """Live bytes at each moment."""
         return dict(zip(MOMENTS, self.at or (self.bytes,) * 3, strict=True))
 
     def to_json(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Stage:
 
     @property
     def temporaries_bytes(self) -> int:
-        """What activations and temporaries of the loss or of backward stand above `activations_bytes`."""
+        """What activations and temporaries of the loss or of backward take above `activations_bytes`."""
         return self.activation_peak_bytes - self.activations_bytes
 
     @property
@@ -182,8 +182,8 @@ class Stage:
         spare = dict.fromkeys(MOMENTS, 0)
         for line in self.lines:
             if line.kind == "gradients" and line.moments["update"]:
-                for name, standing in line.moments.items():
-                    spare[name] += line.bytes - standing
+                for name, live in line.moments.items():
+                    spare[name] += line.bytes - live
         return max(size + spare[name] for name, size in self.moments.items())
 
     @property

@@ -1,4 +1,4 @@
-"""Cross entropy as it is computed: what stands of the logits in each way."""
+"""Cross entropy as it is computed: what is live of the logits in each way."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Form:
         pieces: ``tokens`` or ``vocabulary`` where the logits are only there piece by piece: ``above`` is of
             a piece then.
         again: whether backward runs the output layer's product again.
-        moved: bytes a logit that its operations move, forward and backward; where 0 twice what stands.
+        moved: bytes a logit that its operations move, forward and backward; where 0 twice what is live.
         input_gradient: whether the gradient of the output layer's input is made in forward, and kept.
     """
 

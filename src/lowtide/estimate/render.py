@@ -81,7 +81,7 @@ def summary_table(found: Estimate) -> Table:
     """One row a pipeline stage. Fits 80 characters."""
     config = found.config
     table = Table(
-        title="GiB on one device of each pipeline stage; total: at the peak, where not all stands",
+        title="GiB on one device of each pipeline stage; total: at the peak, where not all is live",
         title_justify="left",
         header_style="bold",
         box=SIMPLE_HEAD,

@@ -76,7 +76,7 @@ def frozen_bytes(config: Config, stage: int, ep: int = 0) -> Fraction:
 
 
 def first_gradients(config: Config, stage: int) -> Fraction:
-    """Share of a stage's gradients that stand as backward begins: of the output layer and of one layer; with
+    """Share of a stage's gradients that exist as backward begins: of the output layer and of one layer; with
     the optimizer in backward, of the largest matrix alone.
     """
     model, t = config.model, config.tp

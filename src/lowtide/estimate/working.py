@@ -1,4 +1,4 @@
-"""What a step needs for moments only: how far its peak stands above everything that is kept.
+"""What a step needs for moments only: how far its peak is above everything that is kept.
 
 Autograd's tensors are all there when the loss is reached; from then on each backward node lets go of what it
 held and makes gradients. The peak is therefore at one of a few moments, and each is written down here with
@@ -132,7 +132,7 @@ def recomputed_bytes(config: Config) -> tuple[Fraction, str]:
 
 
 def _working(config: Config) -> tuple[Fraction, Fraction, str, str]:
-    """What stands at most in backward of a layer above what is kept, what of it was recomputed, from which
+    """What is live at most in backward of a layer above what is kept, what of it was recomputed, from which
     equation, and the moment.
     """
     recomputed, source = recomputed_bytes(config)
@@ -201,7 +201,7 @@ def update_lines(config: Config, stage: int) -> list[Line]:
 
 
 def at_moments(config: Config, stage: int, lines: Sequence[Line]) -> list[Line]:
-    """The lines with what stands of gradients, layers' activations and paged states at each moment.
+    """The lines with what is live of gradients, layers' activations and paged states at each moment.
 
     Gradients that nothing holds from before are made while backward lets go of the layers' activations: it
     is fullest as it begins, with the gradients of the output layer and of one layer, or as it ends, with all
@@ -211,14 +211,14 @@ def at_moments(config: Config, stage: int, lines: Sequence[Line]) -> list[Line]:
     whole = sum(line.bytes for line in lines if line.kind == "gradients")
     first = min(whole, ceil(whole * first_gradients(config, stage)))
     ends = Fraction(1) if config.offload_activations else Fraction(1, config.stage_layers)
-    late = not config.gradients_stand and not config.optimizer_in_backward
+    late = not config.gradients_resident and not config.optimizer_in_backward
     late = late and kept * ends + whole > kept + first
     found = []
     for line in lines:
         if line.kind == "gradients":
             if config.optimizer_in_backward:
                 line = replace(line, at=(0, first, 0))
-            elif not config.gradients_stand:
+            elif not config.gradients_resident:
                 line = replace(line, at=(0, line.bytes if late else first, line.bytes))
         elif line.kind == "optimizer" and OPTIMIZERS[config.optimizer].paged:
             line = _at(2, line)

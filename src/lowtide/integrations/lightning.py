@@ -52,7 +52,7 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         self.budget, self.module, self.options = budget, module, options
         self.handle: Handle | None = None
         self._peaks: Peaks | None = None
-        self._before: Any = None  # what stood in the place of the module's training_step
+        self._before: Any = None  # what was in the place of the module's training_step
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """The optimizers are there now, with their state when training is resumed."""

@@ -128,11 +128,11 @@ def measure(
     that was allocated before the meter was installed is not seen: keep it installed where a step frees what
     it found.
 
-    ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's
-    predicted peak count what stood, too: to compare, add ``resident_bytes(model)`` (parameters, buffers and
-    the gradients that are there; with an optimizer that the limit counts, its state) as it was before the
-    call, and the bytes of the inputs; on CUDA also the workspaces of cuBLAS, which are resident from the
-    first product on (32 MiB on a Hopper, 8.1 on most others, for forward's thread and for backward's).
+    ``peak_bytes`` is what the call adds above what was resident before it. A budget of `limit_memory` and a
+    plan's predicted peak count what was resident, too: to compare, add ``resident_bytes(model)`` (parameters,
+    buffers and gradients; with an optimizer that the limit counts, its state) as it was before the call, and
+    the bytes of the inputs; on CUDA also the workspaces of cuBLAS, which are resident from the first product
+    on (32 MiB on a Hopper, 8.1 on most others, for forward's thread and for backward's).
 
     Args:
         step: what to run, usually a forward and backward.
@@ -149,8 +149,8 @@ def measure(
     Example:
         >>> from lowtide.meter import resident_bytes
         >>> model, inputs = torch.nn.Linear(8, 8), torch.randn(4, 8)
-        >>> standing = resident_bytes(model) + inputs.nbytes
-        >>> standing, measure(model, inputs).peak_bytes  # the output alone is new
+        >>> resident = resident_bytes(model) + inputs.nbytes
+        >>> resident, measure(model, inputs).peak_bytes  # the output alone is new
         (416, 128)
     """
     expect(callable(step), "measure(step=)", step, "a function that runs one step", MeterError)

@@ -169,7 +169,7 @@ class CachingAllocator:
         Returns:
             The blocks that are handed out, by address.
         """
-        standing: dict[int, Block] = {}
+        live: dict[int, Block] = {}
         streams: dict[int, int] = {}
         ends: dict[Pool, dict[int, Block]] = {}  # of a pool's expandable segment for a stream, its last block
         for segment in sorted(snapshot, key=lambda segment: segment["address"]):
@@ -189,7 +189,7 @@ class CachingAllocator:
                     pool.add(block)
                 else:
                     block.allocated, block.requested = True, part["requested_size"]
-                    standing[block.address] = block
+                    live[block.address] = block
                     self.allocated_bytes += block.bytes
                     self.active_bytes += block.bytes
                     self.requested_bytes += block.requested
@@ -202,7 +202,7 @@ class CachingAllocator:
                 pool.add(self._follow(block, self._range_bytes(pool), mapped=False))
                 self._next_address += self._range_bytes(pool)
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
-        return standing
+        return live
 
     def allocate(self, bytes: int, stream: int = 0) -> Block:
         """The block that PyTorch hands out; ``MemoryError`` where neither device nor cache has room."""

@@ -88,7 +88,7 @@ class Slot:
         device, host: the parts; ``None`` where there are no elements.
         gradient: what is on the host of the gradient that `.grad` stands for, or ``None``.
         spare: another one's memory, for gradients that arrive while an update still reads the last.
-        placeholder: what stands in `.grad`, while it does.
+        placeholder: what is in `.grad` in its place, if anything.
         version: the parameter's version counter after our last write; another one means that somebody wrote
             to it.
         pending: the host part holds an update that the parameter has not seen.

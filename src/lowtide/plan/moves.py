@@ -67,8 +67,8 @@ def why_not(sim: Simulator, value: int) -> str:
     v = sim.graph.values[value]
     if v.producer is None:
         return (
-            f"value {value} ({sim.describe(value)}) stood before the step: parameters, buffers and inputs "
-            "never move"
+            f"value {value} ({sim.describe(value)}) was resident before the step: parameters, buffers and "
+            "inputs never move"
         )
     op = sim.graph.operations[v.producer]
     if not v.storable or op.phase != "forward":

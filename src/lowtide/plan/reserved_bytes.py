@@ -24,17 +24,17 @@ BlockName = tuple[str, int]
 
 
 def block_changes(
-    graph: StepGraph, stored: Collection[int], batch_stands: bool = False
+    graph: StepGraph, stored: Collection[int], batch_resident: bool = False
 ) -> Iterator[tuple[BlockName, int]]:
     """The blocks of one step in order: a name with the bytes that are asked for, or 0 as it is given back.
 
-    What is not given back stands after the step: gradients, outputs, what the program keeps. The inputs are
+    What is not given back is live after the step: gradients, outputs, what the program keeps. The inputs are
     asked for first. What was there before, such as parameters, is left out.
 
     Args:
         graph: of the step.
         stored: ids of the values that the plan stores (`Plan.stored`).
-        batch_stands: whether the inputs stood before and stand after the step, and are left out, too.
+        batch_resident: whether the inputs are resident before and after the step, and are left out, too.
     """
     simulator, seen = Simulator(graph), list[LiveCopies]()
     simulation = simulator.simulate(stored, seen=seen)
@@ -44,7 +44,7 @@ def block_changes(
     until = dict(enumerate(simulator.natural_end)) | simulation.held_until
     emptied = set(graph.begin_empty)
     for storage in graph.storages:
-        if batch_stands and storage.kind == "input":
+        if batch_resident and storage.kind == "input":
             continue
         if storage.producer is not None or storage.kind == "input":
             ends[until[storage.id]].append(storage.id)
@@ -109,8 +109,8 @@ def _within(operation: Operation | None, made: dict[BlockName, int]) -> Iterator
 
 
 def allocator_before_step(graph: StepGraph, allocator: CachingAllocator) -> CachingAllocator:
-    """The allocator with what stands before the step: parameters, buffers and gradients, each in its block,
-    and the rest, such as an optimizer's state, in blocks of the parameters' sizes.
+    """The allocator with what is resident before the step: parameters, buffers and gradients, each in its
+    block, and the rest, such as an optimizer's state, in blocks of the parameters' sizes.
     """
     sizes = [s.bytes for s in graph.storages if s.producer is None and s.kind != "input" and s.bytes]
     inputs = sum(s.bytes for s in graph.storages if s.kind == "input")
@@ -130,7 +130,7 @@ def reserved_after(
     allocator: CachingAllocator,
     steps: int = 10,
     update_blocks: Collection[int] = (),
-    batch_stands: bool = False,
+    batch_resident: bool = False,
 ) -> list[int]:
     """The bytes that are reserved after each of some steps under a plan.
 
@@ -140,7 +140,7 @@ def reserved_after(
         allocator: as it stands before the steps; it goes through them.
         steps: how many.
         update_blocks: bytes of the blocks that the optimizer's update takes for itself after each step.
-        batch_stands: whether the allocator has the batch already, and each step is given that one. Else a
+        batch_resident: whether the allocator has the batch already, and each step is given that one. Else a
             step asks for its own, as where a loader brings it.
 
     Raises:
@@ -158,7 +158,7 @@ def reserved_after(
     reserved: list[int] = []
     for _ in range(steps):
         blocks: dict[BlockName, Block] = {}
-        for name, bytes in block_changes(graph, stored, batch_stands):
+        for name, bytes in block_changes(graph, stored, batch_resident):
             if bytes:
                 blocks[name] = allocator.allocate(bytes)
             elif name in blocks:

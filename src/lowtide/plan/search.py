@@ -100,7 +100,7 @@ class Candidate:
 
     @property
     def height(self) -> tuple[int, int]:
-        """Its peak in bytes, and at how many events it stands."""
+        """Its peak in bytes, and at how many events it is reached."""
         simulation = self.simulation
         at_peak = np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)
         return (simulation.peak_bytes, int(at_peak))

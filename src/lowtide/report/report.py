@@ -77,7 +77,7 @@ class Report:
         summary: the plan's numbers and words by the names of `lowtide.Plan`, and ``by_operation``: whether
             the timelines have other peaks than these, since a compiler fuses operations; on CUDA also
             ``reserved_bytes`` and ``reserved_expandable_bytes``: what PyTorch's allocator takes for them.
-        plain, planned: what stands in memory when, forecast.
+        plain, planned: what is in memory when, forecast.
         decided: what the plan does, a row a module, in the order of the forward.
         holders: what holds most at the planned step's peak, the largest first.
         points: what other budgets would cost.

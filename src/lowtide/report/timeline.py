@@ -1,4 +1,4 @@
-"""What stands in memory when: every byte of a step, with what it is and who made it.
+"""What is in memory when: every byte of a step, with what it is and who made it.
 
 In: a step graph, and a plan for it or none. Out: a `Timeline`. A *tick* is one operation that runs, in order:
 of the forward, of the backward, or one that a plan runs again. A `Span` is one block of memory from the
@@ -30,7 +30,7 @@ KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recompute
 by running operations again, ``moved`` what waits encoded or is on its way from or to another place,
 ``temporary`` everything that lives for a moment: gradients of activations, and the scratch of operations."""
 
-_STANDING = {"buffer": "parameter", "gathered": "parameter"}
+_SHOWN_AS = {"buffer": "parameter", "gathered": "parameter"}
 """Kinds of what exists before the step, where they have another name here."""
 _NAMES = {"gathered": "gathered weights"}
 
@@ -80,7 +80,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as ticks, and everything that stands in memory meanwhile.
+    """A step as ticks, and everything that is in memory meanwhile.
 
     Attributes:
         ticks: the operations that run, in order.
@@ -107,7 +107,7 @@ class Timeline:
 
     @property
     def peak_tick(self) -> int:
-        """The tick at which most stands in memory; 0 for a step without operations."""
+        """The tick at which most is in memory; 0 for a step without operations."""
         return int(np.argmax(self.live_bytes())) if self.ticks else 0
 
     @property
@@ -116,7 +116,7 @@ class Timeline:
         return int(self.live_bytes().max(initial=0))
 
     def holders(self, tick: int) -> list[Span]:
-        """What stands in memory at a tick, the largest first."""
+        """What is in memory at a tick, the largest first."""
         return sorted((s for s in self.spans if s.born <= tick < s.gone), key=lambda s: -s.bytes)
 
 
@@ -225,7 +225,7 @@ class _Walker:
                           f"scratch of {short(operation.name)}")  # fmt: skip
         self._change(copies, frozenset())
         self._storages()
-        self._standing()
+        self._resident()
         self._moving()
         return self._timed(ran)
 
@@ -283,7 +283,7 @@ class _Walker:
             until = max(self.sim.natural_end[storage.id], self.result.held_until.get(storage.id, -1))
             gone = end if until >= self.sim.end else self._at(until)
             if storage.producer is None:
-                kind = _STANDING.get(storage.kind, storage.kind)
+                kind = _SHOWN_AS.get(storage.kind, storage.kind)
                 gone = gone if kind == "input" else end
                 module, _, name = storage.name.rpartition(".")
                 for there in self._filled(storage, 0, gone):
@@ -316,10 +316,10 @@ class _Walker:
         if there:
             yield born, gone
 
-    def _standing(self) -> None:
+    def _resident(self) -> None:
         """What the graph counts as resident and no storage stands for: the step never touched it."""
-        stand = (s for s in self.graph.storages if s.producer is None)
-        known = sum(s.bytes for s in stand if s.id not in self.sim.begin_empty)
+        existing = (s for s in self.graph.storages if s.producer is None)
+        known = sum(s.bytes for s in existing if s.id not in self.sim.begin_empty)
         rest = self.graph.resident_bytes - known
         state = min(self.optimizer_bytes, max(0, rest))
         gradients = min(self._added_bytes(), max(0, rest - state))
@@ -330,8 +330,8 @@ class _Walker:
         self._add(0, end, self.slab_bytes, "moved", "", "slab for what comes back")
 
     def _added_bytes(self) -> int:
-        """What the step adds to gradients that stood before it, as under accumulation: then none of its own
-        is left at its end.
+        """What the step adds to gradients that were resident before it, as under accumulation: then none of
+        its own is left at its end.
         """
         made = [s for s in self.graph.storages if s.name and s.producer is not None]
         left = any(self.sim.natural_end[s.id] >= self.sim.end for s in made)

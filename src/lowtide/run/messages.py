@@ -18,7 +18,7 @@ OWN_OFF = "turn the model's own gradient checkpointing off"
 
 OF_GRAPH = (
     "backward was run with create_graph=True (for a Hessian, or a penalty on gradients), so what it computed "
-    "stands until a second backward has run through it, and no plan evicts that"
+    "stays live until a second backward has run through it, and no plan evicts that"
 )
 """Why steps with second derivatives take so much."""
 

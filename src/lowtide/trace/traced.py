@@ -26,7 +26,7 @@ class TracedStorage(weakref.ref[torch.UntypedStorage]):
         key: as of `lowtide.private.storage_key`.
         number: its id in the graph.
         value: the id of its newest value.
-        phase: in which phase an operation of the step made it, or empty: it stood before.
+        phase: in which phase an operation of the step made it, or empty: it was resident before the step.
         resized: the program resizes it.
         gathered: sharded weights are gathered into it.
     """

@@ -123,7 +123,7 @@ class Tracer:
     def _name_model(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self._name(parameter, "parameter", name)
-            # the slab stands without gradients, too
+            # the slab is resident without gradients, too
             for tensor in (gradient_of(parameter), getattr(parameter, "gradient_slab", None)):
                 if isinstance(tensor, torch.Tensor):
                     self._name(tensor, "gradient", name)
@@ -181,7 +181,7 @@ class Tracer:
             self.events.append((kind, index))
 
     def note_given(self, tensor: torch.Tensor) -> None:
-        """Note that the caller gave the tensor to the step: its storage stands to the end, since the
+        """Note that the caller gave the tensor to the step: its storage is live to the end, since the
         caller of a later step may hold on to it.
         """
         self._given.add(self.register(tensor).number)
@@ -191,7 +191,7 @@ class Tracer:
         return self.known.get(private.storage_key(tensor))
 
     def register(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
-        """The tensor's storage; a new one is the operation ``producer``'s, or stood before the step."""
+        """The tensor's storage; a new one is of the operation ``producer``, or of before the step."""
         key = private.storage_key(tensor)
         found = self.known.get(key)
         if found is not None:
@@ -266,7 +266,7 @@ class Tracer:
 
     def gathers(self, tensor: torch.Tensor, name: str) -> TracedStorage:
         """A sharded weight is gathered into the tensor's storage, which is filled and emptied again; it
-        counts as one that stood before the step.
+        counts as one that was resident before the step.
         """
         found = self.register(tensor)
         if not found.gathered:

@@ -3,7 +3,7 @@
 Sharded weights: a program that shards its weights (FSDP2) gathers each into a storage of its own before it is
 used, frees that storage's bytes after it, and fills it again with the same bytes in backward. As it was
 written down, each gather made another version. `with_gathered` gives each gathered storage one value that
-stands before the step, and is there wherever that storage is filled.
+exists before the step, and is there wherever that storage is filled.
 """
 
 from __future__ import annotations
@@ -144,5 +144,5 @@ def with_gathered(graph: StepGraph, gathered: Collection[int]) -> StepGraph:
         events=tuple(events()),
     )
     empty = changed.begin_empty
-    stand = (s.bytes for s in changed.storages if s.producer is None and s.id not in empty)
-    return replace(changed, resident_bytes=sum(stand))
+    existing = (s.bytes for s in changed.storages if s.producer is None and s.id not in empty)
+    return replace(changed, resident_bytes=sum(existing))

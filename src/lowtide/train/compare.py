@@ -126,9 +126,9 @@ def compare(
     clear = clear or optimizer.zero_grad
 
     def run(planned: bool) -> tuple[meter.Measurement, int, float]:
-        """One measured step; returns what was measured, what stood before, and leaves the gradients."""
+        """One measured step: its measurement, the resident bytes before it, its seconds. Gradients stay."""
         clear()
-        standing = meter.resident_bytes(model, optimizer, device) + resident_workspace_bytes(device)
+        resident = meter.resident_bytes(model, optimizer, device) + resident_workspace_bytes(device)
 
         def step() -> Tensor:
             loss = loss_of()
@@ -137,16 +137,16 @@ def compare(
 
         with nullcontext() if planned else handle.paused(), torch.random.fork_rng(gpus_of([model])):
             measured = meter.measure(step, device=device)
-        return measured, standing, measured.seconds
+        return measured, resident, measured.seconds
 
-    first, standing, _ = run(planned=True)
+    first, resident, _ = run(planned=True)
     planned_digests = _digests(model, first.value)
     plan: Plan = handle.plan
     room = free_bytes(device)
-    if agree(room is not None and plan.plain_peak_bytes - standing > 0.9 * room):
+    if agree(room is not None and plan.plain_peak_bytes - resident > 0.9 * room):
         runs = [run(planned=True)[0] for _ in range(pairs)]
         middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
-        measured = _measured("planned", runs, middle, standing + plan.slab_bytes)
+        measured = _measured("planned", runs, middle, resident + plan.slab_bytes)
         return Comparison(plan, measured, None, None)
     plain_digests = _digests(model, run(planned=False)[0].value)
     plain_runs, planned_runs = [], []
@@ -163,8 +163,8 @@ def compare(
     different = tuple(name for name, digest in plain_digests.items() if planned_digests.get(name) != digest)
     return Comparison(
         plan,
-        _measured("planned", planned_runs, planned, standing),
-        _measured("plain", plain_runs, plain, standing),
+        _measured("planned", planned_runs, planned, resident),
+        _measured("plain", plain_runs, plain, resident),
         different,
     )
 
@@ -178,12 +178,12 @@ def median_pair(
 
 
 def _measured(
-    label: str, runs: list[meter.Measurement], middle: meter.Measurement, standing: int
+    label: str, runs: list[meter.Measurement], middle: meter.Measurement, resident: int
 ) -> Measured:
     """The highest peak of some runs; the time and the curve of the middle one."""
-    moments = [(when, standing + live) for when, live in middle.timeline]
+    moments = [(when, resident + live) for when, live in middle.timeline]
     return Measured(
-        standing + max(run.peak_bytes for run in runs),
+        resident + max(run.peak_bytes for run in runs),
         middle.seconds,
         Curve(label, moments),
     )

@@ -114,10 +114,10 @@ class Part(ABC):
         dtype = self.options.dtype
         return torch.autocast(self.ranks.device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
-    def auto_budget(self, standing_bytes: int) -> int:
+    def auto_budget(self, resident: int) -> int:
         """What ``--budget auto`` is for this process."""
         device = self.ranks.device
-        return budgets.auto_bytes(budgets.available_bytes(device, standing_bytes), str(device))
+        return budgets.auto_bytes(budgets.available_bytes(device, resident), str(device))
 
     def own(self, batch: Batch) -> Batch:
         """This process's sequences of a micro-batch, on its device."""

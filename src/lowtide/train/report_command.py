@@ -46,7 +46,7 @@ def report_command(
     loss_chunks: LossChunks = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing.")] = False,
 ) -> None:
-    """Plan a step as ``lowtide plan`` does, and show it on a page: what stands in memory when, what the plan
+    """Plan a step as ``lowtide plan`` does, and show it on a page: what is in memory when, what the plan
     decides, what it costs. ``lowtide train --report`` shows one that ran.
     """
     asked: dict[str, Any] = dict(locals())  # every option by its name

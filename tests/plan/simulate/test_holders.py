@@ -28,7 +28,7 @@ from lowtide.remedies import (
     BUFFERS,
     GRADIENTS,
     PARAMETERS,
-    STANDING,
+    RESIDENT,
     STATE,
     Holder,
     in_lines,
@@ -40,10 +40,10 @@ def unnamed(sim: Simulator, stored: frozenset[int]) -> int:
     """Bytes of a peak that no holder has."""
     simulation = sim.simulate(sim.close(stored))
     parts = parts_of(sim, simulation)
-    stood = sum(parts.get(name, 0) for name in (PARAMETERS, BUFFERS, GRADIENTS, STANDING))
+    resident = sum(parts.get(name, 0) for name in (PARAMETERS, BUFFERS, GRADIENTS, RESIDENT))
     found = holders_at_peak(sim, simulation)
     assert all(holder.bytes > 0 for holder in found)
-    return simulation.peak_bytes - stood - sum(holder.bytes for holder in found)
+    return simulation.peak_bytes - resident - sum(holder.bytes for holder in found)
 
 
 @pytest.mark.parametrize("graph", [transformer(4), residual_network()], ids=["transformer", "residual"])

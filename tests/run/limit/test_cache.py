@@ -101,8 +101,8 @@ def test_always_and_never_mean_what_they_say(verified: list[bool]) -> None:
 @pytest.mark.parametrize("asks", [False, True])
 def test_a_plan_serves_smaller_steps(verified: list[bool], asks: bool) -> None:
     plain, net = Net(asks), Net(asks)
-    standing = sum(p.nbytes for p in net.parameters()) * 2
-    handle = lowtide.limit_memory(net, int(0.7 * (standing + peak_of(plain, 1024))))
+    resident = sum(p.nbytes for p in net.parameters()) * 2
+    handle = lowtide.limit_memory(net, int(0.7 * (resident + peak_of(plain, 1024))))
     step(net, 1024)
     assert handle.plan is not None and handle.plan.replayed
     for count in (128, 900, 100):
@@ -145,10 +145,10 @@ def test_every_step_above_the_budget_is_said(counts: tuple[int, ...]) -> None:
     for count in counts:
         model.zero_grad()
         x = rows(count)
-        standing = meter.resident_bytes(model) + x.nbytes
+        resident = meter.resident_bytes(model) + x.nbytes
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            peak = standing + meter.measure(lambda x=x: model(x).backward(), timeline=False).peak_bytes
+            peak = resident + meter.measure(lambda x=x: model(x).backward(), timeline=False).peak_bytes
         assert handle.plan is not None and handle.plan.budget_bytes is not None
         above = peak > handle.plan.budget_bytes
         assert sum(", and the budget is" in str(one.message) for one in caught) == above, count

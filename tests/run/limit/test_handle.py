@@ -80,7 +80,7 @@ def test_too_small_a_budget_names_the_smallest_and_that_works(same: Any) -> None
         model(x).backward()
     least = caught.value.smallest_bytes
     assert least is not None and least > 1024
-    assert any(word in str(caught.value) for word in ("layers.", "module")), "says where the peak stands"
+    assert any(word in str(caught.value) for word in ("layers.", "module")), "says where the peak is"
     model.zero_grad()
     with pytest.raises(BudgetError):  # it is refused again
         model(x).backward()
@@ -95,11 +95,11 @@ def test_too_small_a_budget_names_the_smallest_and_that_works(same: Any) -> None
         refused(x).backward()
     handle = lowtide.limit_memory(model, least)
     handle.prepare(x)
-    standing = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes
     for _ in range(4):
         model.zero_grad()
         handle.prepare(x)  # if it has to plan again, it does so outside the meter
-        assert standing + measure(lambda: model(x).backward()).peak_bytes <= least
+        assert resident + measure(lambda: model(x).backward()).peak_bytes <= least
     assert handle.plan.predicted_peak_bytes <= least
 
 

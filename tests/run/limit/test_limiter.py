@@ -224,8 +224,8 @@ def test_a_model_whose_first_step_is_another_keeps_the_budget_from_where_it_was_
                 model(x)["loss"].backward()
 
             model.zero_grad(set_to_none=True)
-            standing = resident_bytes(model) + x.nbytes
-            peaks.append(standing + measure(step, timeline=False).peak_bytes)
+            resident = resident_bytes(model) + x.nbytes
+            peaks.append(resident + measure(step, timeline=False).peak_bytes)
     assert handle.plan is not None and handle.plan.budget_bytes is not None
     assert max(peaks[3:]) <= handle.plan.budget_bytes < max(peaks), (
         "the second step departs, the third is looked at, and the plan is made anew"

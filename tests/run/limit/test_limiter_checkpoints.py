@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def steps_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Any], list[int]]:
-    """What each step leaves, and its peak with all that stands."""
+    """What each step leaves, and its peak with all that is resident."""
     left, peaks = [], []
     for seed in range(STEPS):
         model.zero_grad()

@@ -140,15 +140,15 @@ def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:
 
 @pytest.mark.skipif(not available(), reason="needs a C++ compiler for the counting allocator")
 def test_the_smallest_budget_holds_the_optimizers_own_step() -> None:
-    """Few activations beside many parameters: an update by AdamW is the most that stands at once."""
+    """Few activations beside many parameters: an update by AdamW is the most that is live at once."""
     model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 5))
     optimizer = torch.optim.AdamW(model.parameters())
     handle = lowtide.limit_memory(model, "min", optimizer=optimizer)
     for step in range(3):
         model(torch.randn(32, 32)).sum().backward()
         assert handle.plan is not None and handle.plan.budget_bytes is not None
-        standing = sum(2 * p.nbytes for p in model.parameters()) + state_bytes(optimizer)
-        peak = standing + measure(optimizer.step).peak_bytes
+        resident = sum(2 * p.nbytes for p in model.parameters()) + state_bytes(optimizer)
+        peak = resident + measure(optimizer.step).peak_bytes
         if step:  # the first one makes the state
             assert 0.99 * handle.plan.budget_bytes <= peak <= handle.plan.budget_bytes
         optimizer.zero_grad()
@@ -244,7 +244,7 @@ def test_auto_counts_only_the_state_that_is_there(monkeypatch: pytest.MonkeyPatc
     handle = lowtide.limit_memory(model, budget="auto", optimizer=optimizer)
     model(x).sum().backward()
     assert handle.plan is not None and handle.plan.budget_bytes is not None
-    counted = handle.plan.budget_bytes + (256 << 20) - free  # of what stands already
+    counted = handle.plan.budget_bytes + (256 << 20) - free  # of what is resident already
     assert parameters <= counted <= parameters + x.nbytes + (1 << 12)
 
 
@@ -276,20 +276,20 @@ def on_host(parameters: Any) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make", [adamw, on_host])
 def test_a_limit_counts_what_accelerate_wraps(make: Any) -> None:
-    plans, results, standing = [], [], []
+    plans, results, resident = [], [], []
     for wrap in (lambda optimizer: optimizer, wrapped):
         model = net()
         optimizer = wrap(make(model.parameters()))
         handle = lowtide.limit_memory(model, budget="90%", optimizer=optimizer)
         results.append(steps(model, optimizer))
         plans.append(handle.plan)
-        standing.append(meter.resident_bytes(model, optimizer))
+        resident.append(meter.resident_bytes(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert (
         plans[0].budget_bytes == plans[1].budget_bytes
         and plans[0].predicted_peak_bytes == plans[1].predicted_peak_bytes
     )
-    assert standing[0] == standing[1]
+    assert resident[0] == resident[1]
 
 
 class Lookahead(torch.optim.Optimizer):

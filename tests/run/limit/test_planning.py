@@ -40,16 +40,16 @@ def refused(model: torch.nn.Module, budget: int) -> BudgetError:
 
 
 def micro_steps(model: torch.nn.Module, budget: int) -> list[int]:
-    """Peaks of the micro-steps of two optimizer steps within a budget, with what stands before them."""
+    """Peaks of the micro-steps of two optimizer steps within a budget, with what is resident before them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     lowtide.limit_memory(model, budget)
     data = batch()
     peaks = []
     for _ in range(2):
         for _ in range(MICRO):
-            standing = meter.resident_bytes(model) + data.nbytes
+            resident = meter.resident_bytes(model) + data.nbytes
             peaks.append(
-                standing + meter.measure(lambda: (model(data) / MICRO).backward(), timeline=False).peak_bytes
+                resident + meter.measure(lambda: (model(data) / MICRO).backward(), timeline=False).peak_bytes
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -63,7 +63,7 @@ def test_a_refusal_says_what_later_steps_may_take_besides() -> None:
     refusal = refused(model, 101)
     said = re.search(r"steps after the first take up to [\d.]+ [KM]iB \(([\d,]+) bytes\) more", str(refusal))
     assert said is not None and int(said[1].replace(",", "")) == gradients
-    assert "At its peak stands" in refusal.detail and refusal.detail in str(refusal)
+    assert "Its peak is at" in refusal.detail and refusal.detail in str(refusal)
     assert refusal.smallest_bytes is not None
     budget = refusal.smallest_bytes + gradients
     assert max(micro_steps(model, budget)) <= budget
@@ -118,10 +118,10 @@ def test_weights_that_are_used_many_times_at_the_smallest_budget(dtype: torch.dt
             warnings.simplefilter("error" if number else "ignore", lowtide.LowtideWarning)
             if number % MICRO == 0:
                 model.zero_grad(set_to_none=True)
-            standing = meter.resident_bytes(model) + x.nbytes
+            resident = meter.resident_bytes(model) + x.nbytes
             measured = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
             assert handle.plan is not None and handle.plan.budget_bytes is not None
-            taken.append((standing + measured, handle.plan.budget_bytes))
+            taken.append((resident + measured, handle.plan.budget_bytes))
     assert all(peak <= budget for peak, budget in taken[1:]), taken
 
 
@@ -176,13 +176,13 @@ def test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more() -> None
     handle: Any = lowtide.limit_memory(model, "100%", optimizer=optimizer)
     gc.collect()  # what earlier tests left would be freed within the block
     with peak("cpu") as whole:
-        standing = resident_bytes(model) - whole.live_bytes
+        resident = resident_bytes(model) - whole.live_bytes
         for _ in range(3):
             model(batch(2)).backward()
             optimizer.step()
             optimizer.zero_grad()
     assert handle.plan.changes_nothing
-    assert handle.plan.plain_peak_bytes < standing + whole.peak_bytes <= 1.001 * handle.plan.budget_bytes
+    assert handle.plan.plain_peak_bytes < resident + whole.peak_bytes <= 1.001 * handle.plan.budget_bytes
     handle.set_budget("90%")
     with pytest.raises(BudgetError, match=r"optimizer\.step"):
         model(batch(2))

@@ -72,7 +72,7 @@ def excess(handle: Any, model: nn.Module) -> int:
     so the least of a few steps.
     """
     foreseen = handle.plan.predicted_peak_bytes - handle.graph.resident_bytes
-    inputs = tokens(), tokens()  # resident in the plan: they stand before the step, and its caller holds them
+    inputs = tokens(), tokens()  # resident in the plan: they exist before the step, and its caller holds them
     assert sum(s.bytes for s in handle.graph.storages if s.kind == "input") == sum(t.nbytes for t in inputs)
     least = 1 << 62
     with collectives_at_once():

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide import BudgetError, LowtideWarning, PlanError, TraceError, private
 from lowtide.graph import StepGraph
-from lowtide.remedies import PARAMETERS, STANDING, UPDATE
+from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE
 from lowtide.run.limit.entry import Entry, Traits
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.need import Shortage
@@ -149,14 +149,14 @@ def test_what_a_step_does_not_touch_is_named_as_what_it_is() -> None:
     handle = lowtide.limit_memory(model, "100MiB")
     model(batch(4, 64)).backward()
     handle.set_budget("1KiB")
-    for standing in (0, gradient_bytes):  # the second step adds to gradients that stand
-        if not standing:
+    for resident in (0, gradient_bytes):  # the second step adds to resident gradients
+        if not resident:
             model.zero_grad()
         with pytest.raises(BudgetError) as refused:
             model(batch(4, 64)).backward()
         assert refused.value.parts["parameters"] == parameter_bytes
-        assert refused.value.parts["gradients"] >= standing
-        assert "what else stands" not in refused.value.parts
+        assert refused.value.parts["gradients"] >= resident
+        assert "what else is resident" not in refused.value.parts
 
 
 def test_a_model_without_parameters_to_train_says_that_it_is_not_limited() -> None:
@@ -190,7 +190,7 @@ def test_gradients_that_functorch_takes_in_the_forward_are_refused_in_words() ->
 
 
 def test_a_refusal_names_what_holds_the_memory_and_its_line() -> None:
-    """A loss of its own stands at the peak, as with a chunked one: what holds memory is the logits."""
+    """A loss of its own is live at the peak, as with a chunked one: what holds memory is the logits."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -306,13 +306,13 @@ def refused(step_bytes: int, update_bytes: int | None) -> BudgetError:
     shortage = Shortage(100, parts) if update_bytes is not None else None
     demand = Demand(StepGraph((), (), (), (), (), resident_bytes=1 << 30), 100, 0, 0, None, shortage)
     entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1), traits=Traits(checkpoints=1))
-    planners = BudgetError("", step_bytes, budget_bytes=100, parts={STANDING: step_bytes})
+    planners = BudgetError("", step_bytes, budget_bytes=100, parts={RESIDENT: step_bytes})
     return in_words(planners, entry, model, 0, demand)
 
 
 def test_the_planners_facts_get_names_and_what_the_entry_knows() -> None:
     alone = refused(1000, None)
-    assert alone.parts == {PARAMETERS: 24, STANDING: 976}, "what stands has a name as far as that goes"
+    assert alone.parts == {PARAMETERS: 24, RESIDENT: 976}, "what is resident has a name as far as that goes"
     assert alone.remedies[0] == OWN_OFF and OPTIMIZER_TOO not in alone.detail
     assert 1000 <= (alone.smallest_bytes or 0) < 1200
 

@@ -147,7 +147,7 @@ def test_a_scale_beside_features_is_not_taken_for_the_loss() -> None:
     for _ in range(3):
         model.zero_grad()
         gc.collect()
-        x, standing = batch(200), resident_bytes(model)
+        x, resident = batch(200), resident_bytes(model)
         with peak("cpu") as seen:
             first, second, scale = model(x)
             (first @ second.T * scale).logsumexp(1).mean().backward()
@@ -155,7 +155,7 @@ def test_a_scale_beside_features_is_not_taken_for_the_loss() -> None:
         plan = handle.plan
         assert plan is not None
         assert plan.budget_bytes is not None
-        assert seen.peak_bytes + standing + x.nbytes <= plan.budget_bytes
+        assert seen.peak_bytes + resident + x.nbytes <= plan.budget_bytes
 
 
 class Terms(nn.Module):
@@ -316,7 +316,7 @@ class AskingBlock(nn.Module):
 @needs_meter
 @pytest.mark.filterwarnings("ignore:the first step, from which lowtide plans")
 def test_a_function_that_looks_at_its_saved_tensors_again_takes_what_was_predicted() -> None:
-    """What it holds of a look stands beside what the next one brings back."""
+    """What it holds of a profiled step is live beside what the next one brings back."""
     torch.manual_seed(0)
     model, x = nn.Sequential(*(AskingBlock() for _ in range(3))), torch.randn(512, 32)
     handle = lowtide.limit_memory(model, "min")

@@ -25,7 +25,7 @@ LOOKED = "from which lowtide plans, took"
 
 @dataclass
 class Stepped:
-    """One limited step: the most bytes that stood, the budget, and what lowtide said."""
+    """One limited step: the most live bytes, the budget, and what lowtide said."""
 
     peak_bytes: int
     budget_bytes: int

@@ -52,9 +52,9 @@ def test_the_peak_is_the_meters() -> None:
 
     step()
     model.zero_grad()
-    standing = sum(p.nbytes for p in model.parameters()) + x.nbytes
+    resident = sum(p.nbytes for p in model.parameters()) + x.nbytes
     assert (
-        abs(plain(graph).peak_bytes - standing - measure(step).peak_bytes) <= 0.01 * measure(step).peak_bytes
+        abs(plain(graph).peak_bytes - resident - measure(step).peak_bytes) <= 0.01 * measure(step).peak_bytes
     )
 
 

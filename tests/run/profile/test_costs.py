@@ -114,7 +114,7 @@ def test_blocks_are_those_of_a_warm_run_in_the_order_in_which_they_come_and_go(
     monkeypatch.setattr(Listed, "lists", [(9000, -9000), (64, 512, 512, -4, -512, 8, -512, -8), (100,)])
     for found in (cost, cost, cost, single):
         costs.measure(found, lambda: None)
-    assert cost.read()[2] == (64, 512, 512, -3, 8, -2, -4)  # what stood before is nobody's here
+    assert cost.read()[2] == (64, 512, 512, -3, 8, -2, -4)  # what was resident before is nobody's here
     assert single.read()[2] == (100,) and not Listed.lists
 
 

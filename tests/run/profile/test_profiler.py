@@ -149,8 +149,8 @@ def test_outputs_that_the_model_itself_keeps_are_not_taken_for_the_callers() -> 
             loss = model(x)["loss"]
             loss.backward()
 
-        standing = meter.resident_bytes(model) + x.nbytes
-        peaks.append(standing + meter.measure(step, timeline=False).peak_bytes)
+        resident = meter.resident_bytes(model) + x.nbytes
+        peaks.append(resident + meter.measure(step, timeline=False).peak_bytes)
         model.zero_grad()
     assert handle.plan is not None
     assert max(peaks[1:]) <= caught.value.smallest_bytes
@@ -189,11 +189,11 @@ def test_timing_operations_keeps_within_the_smallest_budget_already() -> None:
         lowtide.limit_memory(copy.deepcopy(model), 1024).prepare(x)
     assert refusal.value.smallest_bytes is not None
     lowtide.limit_memory(model, refusal.value.smallest_bytes)
-    standing = meter.resident_bytes(model) + x.nbytes
+    resident = meter.resident_bytes(model) + x.nbytes
     before = [parameter.detach().clone() for parameter in model.parameters()]
     first = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
     copied = x.nbytes  # the convolution's kernel asks to write what it reads, which shares its bytes no more
-    assert standing + first <= refusal.value.smallest_bytes + copied
+    assert resident + first <= refusal.value.smallest_bytes + copied
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -217,10 +217,10 @@ def test_batch_norm_of_odd_strides() -> None:
     model, x = OddStrides(), torch.randn(8, 32, 32)
     handle = lowtide.limit_memory(model, "75%")
     handle.prepare(x)
-    standing = meter.resident_bytes(model) + x.nbytes
+    resident = meter.resident_bytes(model) + x.nbytes
     measured = meter.measure(lambda: model(x).backward(), timeline=False)
     assert handle.plan is not None and handle.plan.budget_bytes is not None
-    assert standing + measured.peak_bytes <= handle.plan.budget_bytes
+    assert resident + measured.peak_bytes <= handle.plan.budget_bytes
 
 
 class LooksAtItsMask(nn.Module):
@@ -253,9 +253,9 @@ def test_a_step_that_takes_the_other_branch_is_looked_at_next() -> None:
     for mask in (masks[0], masks[0], *[masks[1]] * 10):
         loss = plain(x, mask)
         loss.backward()
-        standing = meter.resident_bytes(limited) + x.nbytes + mask.nbytes
+        resident = meter.resident_bytes(limited) + x.nbytes + mask.nbytes
         measured = meter.measure(lambda mask=mask: _and_back(limited(x, mask)), timeline=False)
-        taken.append(standing + measured.peak_bytes)
+        taken.append(resident + measured.peak_bytes)
         assert torch.equal(loss, measured.value)
         for one, other in zip(plain.parameters(), limited.parameters(), strict=True):
             assert one.grad is not None and other.grad is not None
@@ -403,8 +403,8 @@ def test_a_gradient_inside_and_an_unused_argument_are_counted(same: Callable[...
     handle = lowtide.limit_memory(model, refusal.value.smallest_bytes)
     for _ in range(2):
         model.zero_grad()
-        standing = meter.resident_bytes(model) + x.nbytes + unused.nbytes
-        peak = standing + meter.measure(lambda: model(x, unused).backward(), timeline=False).peak_bytes
+        resident = meter.resident_bytes(model) + x.nbytes + unused.nbytes
+        peak = resident + meter.measure(lambda: model(x, unused).backward(), timeline=False).peak_bytes
     plain(x, unused).backward()
     assert handle.plan is not None
     assert handle.plan.budget_bytes is not None
@@ -451,10 +451,10 @@ def test_the_first_step_is_measured_without_the_optimizers_state_that_it_has_not
     optimizer = torch.optim.AdamW(model.parameters())
     handle = lowtide.limit_memory(model, "100%", optimizer=optimizer)
     for step in range(2):
-        standing = meter.resident_bytes(model, optimizer) + x.nbytes
+        resident = meter.resident_bytes(model, optimizer) + x.nbytes
         with meter.peak("cpu") as seen:
             model(x).sum().backward()
-        assert handle.measured_peak_bytes == pytest.approx(standing + seen.peak_bytes, abs=2048), step
+        assert handle.measured_peak_bytes == pytest.approx(resident + seen.peak_bytes, abs=2048), step
         optimizer.step()
         optimizer.zero_grad()
 

@@ -136,7 +136,7 @@ def _traced(config: Config, name: str, build: Callable[[], nn.Module], found: An
         inputs = _inputs(model, found, config)
     if config.recompute == "full":
         model.gradient_checkpointing_enable()  # type: ignore[operator]
-    if config.gradients_stand:
+    if config.gradients_resident:
         for parameter in model.parameters():
             parameter.grad = torch.empty_like(parameter)
     cached = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
@@ -166,7 +166,7 @@ def _lines(config: Config, parts: list[Part]) -> list[Line]:
         gradient_bytes=config.gradient_bytes, optimizer_bytes=config.optimizer_bytes,
     )  # fmt: skip
     made = ceil(states.gradients)
-    at = (made if config.gradients_stand else 0, made, made)
+    at = (made if config.gradients_resident else 0, made, made)
     optimizer, told = f"{config.optimizer} state", f"{count:,} parameters"
     found = [
         Line("weights", "weights", ceil(states.weights), f"{config.weight_bytes}Ψ", _SOURCE, told),
@@ -175,14 +175,14 @@ def _lines(config: Config, parts: list[Part]) -> list[Line]:
             "optimizer", optimizer, ceil(states.optimizer), f"{float(config.optimizer_bytes):.4g}Ψ", _SOURCE
         ),
     ]
-    stood = 0 if config.gradients_stand else made
+    resident = 0 if config.gradients_resident else made
     for one in parts:
         stays = one.kept if one is not parts[-1] else 0
         kept, most = (one.kept, stays, 0), (one.loss - one.kept, 0, 0)
         found.append(Line("activations", f"kept by the {one.name}", one.kept, "", _SOURCE, at=kept))
         if one is parts[-1]:
             found.append(Line("temporaries", f"loss of the {one.name}", most[0], "", _SOURCE, at=most))
-    last = max(0, max(one.backward for one in parts) - stood)
+    last = max(0, max(one.backward for one in parts) - resident)
     found.append(
         Line("temporaries", "activations and gradients in backward", last, "", _SOURCE, at=(0, last, 0))
     )

@@ -2,10 +2,10 @@
 
 A stage goes through `lowtide.estimate.schedule.turns`: forwards and backwards of micro-batches in its chunks.
 Every turn of a chunk is the same trace, so the stage's timeline is exact without tracing more than one
-micro-batch of each kind of chunk: what stands, plus what the chunks in flight hold, plus the curve of the
-turn at work. Gradients stand from the beginning, as frameworks that sum them over micro-batches have them; or
-the first backward of each chunk makes them, as after ``zero_grad(set_to_none=True)``, and has a trace of its
-own.
+micro-batch of each kind of chunk: what is resident, plus what the chunks in flight hold, plus the curve of
+the turn at work. Gradients are resident from the beginning, as frameworks that sum them over micro-batches
+have them; or the first backward of each chunk makes them, as after ``zero_grad(set_to_none=True)``, and has a
+trace of its own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Chunk:
 
     Attributes:
         steady, steady_run: its trace with gradients there, and the simulation.
-        fresh, fresh_run: the same for a first micro-batch that makes the gradients; ``None`` where they stand
-            from the beginning.
+        fresh, fresh_run: the same for a first micro-batch that makes the gradients; ``None`` where they are
+            resident from the beginning.
     """
 
     steady: Traced
@@ -46,7 +46,7 @@ class Chunk:
         return int(run.live_bytes[traced.split - 1]) - traced.graph.resident_bytes
 
     def forward(self) -> tuple[Bytes, Bytes]:
-        """Live bytes after every event of the forward, and the most at it, above what stood before."""
+        """Live bytes after every event of the forward, and the most at it, above what was resident before."""
         base, split = self.steady.graph.resident_bytes, self.steady.split
         return self.steady_run.live_bytes[:split] - base, self.steady_run.top_bytes[:split] - base
 
@@ -68,7 +68,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a stage's memory stands highest.
+    """Where a stage's peak is.
 
     Attributes:
         turn: which turn of the schedule, from 0.
@@ -92,7 +92,7 @@ class StageTimeline:
 
     Attributes:
         stage: which.
-        parameter_bytes, buffer_bytes, input_bytes: what stands throughout: weights, buffers, tokens and
+        parameter_bytes, buffer_bytes, input_bytes: what is live throughout: weights, buffers, tokens and
             targets of a micro-batch.
         gradient_bytes: gradients once they are all there.
         held_bytes: the most that micro-batches in flight hold between turns.
@@ -139,8 +139,8 @@ def compose(config: Config, stage: int, chunks: Sequence[Chunk]) -> StageTimelin
     """The timeline of a stage whose model chunks are ``chunks``."""
     parameters = sum(chunk.steady.parameter_bytes for chunk in chunks)
     buffers = sum(chunk.steady.buffer_bytes for chunk in chunks)
-    standing = sum(chunk.steady.gradient_bytes for chunk in chunks)
-    resident = sum(chunk.steady.graph.resident_bytes for chunk in chunks) - standing
+    every_gradient = sum(chunk.steady.gradient_bytes for chunk in chunks)
+    resident = sum(chunk.steady.graph.resident_bytes for chunk in chunks) - every_gradient
     gradients = sum(chunk.steady.gradient_bytes for chunk in chunks if chunk.fresh is None)
     held, most_held, in_flight, most_in_flight = 0, 0, 0, 0
     done: set[int] = set()

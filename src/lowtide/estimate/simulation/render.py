@@ -87,14 +87,14 @@ def plot_timeline(found: StepSimulation, path: Path) -> None:
             (line,) = axes.step(
                 timeline.seconds, timeline.live_bytes / 2**30, where="post", linewidth=0.9, label=label
             )
-            standing = (
+            resident = (
                 timeline.parameter_bytes
                 + timeline.buffer_bytes
                 + timeline.input_bytes
                 + timeline.gradient_bytes
             ) / 2**30
             axes.axhline(
-                standing + stage.closed.activation_peak_bytes / 2**30,
+                resident + stage.closed.activation_peak_bytes / 2**30,
                 color=line.get_color(),
                 linestyle=":",
                 linewidth=1,

@@ -117,7 +117,7 @@ def simulate(
         device: gives operations their seconds by a roofline, which plans for a budget weigh; an A100 where
             ``None`` and a budget is given.
         fresh_gradients: the first backward makes the gradients (``zero_grad(set_to_none=True)``); else they
-            stand from the beginning.
+            are resident from the beginning.
         scratch: count what operations allocate while they run, too, by running each once on this machine.
             Only for small shapes.
         build: makes the whole model (tokens, targets -> loss) where it is not the project's own; for one
@@ -307,7 +307,7 @@ def _within(config: Config, stage: int, pairs: Sequence[Pair], limit: int) -> li
 
 
 def _budgeted(chunk: Chunk, share: float) -> Chunk:
-    """The chunk when what it adds to what stands is a share of what it adds with everything kept."""
+    """The chunk when what it adds to what is resident is a share of what it adds with everything kept."""
 
     def run(traced: Traced, kept: Simulation) -> Simulation:
         base = traced.graph.resident_bytes

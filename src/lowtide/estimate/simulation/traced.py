@@ -42,7 +42,7 @@ class Traced:
     Attributes:
         graph: one forward and backward of one micro-batch.
         split: number of events that belong to the forward.
-        parameter_bytes, buffer_bytes, gradient_bytes: what stood before it.
+        parameter_bytes, buffer_bytes, gradient_bytes: what was resident before it.
     """
 
     graph: StepGraph

@@ -243,7 +243,7 @@ def render(plan: Plan, width: int | None = None) -> str:
         )
         lines.append(f"       they come back {where}")
     if plan.peak_operation:
-        lines.append(f"peak stands {place_in_words(plan.peak_operation, plan.peak_module)}")
+        lines.append(f"peak is {place_in_words(plan.peak_operation, plan.peak_module)}")
     lines += [f"note: {note}" for note in plan.notes]
     if width is not None:
         lines = [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=" " * 7)]
@@ -301,7 +301,7 @@ def module_in_words(module: str) -> str:
 
 
 def place_in_words(operation: str, module: str) -> str:
-    """Where something stands: in which operation, of which module.
+    """Where something is: in which operation, of which module.
 
     >>> place_in_words("aten.mm.default", "head"), place_in_words("outside", "")
     ("at aten.mm.default in module 'head'", 'outside the compiled graphs')

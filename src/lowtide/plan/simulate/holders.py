@@ -23,7 +23,7 @@ from lowtide.remedies import (
     LOSS,
     OF_PARAMETERS,
     PARAMETERS,
-    STANDING,
+    RESIDENT,
     STATE,
     Holder,
     largest,
@@ -49,8 +49,8 @@ class _Piece(NamedTuple):
 
 
 def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
-    """What the step made and its inputs, as they stand at a simulated peak, the largest first. What stood
-    before the step is not in it, nor are the gradients that it leaves.
+    """What the step made and its inputs, as far as live at a simulated peak, the largest first. What else was
+    resident before the step is not in it, nor are the gradients that the step leaves.
 
     Args:
         sim: of the step.
@@ -141,9 +141,9 @@ def _piece(sim: Simulator, name: str, op: Operation, storage: int) -> _Piece:
 
 
 def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
-    """What stands at a simulated peak, in bytes by name; they add up to the peak."""
+    """What is live at a simulated peak, in bytes by name; they add up to the peak."""
     graph, peak = sim.graph, simulation.peak_event
-    found: dict[str, int] = dict.fromkeys((PARAMETERS, BUFFERS, GRADIENTS, STANDING, INPUTS), 0)
+    found: dict[str, int] = dict.fromkeys((PARAMETERS, BUFFERS, GRADIENTS, RESIDENT, INPUTS), 0)
     for storage in graph.storages:
         if storage.kind in _KINDS:
             found[_KINDS[storage.kind]] += storage.bytes
@@ -155,8 +155,8 @@ def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
             and sim.free_event[storage.id] == sim.end
         ):
             found[GRADIENTS] += storage.bytes  # backward lets go of all but these
-    stood = sum(storage.bytes for storage in graph.storages if storage.kind in (*_KINDS, "input"))
-    found[STANDING] = max(0, graph.resident_bytes - stood)
+    resident = sum(storage.bytes for storage in graph.storages if storage.kind in (*_KINDS, "input"))
+    found[RESIDENT] = max(0, graph.resident_bytes - resident)
     loss = sum(graph.storages[storage].bytes for storage in _loss_storages(sim, simulation))
     rest = max(0, simulation.peak_bytes - sum(found.values()))
     found[LOSS] = min(loss, rest)
@@ -187,8 +187,8 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
     sim = Simulator(graph)
     simulation = sim.simulate_plan(plan)
     parts = parts_of(sim, simulation)
-    state = min(optimizer_bytes, parts.get(STANDING, 0))
-    rest = parts.pop(STANDING, 0) - state  # never touched, or of a graph without parameters
+    state = min(optimizer_bytes, parts.get(RESIDENT, 0))
+    rest = parts.pop(RESIDENT, 0) - state  # never touched, or of a graph without parameters
     parts |= {STATE: state, PARAMETERS: parts.get(PARAMETERS, 0) + rest}
     return largest(holders_at_peak(sim, simulation), parts)
 
@@ -202,17 +202,17 @@ def refusal(sim: Simulator, least: Simulation, budget_bytes: int, policy: str = 
         budget_bytes: what was asked for.
         policy: the policy that makes the plan, where another may need less.
     """
-    detail = f"At its peak stands {at_peak(least)}."
+    detail = f"Its peak is at {at_peak(least)}."
     made = holders_at_peak(sim, least)
     parts = parts_of(sim, least)
     return too_small(budget_bytes, least.peak_bytes, parts, policy=policy, detail=detail, made=made)
 
 
 def at_peak(simulation: Simulation) -> str:
-    """What runs at the peak, in words."""
+    """Where the peak is, in words: which operation runs then."""
     op = simulation.peak_operation
     if op is None:
-        return "what stood before the step"
+        return "its beginning, before any operation"
     if op.name == OUTSIDE:
         return f"what runs outside the compiled graphs (number {op.index}, {op.phase})"
     how = "replayed " if simulation.peak_in_replay else ""

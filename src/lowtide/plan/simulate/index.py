@@ -218,7 +218,7 @@ class StepIndex:
                 if k is not None:
                     spans[k] = (spans[k][0], at)
         self.begin_empty = graph.begin_empty
-        """storages that stand before the step without bytes"""
+        """storages that exist before the step without bytes"""
         last = max((pack[s.id] for s in graph.saved if s.droppable), default=-1)
         self.first_unpack = min(
             (u[0][0] for t, u in enumerate(self.unpacks) if u and pack[t] <= last), default=end

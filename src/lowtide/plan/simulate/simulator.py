@@ -1,7 +1,7 @@
 """The exact memory and time of a step under a set of stored values, by walking the step graph's events.
 
 In: a `StepGraph` and the ids of the values that are stored. Out: a `Simulation`: live bytes at every event,
-their peak and where it stands, the operations that run again, and their seconds. The executor keeps to the
+their peak and where it is, the operations that run again, and their seconds. The executor keeps to the
 same rules (docs/design.md, 5 to 10), so what is predicted here is what the meter reads there. A `Simulator`
 holds the graph's indices, because a planner asks thousands of times.
 """
@@ -33,10 +33,10 @@ class Simulation:
         replayed: indices of the operations that run again in backward (rule 6), in forward order.
         evicted: ids of the saved values that are evicted.
         peak_bytes: the most live bytes at any moment, within operations and replays too.
-        peak_event: index of the event at which the peak stands.
+        peak_event: index of the event at which the peak is.
         peak_operation: the operation that runs then (a replayed one when ``peak_in_replay``), or ``None`` in
             a step without operations.
-        peak_in_replay: whether the peak stands within a replay.
+        peak_in_replay: whether the peak is within a replay.
         extra_seconds: what the plan adds to the step.
         live_bytes: live bytes after every event.
         top_bytes: the most live bytes at any moment of every event.
@@ -64,11 +64,11 @@ class Simulation:
 
     @property
     def peak_module(self) -> str:
-        """Qualified name of the module in which the peak stands."""
+        """Qualified name of the module in which the peak is."""
         return self.peak_operation.module if self.peak_operation else ""
 
     def beside(self, more: int) -> Simulation:
-        """The same step beside so many bytes that stand throughout."""
+        """The same step beside so many bytes that are live throughout."""
         return replace(
             self,
             peak_bytes=self.peak_bytes + more,
@@ -96,8 +96,8 @@ class Simulator(StepIndex):
         return self.natural_live + bytes_over_time(changes, self.end)
 
     def flags(self, stored: Iterable[int]) -> bytearray:
-        """One byte a value: 1 where it is stored or stood before the step, 2 where it is kept for backward as
-        PyTorch would keep it but no replay may start from it.
+        """One byte a value: 1 where it is stored or was resident before the step, 2 where it is kept for
+        backward as PyTorch would keep it but no replay may start from it.
 
         Raises:
             PlanError: a value cannot be stored.

@@ -162,7 +162,7 @@ class Step {
     return found;
   }
 
-  /** What stands in memory at a tick, alike blocks of several layers together, the largest first. */
+  /** What is in memory at a tick, alike blocks of several layers together, the largest first. */
   holders(tick) {
     const groups = new Map();
     for (const span of this.alive(tick)) {

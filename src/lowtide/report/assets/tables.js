@@ -144,7 +144,7 @@ function peakBar(name, step, whole, budget) {
   );
 }
 
-/** Who stands in memory at a tick, for the list beside the charts. */
+/** What is in memory at a tick, for the list beside the charts. */
 function who(step, tick, name, most = 9) {
   const kinds = step.kindsAt(tick);
   const holders = step.holders(tick);

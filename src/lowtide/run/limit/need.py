@@ -292,7 +292,7 @@ def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: O
         model: its gradients go before the next step, unless the step was profiled with them.
         need: what the optimizer takes.
     """
-    allocator, standing = caching_allocator(model_device(model))
+    allocator, live = caching_allocator(model_device(model))
     allocator.empty_cache()
     # what is left of the profiled step: the optimizer's update, and then its gradients go
     sizes = [parameter.nbytes for parameter in model.parameters() if parameter.requires_grad]
@@ -304,8 +304,8 @@ def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, need: O
     if not any(storage.kind == "gradient" for storage in graph.storages):
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         for address in {gradient.untyped_storage().data_ptr() for gradient in gradients}:
-            if address in standing:
-                allocator.free(standing[address])
+            if address in live:
+                allocator.free(live[address])
     reserved_after(graph, plan.stored, allocator, _STEPS, update)
     return allocator.peak_reserved_bytes
 

@@ -295,9 +295,9 @@ class PlanMaker:
             return max(math.ceil(problem.budget_for(least)), updating)
 
         # of the optimizer's state to come "auto" finds nothing allocated
-        standing = graph.resident_bytes - self.counted.need.to_come_bytes
+        resident = graph.resident_bytes - self.counted.need.to_come_bytes
         device = torch.device(graph.device)
-        return budgets.resolve(budget, whole_peak, smallest, device, standing_bytes=standing)
+        return budgets.resolve(budget, whole_peak, smallest, device, resident_bytes=resident)
 
     # ---- choosing --------------------------------------------------------------------------------
 

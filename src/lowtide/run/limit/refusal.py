@@ -33,7 +33,7 @@ from lowtide.remedies import (
     INPUTS,
     PARAMETERS,
     REDUCED,
-    STANDING,
+    RESIDENT,
     STATE,
     UPDATE,
     WORKSPACES,
@@ -247,8 +247,8 @@ def in_words(
     if made and not entry.key.gradients:
         more = sum(own_share(p).nbytes for p in made)
         error.add(
-            "Where gradients stand when a forward begins (they add up over several steps, or are cleared "
-            "after it, as Lightning does), steps after the first take up to "
+            "Where gradients are resident when a forward begins (they add up over several steps, or are "
+            "cleared after it, as Lightning does), steps after the first take up to "
             f"{format_bytes(more)} ({more:,} bytes) more: give that on top."
         )
     if entry.traits.makes_graph:
@@ -307,15 +307,15 @@ def compiled_in_words(
             then.
         reduced_bytes: of these, what ranks add gradients up in.
     """
-    if error.smallest_bytes is None or STANDING not in error.parts:
+    if error.smallest_bytes is None or RESIDENT not in error.parts:
         return error
     parts = error.parts
     if after_bytes and error.smallest_bytes <= budgets.with_slack(after_bytes) + 1:  # the peak is there
-        standing = after_bytes - reduced_bytes
-        parts = {STANDING: standing, REDUCED: error.smallest_bytes - standing}
+        resident = after_bytes - reduced_bytes
+        parts = {RESIDENT: resident, REDUCED: error.smallest_bytes - resident}
         gradient_bytes = sum(one.nbytes for one in model.parameters() if one.requires_grad)
     parts = _resident_by_name(parts, model, gradient_bytes, state_bytes, device)
-    if inputs := parts.pop(STANDING, 0):
+    if inputs := parts.pop(RESIDENT, 0):
         parts[INPUTS] = inputs
     return _with_user_names(error, parts, error.smallest_bytes, error.plain_peak_bytes)
 
@@ -354,7 +354,7 @@ def _resident_by_name(
     device: torch.device,
     shown: Mapping[str, int] | None = None,
 ) -> dict[str, int]:
-    """The parts of a peak, with names in place of "what else stands" as far as its bytes go.
+    """The parts of a peak, with names in place of "what else is resident" as far as its bytes go.
 
     Args:
         parts: what is live at the peak, in bytes by name.
@@ -362,12 +362,12 @@ def _resident_by_name(
         gradient_bytes: of the gradients that existed before the step.
         state_bytes: of the optimizer.
         device: whose memory counts.
-        shown: how many of a name's bytes are not in "what else stands", since the step itself has them.
+        shown: how many of a name's bytes are not in "what else is resident", since the step itself has them.
 
     Example:
         >>> layer, cpu = torch.nn.Linear(2, 2), torch.device("cpu")
-        >>> found = _resident_by_name({"what else stands": 30}, layer, 0, 0, cpu)
-        >>> found["parameters"], found["what else stands"]
+        >>> found = _resident_by_name({"what else is resident": 30}, layer, 0, 0, cpu)
+        >>> found["parameters"], found["what else is resident"]
         (24, 6)
     """
     wholes = {
@@ -378,12 +378,12 @@ def _resident_by_name(
         GRADIENTS: gradient_bytes,
     }
     found = dict(parts)
-    rest = found.pop(STANDING, 0)
+    rest = found.pop(RESIDENT, 0)
     for name, whole in wholes.items():
         more = min(rest, max(0, whole - (shown or {}).get(name, 0)))
         found[name] = found.get(name, 0) + more
         rest -= more
-    return {name: count for name, count in (found | {STANDING: rest}).items() if count}
+    return {name: count for name, count in (found | {RESIDENT: rest}).items() if count}
 
 
 def too_much_reserved(limit: int, least: int, requested: int, smallest: int) -> BudgetError:

@@ -270,16 +270,16 @@ def _blocks_of(timeline: Moments) -> tuple[int, ...]:
     one is taken to go first.
     """
     blocks: list[int] = []
-    standing = defaultdict[int, list[int]](list)  # by bytes, the number of each
+    unfreed = defaultdict[int, list[int]](list)  # by bytes, the number of each
     asked = live = 0
     for _, now in timeline:
         change, live = now - live, now
         if change > 0:
             asked += 1
-            standing[change].append(asked)
+            unfreed[change].append(asked)
             blocks.append(change)
-        elif standing[-change]:  # what was there before is no block of this run
-            blocks.append(-standing[-change].pop())
+        elif unfreed[-change]:  # what was there before is no block of this run
+            blocks.append(-unfreed[-change].pop())
     return tuple(blocks)
 
 

@@ -49,7 +49,7 @@ from lowtide.trace.traced import CostFigures, TracedStorage
 from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import Gradients
 
-_ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
+_ELSEWHERE = "it reads a tensor that is neither strided nor was resident before the step"
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
 
