@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 
 import lowtide
 from lowtide import estimate, meter, models, optim, parallel
-from lowtide.errors import LowtideError
+from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.devices import device
 from lowtide.estimate.suggest import suggest
 from lowtide.models.gpt import GPT
@@ -197,3 +198,49 @@ def test_a_checkpoint_that_is_not_there_or_of_another_model_is_refused(tmp_path:
     parallel.save_checkpoint(tmp_path, MODEL)
     with pytest.raises(LowtideError, match="and the model and optimizer that it was given"):
         parallel.load_checkpoint(tmp_path, torch.nn.Linear(2, 1))
+
+
+GIB = 1 << 30
+PARTS = {
+    "parameters": 6 * GIB,
+    "gradients": 6 * GIB,
+    "optimizer state": 12 * GIB,
+    "least activations": 2 * GIB,
+}
+
+
+def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
+    error = BudgetError(
+        None,
+        26 * GIB + 1,
+        "Its peak is at the loss.",
+        budget_bytes=25 * GIB,
+        parts=PARTS,
+        plain_peak_bytes=52 * GIB,
+    )
+    assert str(error).splitlines() == [
+        "the budget of 25.0 GiB is too small: parameters 6.0, gradients 6.0, optimizer state 12.0, least "
+        "activations 2.0 take 26.0 GiB",
+        "What to do, any one of these:",
+        "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the "
+        "smallest that works",
+        "  - make the batch or the sequences at least 51 % smaller, and keep the budget at 25GiB (a "
+        "percentage shrinks with them)",
+        "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., "
+        "host_fraction=0.09)",
+        "Its peak is at the loss.",
+    ]
+    assert (error.budget_bytes, error.smallest_bytes, error.parts) == (25 * GIB, 26 * GIB + 1, PARTS)
+    error.add_first_remedy("turn it off")
+    twin = pickle.loads(pickle.dumps(error))
+    assert str(twin) == str(error) and twin.parts == error.parts, "ranks tell each other"
+    assert twin.remedies[0] == "turn it off" and len(twin.remedies) == 4
+
+
+def test_a_text_follows_the_facts_and_a_message_stays() -> None:
+    error = BudgetError(None, 2 * GIB, budget_bytes=GIB, policy="full")
+    assert "for the policy 'full'" in str(error) and "use the policy 'optimal'" in str(error)
+    error.smallest_bytes = 3 * GIB
+    assert "at least 3.0 GiB are needed" in str(error) and "3GiB" in error.remedies[0]
+    given = BudgetError("no layout", 2 * GIB, budget_bytes=GIB)
+    assert str(given) == "no layout" and not given.remedies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lowtide.budget import parse
 from lowtide.remedies import (
     ACTIVATIONS,
     BUFFERS,
@@ -18,10 +19,13 @@ from lowtide.remedies import (
     WORKSPACES,
     Holder,
     in_lines,
+    in_short,
     largest,
+    rounded_up,
+    what_to_do,
 )
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @pytest.mark.parametrize(
@@ -52,3 +56,37 @@ def test_the_largest_are_named_and_nothing_that_is_small_beside_them() -> None:
     found = largest(made, {PARAMETERS: 400 * MIB, STATE: 100 * MIB, ACTIVATIONS: 10**12})
     assert [holder.bytes // MIB for holder in found] == [400, 300, 200] and len(found) == SHOWN
     assert [holder.bytes // MIB for holder in largest(made[:1], {PARAMETERS: 400 * MIB})] == [400]
+
+
+def test_only_what_helps_is_proposed() -> None:
+    def remedies(missing: int, **parts: int) -> str:
+        known = {PARAMETERS: 6 * GIB, **parts}
+        return "\n".join(what_to_do(sum(known.values()) - missing, sum(known.values()), known))
+
+    loss, activations, state = ({name: 2 * GIB} for name in (LOSS, ACTIVATIONS, STATE))
+    assert "chunks" in remedies(GIB, **loss) and "chunks" not in remedies(GIB, **activations)
+    assert "batch" in remedies(GIB, **activations) and "make the batch" not in remedies(
+        3 * GIB, **activations
+    )
+    assert "make the batch" not in remedies(int(1.9 * GIB), **activations), "95 % smaller is no batch"
+    assert "host_fraction=0.5" in remedies(GIB, **state) and "HostOptimizer" not in remedies(3 * GIB, **state)
+    assert "share the model among devices" in remedies(3 * GIB, **activations)
+
+
+@pytest.mark.parametrize(
+    ("budget", "needed", "said"),
+    [
+        (4 << 20, 6 << 20, "budget of 4.0 MiB is too small: parameters 6.0 take 6.0 MiB"),
+        (1 << 10, 6 << 20, "budget of 1 KiB is too small"),
+        (600 << 20, 2 << 30, "budget of 0.6 GiB is too small: parameters 2.0 take 2.0 GiB"),
+        ((6 << 20) - 40_000, 6 << 20, "budget of 5.96 MiB is too small: parameters 6.00 take 6.00 MiB"),
+        (100, 2000, "budget of 100 B is too small: parameters 2.0 take 2.0 KiB"),
+    ],
+)
+def test_units_fit_the_size_and_digits_tell_the_two_apart(budget: int, needed: int, said: str) -> None:
+    assert said in in_short(budget, needed, {"parameters": needed})
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 5_067_477, (6 << 20) + 1, 12_345_678_901])
+def test_a_budget_that_is_proposed_is_enough(count: int) -> None:
+    assert count <= parse(rounded_up(count)) <= 1.01 * count + 1024

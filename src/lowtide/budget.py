@@ -1,37 +1,16 @@
-"""Budgets: ``"6GiB"``, ``"60%"``, ``"min"`` and ``"auto"`` become bytes, bytes become text.
-
-What no plan can meet becomes an error that says what the step takes, what to do, and what is live at the peak
-(`too_small`).
-"""
+"""Budgets: ``"6GiB"``, ``"60%"``, ``"min"`` and ``"auto"`` become bytes, bytes become text."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
 from typing import Any
 
 from .errors import BudgetError
-from .remedies import (
-    ACTIVATIONS,
-    BUFFERS,
-    GRADIENTS,
-    INPUTS,
-    LOSS,
-    OUTPUTS,
-    PARAMETERS,
-    RESIDENT,
-    STATE,
-    WORKSPACES,
-    Holder,
-    in_lines,
-    largest,
-)
 from .words import SIZES, format_bytes
-
-_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
 SLACK_SHARE = 1e-3
 """Of a budget, at most `SLACK_BYTES`: left for the few bytes of scalars that a trace does not show."""
@@ -47,9 +26,6 @@ RESERVE_BYTES = 256 << 20
 
 _UNITLESS = 100
 """A bare number up to this is a share or a size whose unit was forgotten: no step takes so few bytes."""
-
-_MOST_SMALLER = 0.9
-"""Share by which a batch can be made smaller and is worth training on."""
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, **{unit.lower(): size for unit, size in SIZES.items()}}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
@@ -271,127 +247,3 @@ def _ranks_here() -> int:
         return 1
     here = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(here) if here.isdigit() and int(here) else distributed.get_world_size()
-
-
-def too_small(
-    budget_bytes: int,
-    smallest_bytes: int,
-    parts: Mapping[str, int],
-    *,
-    subject: str = "",
-    policy: str = "",
-    plain_peak_bytes: int | None = None,
-    detail: str = "",
-    made: Sequence[Holder] = (),
-) -> BudgetError:
-    """The refusal of a budget: what it takes, what to do, what is live at the peak.
-
-    Args:
-        budget_bytes: what was asked for.
-        smallest_bytes: what would do.
-        parts: what is live at the peak of the plan that needs it, in bytes by name.
-        subject: what the budget is too small for, where that is not forward and backward.
-        policy: the policy that cannot meet it, where another may.
-        plain_peak_bytes: the smallest budget is also told as a share of this.
-        detail: what comes last.
-        made: who holds what the step made, where that is known.
-
-    Example:
-        >>> error = too_small(12 << 30, 13 << 30,
-        ...     {"parameters": 6 << 30, "gradients": 6 << 30, "least activations": 1 << 30})
-        >>> print(str(error).splitlines()[0])
-        the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take
-        13.0 GiB
-        >>> print(str(too_small(12 * 10**9, 13 << 30, {"parameters": 13 << 30})).splitlines()[0])
-        the budget of 12 GB (11.2 GiB) is too small: parameters 13.0 take 13.0 GiB
-    """
-    total = sum(parts.values())
-    needed_bytes = total or smallest_bytes
-    unit, digits = _unit(needed_bytes), 1
-    while digits < 3 and _in(unit, budget_bytes, digits) == _in(unit, needed_bytes, digits):
-        digits += 1  # for the two to differ
-    budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
-    budget = f"{budget} {unit}" if budget_bytes >= SIZES[unit] / 10 else format_bytes(budget_bytes)
-    if budget_bytes % 10**6 == 0 and budget_bytes % SIZES["MiB"]:  # as it was written
-        written, size = ("GB", 10**9) if budget_bytes >= 10**9 else ("MB", 10**6)
-        budget = f"{budget_bytes / size:g} {written} ({format_bytes(budget_bytes)})"
-    words = [
-        f"{name} {text}"
-        for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
-        if parts[name] >= total / 200 and (text := _in(unit, parts[name], digits)).strip("0.")
-    ]
-    takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
-    share = (
-        f", {math.ceil(1000 * smallest_bytes / plain_peak_bytes) / 10:g}% of the plain step's peak"
-        if plain_peak_bytes
-        else ""
-    )
-    smallest = (
-        f"give a budget of {rounded_up(smallest_bytes)} or more ({smallest_bytes} bytes{share}), the "
-        "smallest that works"
-    )
-    subject = subject or (f"the policy {policy!r}" if policy else "")
-    return BudgetError(
-        f"the budget of {budget} is too small{f' for {subject}' if subject else ''}: {takes}",
-        smallest_bytes,
-        detail,
-        budget_bytes=budget_bytes,
-        parts=parts,
-        plain_peak_bytes=plain_peak_bytes,
-        policy=policy,
-        remedies=[smallest, *_remedies(budget_bytes, smallest_bytes, parts, policy)],
-        made=made,
-        holders=in_lines(largest(made, parts)) if made else (),
-    )
-
-
-def _remedies(budget_bytes: int, smallest_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:
-    """What would free the bytes that are missing, by what is live at the peak."""
-    missing_bytes = max(1, smallest_bytes - budget_bytes)
-    found = ["use the policy 'optimal', which finds the least memory that it can"] if policy else []
-    loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
-    activations = parts.get(ACTIVATIONS, 0) + parts.get(INPUTS, 0) + loss
-    if missing_bytes <= _MOST_SMALLER * activations:
-        found.append(
-            f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
-            f"smaller, and keep the budget at {rounded_up(budget_bytes)} (a percentage shrinks with them)"
-        )
-    if parts.get(OUTPUTS, 0) > missing_bytes:
-        found.append(
-            "compile a module that returns the loss alone (leave out logits, set use_cache=False): "
-            "torch.compile makes zeros for the gradient of every other output"
-        )
-    if loss > missing_bytes:
-        found.append(
-            "compute the loss in chunks of tokens, so that its logits never exist as a whole (gradients then "
-            "differ in rounding)"
-        )
-    if state > missing_bytes:
-        share = math.ceil(100 * missing_bytes / state) / 100
-        optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
-        found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
-    if not found and parts.get(PARAMETERS):
-        found.append(
-            "share the model among devices (FSDP2, lowtide.parallel) or train a smaller one: no batch is "
-            "small enough"
-        )
-    return found
-
-
-def _unit(count: int) -> str:
-    """The unit for a count of bytes and others beside it."""
-    return "GiB" if count >= 1 << 30 else "MiB" if count >= 1 << 20 else "KiB"
-
-
-def _in(unit: str, count: int, digits: int) -> str:
-    return f"{count / SIZES[unit]:,.{digits}f}"
-
-
-def rounded_up(count: int) -> str:
-    """A budget of at least so many bytes, as people write it.
-
-    >>> rounded_up(5_067_477), parse(rounded_up(5_067_477)) >= 5_067_477
-    ('4.84MiB', True)
-    """
-    unit = _unit(count)
-    return f"{math.ceil(100 * count / SIZES[unit]) / 100:g}{unit}"

@@ -7,7 +7,8 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
+
+from lowtide.remedies import Holder, in_lines, in_short, largest, what_to_do
 
 
 class LowtideError(Exception):
@@ -17,34 +18,39 @@ class LowtideError(Exception):
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
-    Where no plan can, the message says what the step takes at least, then what to do, then what is live
-    at the peak.
+    Where no plan can, it is raised with facts and no message. Its text is made from them when it is shown:
+    what the step takes at least, then what to do, then what is live at the peak.
+
+    Args:
+        message: what is wrong, in words; ``None`` where the facts say it.
+        remedies: what to do, before what the facts say.
 
     Attributes:
+        message: as given.
         budget_bytes: what was asked for; ``None`` when the text was malformed.
         smallest_bytes: the smallest budget that a plan is known for; ``None`` when the text was malformed.
         parts: what is live at the peak of that plan, in bytes by name ("parameters", "least activations");
             empty where that is not known.
-        plain_peak_bytes: the plain step's peak, where the message says a share of it.
+        plain_peak_bytes: the plain step's peak, where the text says a share of it.
         policy: the policy that cannot meet it; empty where it was left to the planner how to.
+        subject: what the budget is too small for, where that is not forward and backward.
         remedies: what to do, any one of them.
         holders: the three that hold most at the peak, by module and line, each with what would free how much.
         made: who holds what the step made there, as `lowtide.remedies.Holder`.
         detail: what is live at the peak, and what else is worth knowing.
 
     Example:
-        >>> error = BudgetError("the budget of 1 GiB is too small", 3 << 30,
-        ...     "Its peak is at the loss.", remedies=["give 3 GiB"])
+        >>> error = BudgetError(None, 3 << 30, "Its peak is at the loss.", budget_bytes=1 << 30)
         >>> print(error)
-        the budget of 1 GiB is too small
+        the budget of 1.0 GiB is too small: at least 3.0 GiB are needed
         What to do, any one of these:
-          - give 3 GiB
+          - give a budget of 3GiB or more (3221225472 bytes), the smallest that works
         Its peak is at the loss.
     """
 
     def __init__(
         self,
-        message: str,
+        message: str | None,
         smallest_bytes: int | None = None,
         detail: str = "",
         *,
@@ -52,30 +58,43 @@ class BudgetError(LowtideError):
         parts: Mapping[str, int] | None = None,
         plain_peak_bytes: int | None = None,
         policy: str = "",
+        subject: str = "",
         remedies: Sequence[str] = (),
-        holders: Sequence[str] = (),
-        made: Sequence[Any] = (),
+        made: Sequence[Holder] = (),
     ) -> None:
         super().__init__(message)
-        self.budget_bytes = budget_bytes
-        self.smallest_bytes = smallest_bytes
-        self.parts = dict(parts or {})
-        self.plain_peak_bytes = plain_peak_bytes
-        self.policy = policy
-        self.remedies = tuple(remedies)
-        self.holders, self.made = tuple(holders), tuple(made)
-        self.detail = detail
+        self.message = message
+        self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
+        self.parts, self.made = dict(parts or {}), tuple(made)
+        self.plain_peak_bytes, self.policy, self.subject = plain_peak_bytes, policy, subject
+        self.detail, self._first_remedies = detail, tuple(remedies)
+
+    @property
+    def remedies(self) -> tuple[str, ...]:
+        """What to do, any one of them."""
+        if self.message is not None or self.budget_bytes is None or self.smallest_bytes is None:
+            return self._first_remedies
+        facts = self.budget_bytes, self.smallest_bytes, self.parts, self.policy, self.plain_peak_bytes
+        return *self._first_remedies, *what_to_do(*facts)
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        """A line for each of the three that hold most at the peak."""
+        return tuple(in_lines(largest(self.made, self.parts))) if self.made else ()
 
     def __str__(self) -> str:
-        message = str(self.args[0]) if self.args else ""
-        if not self.remedies:
+        message, remedies, holders = self.message, self.remedies, self.holders
+        if message is None:
+            facts = self.budget_bytes or 0, self.smallest_bytes or 0, self.parts, self.subject, self.policy
+            message = in_short(*facts)
+        if not remedies:
             return f"{message} {self.detail}".strip()
         lines = [
             message,
             "What to do, any one of these:",
-            *(f"  - {remedy}" for remedy in self.remedies),
-            *(["What holds most at its peak, and what frees how much:"] if self.holders else []),
-            *(f"  - {holder}" for holder in self.holders),
+            *(f"  - {remedy}" for remedy in remedies),
+            *(["What holds most at its peak, and what frees how much:"] if holders else []),
+            *(f"  - {holder}" for holder in holders),
             self.detail,
         ]
         return "\n".join(line for line in lines if line)
@@ -83,6 +102,10 @@ class BudgetError(LowtideError):
     def add(self, more: str) -> None:
         """Another sentence of detail."""
         self.detail = f"{self.detail} {more}".strip()
+
+    def add_first_remedy(self, remedy: str) -> None:
+        """What to do before all else."""
+        self._first_remedies = (remedy, *self._first_remedies)
 
 
 class TraceError(LowtideError):

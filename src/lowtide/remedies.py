@@ -1,14 +1,16 @@
 """What holds memory at a peak, what would free it, and how much: for refusals, reports and errors of CUDA.
 
-In: bytes by name and module. Out: `Holder`, and lines for people. Pure data: no torch, no graph.
+In: bytes by name and module. Out: `Holder`, and lines for people. Pure data: no torch, no graph. Here alone
+the facts of a `lowtide.BudgetError` become a text: `in_short`, `what_to_do`, and `in_lines` of the `largest`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lowtide.words import format_bytes
+from lowtide.words import SIZES, format_bytes
 
 PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
 STATE, RESIDENT, ACTIVATIONS, LOSS = (
@@ -38,6 +40,12 @@ SHOWN = 3
 
 WORTH = 0.01
 """Of the largest holder's bytes, what another has to have to be named."""
+
+
+_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
+
+_MOST_SMALLER = 0.9
+"""Share by which a batch can be made smaller and is worth training on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +122,116 @@ def in_lines(holders: Sequence[Holder]) -> list[str]:
         helps = f": {words} frees about {format_bytes(freed)}" if words else ""
         lines.append(f"{format_bytes(holder.bytes)} of {holder.name}{form}{module}{source}{helps}")
     return lines
+
+
+def in_short(
+    budget_bytes: int, smallest_bytes: int, parts: Mapping[str, int], subject: str = "", policy: str = ""
+) -> str:
+    """What a step takes that is above its budget, in a line.
+
+    Args:
+        budget_bytes: the budget.
+        smallest_bytes: what would do.
+        parts: what is live at the peak of the plan that needs it, in bytes by name.
+        subject: what the budget is too small for, where that is not forward and backward.
+        policy: the policy that cannot meet it, where another may.
+
+    Example:
+        >>> in_short(12 << 30, 13 << 30, {PARAMETERS: 6 << 30, GRADIENTS: 6 << 30, ACTIVATIONS: 1 << 30})
+        'the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take \
+13.0 GiB'
+        >>> in_short(12 * 10**9, 13 << 30, {PARAMETERS: 13 << 30})
+        'the budget of 12 GB (11.2 GiB) is too small: parameters 13.0 take 13.0 GiB'
+    """
+    total = sum(parts.values())
+    needed_bytes = total or smallest_bytes
+    unit, digits = _unit(needed_bytes), 1
+    while digits < 3 and _in(unit, budget_bytes, digits) == _in(unit, needed_bytes, digits):
+        digits += 1  # for the two to differ
+    budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
+    budget = f"{budget} {unit}" if budget_bytes >= SIZES[unit] / 10 else format_bytes(budget_bytes)
+    if budget_bytes % 10**6 == 0 and budget_bytes % SIZES["MiB"]:  # as it was written
+        written, size = ("GB", 10**9) if budget_bytes >= 10**9 else ("MB", 10**6)
+        budget = f"{budget_bytes / size:g} {written} ({format_bytes(budget_bytes)})"
+    words = [
+        f"{name} {text}"
+        for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
+        if parts[name] >= total / 200 and (text := _in(unit, parts[name], digits)).strip("0.")
+    ]
+    takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
+    subject = subject or (f"the policy {policy!r}" if policy else "")
+    return f"the budget of {budget} is too small{f' for {subject}' if subject else ''}: {takes}"
+
+
+def what_to_do(
+    budget_bytes: int,
+    smallest_bytes: int,
+    parts: Mapping[str, int],
+    policy: str = "",
+    plain_peak_bytes: int | None = None,
+) -> list[str]:
+    """What to do about a budget that is too small, any one of these: give more, or free the bytes that are
+    missing, by what is live at the peak.
+
+    Args:
+        budget_bytes, smallest_bytes, parts, policy: as of `in_short`.
+        plain_peak_bytes: the smallest budget is also told as a share of this.
+    """
+    share = (
+        f", {math.ceil(1000 * smallest_bytes / plain_peak_bytes) / 10:g}% of the plain step's peak"
+        if plain_peak_bytes
+        else ""
+    )
+    found = [
+        f"give a budget of {rounded_up(smallest_bytes)} or more ({smallest_bytes} bytes{share}), the "
+        "smallest that works"
+    ]
+    missing_bytes = max(1, smallest_bytes - budget_bytes)
+    if policy:
+        found.append("use the policy 'optimal', which finds the least memory that it can")
+    loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
+    activations = parts.get(ACTIVATIONS, 0) + parts.get(INPUTS, 0) + loss
+    if missing_bytes <= _MOST_SMALLER * activations:
+        found.append(
+            f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
+            f"smaller, and keep the budget at {rounded_up(budget_bytes)} (a percentage shrinks with them)"
+        )
+    if parts.get(OUTPUTS, 0) > missing_bytes:
+        found.append(
+            "compile a module that returns the loss alone (leave out logits, set use_cache=False): "
+            "torch.compile makes zeros for the gradient of every other output"
+        )
+    if loss > missing_bytes:
+        found.append(
+            "compute the loss in chunks of tokens, so that its logits never exist as a whole (gradients then "
+            "differ in rounding)"
+        )
+    if state > missing_bytes:
+        share = math.ceil(100 * missing_bytes / state) / 100
+        optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
+        found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
+    if len(found) == 1 and parts.get(PARAMETERS):
+        found.append(
+            "share the model among devices (FSDP2, lowtide.parallel) or train a smaller one: no batch is "
+            "small enough"
+        )
+    return found
+
+
+def rounded_up(count: int) -> str:
+    """A budget of at least so many bytes, as people write it.
+
+    >>> rounded_up(5_067_477)
+    '4.84MiB'
+    """
+    unit = _unit(count)
+    return f"{math.ceil(100 * count / SIZES[unit]) / 100:g}{unit}"
+
+
+def _unit(count: int) -> str:
+    """The unit for a count of bytes and others beside it."""
+    return "GiB" if count >= 1 << 30 else "MiB" if count >= 1 << 20 else "KiB"
+
+
+def _in(unit: str, count: int, digits: int) -> str:
+    return f"{count / SIZES[unit]:,.{digits}f}"

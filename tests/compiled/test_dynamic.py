@@ -100,7 +100,7 @@ def test_a_range_that_no_plan_holds_for_is_refused_with_its_size() -> None:
     torch._dynamo.mark_dynamic(x, 1, min=2, max=4000)
     with pytest.raises(lowtide.BudgetError, match="too small") as refused:
         compiled(x)
-    assert any("= 4000, the largest that mark_dynamic" in note for note in refused.value.__notes__)
+    assert "= 4000, the largest that mark_dynamic" in str(refused.value)
 
 
 def test_a_share_holds_for_every_size() -> None:

@@ -275,7 +275,7 @@ class Choice:
         least = self._smallest if smallest is None else lambda: smallest
         return budgets.resolve(self.budget, plain_peak, least, device, resident_bytes=standing)
 
-    def _refusal(self, limit: int, smallest: int, plain_peak: int) -> Exception:
+    def _refusal(self, limit: int, smallest: int, plain_peak: int) -> BudgetError:
         standing, zeros = self.timeline.standing_bytes, 0
         if self.candidates[0].standing_bytes is not None:
             least = self._best(None)
@@ -288,12 +288,13 @@ class Choice:
         for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
             shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))
         shares[ACTIVATIONS] = smallest - sum(shares.values())
-        return budgets.too_small(
-            limit,
+        return BudgetError(
+            None,
             smallest,
-            {name: count for name, count in shares.items() if count},
+            f"Its peak is at {at_peak(simulation)}.",
+            budget_bytes=limit,
+            parts={name: count for name, count in shares.items() if count},
             plain_peak_bytes=plain_peak,
-            detail=f"Its peak is at {at_peak(simulation)}.",
             made=holders_at_peak(sim, simulation),
         )
 

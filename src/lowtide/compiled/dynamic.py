@@ -128,7 +128,7 @@ def _first_that_fits(
             if numbers == seen or declared:
                 sizes = ", ".join(f"{one.symbol} = {at}" for one, at in zip(free, numbers, strict=True))
                 where = "the largest that mark_dynamic(max=) allows" if declared else "those at hand"
-                error.add_note(f"The plan was for the sizes {sizes}, {where}.")
+                error.add(f"The plan was for the sizes {sizes}, {where}.")
                 raise
     raise AssertionError("the sizes at hand come last")
 

@@ -72,7 +72,7 @@ def choose(
     if fitting := [plan for took, plan in tried if took <= budget]:
         return min(fitting, key=lambda plan: plan.predicted_extra_seconds)
     least = min(took for took, _ in tried)
-    raise BudgetError(f"no plan takes {budget:,} bytes or less: the lowest takes {least:,}", least)
+    raise BudgetError(None, least, budget_bytes=budget)
 
 
 def attempts(

@@ -23,7 +23,7 @@ from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE
 from lowtide.run.limit.entry import Entry, Traits
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.need import Shortage
-from lowtide.run.limit.refusal import OPTIMIZER_TOO, Demand, OutOfMemory, in_words
+from lowtide.run.limit.refusal import OPTIMIZER_TOO, Demand, OutOfMemory, in_words, on_rank
 from lowtide.run.messages import OWN_OFF
 
 
@@ -306,7 +306,7 @@ def refused(step_bytes: int, update_bytes: int | None) -> BudgetError:
     shortage = Shortage(100, parts) if update_bytes is not None else None
     demand = Demand(StepGraph((), (), (), (), (), resident_bytes=1 << 30), 100, 0, 0, None, shortage)
     entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1), traits=Traits(checkpoints=1))
-    planners = BudgetError("", step_bytes, budget_bytes=100, parts={RESIDENT: step_bytes})
+    planners = BudgetError(None, step_bytes, budget_bytes=100, parts={RESIDENT: step_bytes})
     return in_words(planners, entry, model, 0, demand)
 
 
@@ -319,9 +319,20 @@ def test_the_planners_facts_get_names_and_what_the_entry_knows() -> None:
 
 def test_the_budget_that_is_named_does_for_the_step_and_for_the_optimizers_own() -> None:
     of_step, of_optimizer = refused(5000, 2000), refused(1000, 9000)
-    assert "optimizer.step()" not in of_step.args[0] and OPTIMIZER_TOO in of_step.detail
-    assert "optimizer.step()" in of_optimizer.args[0] and of_optimizer.smallest_bytes == 9000
+    assert "optimizer.step()" not in str(of_step).splitlines()[0] and OPTIMIZER_TOO in of_step.detail
+    assert "optimizer.step()" in str(of_optimizer) and of_optimizer.smallest_bytes == 9000
     assert "fused=True" in of_optimizer.detail
+
+
+@pytest.mark.parametrize("more", [-500, 200])
+def test_a_rank_s_refusal_says_on_another_what_is_resident_there(more: int) -> None:
+    theirs = BudgetError(
+        None, 4000, budget_bytes=2000, parts={PARAMETERS: 1000, RESIDENT: 300, "inputs": 2700}
+    )
+    here = on_rank(theirs, more)
+    assert (here.budget_bytes, here.smallest_bytes) == (2000 + more, 4000 + more)
+    assert sum(here.parts.values()) == 4000 + more and min(here.parts.values()) > 0
+    assert f"({4000 + more} bytes)" in str(here)
 
 
 def test_an_error_without_facts_keeps_its_words() -> None:

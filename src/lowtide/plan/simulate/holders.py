@@ -1,5 +1,5 @@
 """Who holds the memory at a simulated peak: what the step made, by what it is, its module and its line; and
-the refusal that says so."""
+the refusal with these facts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowtide.budget import too_small
 from lowtide.errors import BudgetError
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
@@ -194,7 +193,7 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
 
 
 def refusal(sim: Simulator, least: Simulation, budget_bytes: int, policy: str = "") -> BudgetError:
-    """The refusal of a budget by the plan that takes least.
+    """The refusal of a budget, with the facts of the plan that takes least.
 
     Args:
         sim: of the step.
@@ -202,10 +201,15 @@ def refusal(sim: Simulator, least: Simulation, budget_bytes: int, policy: str = 
         budget_bytes: what was asked for.
         policy: the policy that makes the plan, where another may need less.
     """
-    detail = f"Its peak is at {at_peak(least)}."
-    made = holders_at_peak(sim, least)
-    parts = parts_of(sim, least)
-    return too_small(budget_bytes, least.peak_bytes, parts, policy=policy, detail=detail, made=made)
+    return BudgetError(
+        None,
+        least.peak_bytes,
+        f"Its peak is at {at_peak(least)}.",
+        budget_bytes=budget_bytes,
+        parts=parts_of(sim, least),
+        policy=policy,
+        made=holders_at_peak(sim, least),
+    )
 
 
 def at_peak(simulation: Simulation) -> str:

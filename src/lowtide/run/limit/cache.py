@@ -22,8 +22,8 @@ from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
-from lowtide.run.limit.refusal import refuse_first_fsdp, refuse_several_devices
-from lowtide.run.messages import AS_IF, LEAST, own_checkpointing, warn
+from lowtide.run.limit.refusal import keeps_plan, refuse_first_fsdp, refuse_several_devices, runs_least
+from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.replay import Verify
 
@@ -142,7 +142,7 @@ class Cache:
             BudgetError: no plan fits.
         """
         maker, version = self.maker, self.maker.version
-        smallest, told = None, ""
+        smallest, refused = None, None
         while action in (Action.PLAN, Action.PLAN_SMALLEST):
             try:
                 planned = maker.make(entry, maker.budget if smallest is None else smallest)
@@ -153,13 +153,13 @@ class Cache:
                     raise
                 if action is Action.PLAN_SMALLEST:
                     smallest = error.smallest_bytes
-                told = str(error) if action is not Action.VARY else ""
+                refused = error.with_traceback(None) if action is not Action.VARY else None
             else:
                 action = machine.on_plan_made(entry, planned, version)
-        if told and smallest is not None:
-            warn(f"{LEAST} {told}", each_time=True)
-        elif told:
-            maker.warn_once("stays", f"{AS_IF} {told}")
+        if refused is not None and smallest is not None:
+            warn(runs_least(refused), each_time=True)
+        elif refused is not None:
+            maker.warn_once("stays", keeps_plan(refused))
         return Action.RUN if action in (Action.ACCEPT, Action.VARY) else action
 
     def _ask_peers(self, entry: Entry) -> None:

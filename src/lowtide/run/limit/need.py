@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
@@ -23,7 +22,7 @@ from lowtide.meter.resident import bytes_under, model_device
 from lowtide.plan.data import Plan
 from lowtide.plan.reserved_bytes import reserved_after
 from lowtide.plan.simulate import plain
-from lowtide.remedies import REDUCED, UPDATE
+from lowtide.remedies import GRADIENTS, PARAMETERS, REDUCED, STATE, UPDATE, WORKSPACES
 from lowtide.run.messages import Once
 from lowtide.trace.fake import Faker, FakeTracer
 
@@ -65,8 +64,15 @@ class Shortage(NamedTuple):
         return sum(self.parts.values())
 
     def error(self) -> BudgetError:
-        """The refusal, without words (`refusal.in_words`)."""
-        return BudgetError("", self.least_bytes, budget_bytes=self.limit_bytes, parts=self.parts)
+        """The refusal, with these facts."""
+        return BudgetError(
+            None,
+            self.least_bytes,
+            "An optimizer with fused=True takes less for its update." if self.parts[UPDATE] else "",
+            budget_bytes=self.limit_bytes,
+            parts=self.parts,
+            subject="optimizer.step()",
+        )
 
 
 class CountedOptimizer:
@@ -138,10 +144,10 @@ class CountedOptimizer:
         own += missing_gradient_bytes(self.optimizer)
         parameters = sum(own_share(parameter).nbytes for parameter in self.model.parameters())
         return {
-            budgets.PARAMETERS: parameters,
-            budgets.GRADIENTS: own - parameters,
-            budgets.STATE: need.state_bytes,
-            budgets.WORKSPACES: workspace_bytes(model_device(self.model)),
+            PARAMETERS: parameters,
+            GRADIENTS: own - parameters,
+            STATE: need.state_bytes,
+            WORKSPACES: workspace_bytes(model_device(self.model)),
             UPDATE: need.step_bytes,
             REDUCED: max(0, self.reduced_bytes - need.step_bytes),
         }

@@ -329,7 +329,7 @@ class PlanMaker:
             try:
                 return problem.plan_within(limit)
             except BudgetError as error:
-                error.budget_bytes = limit
+                error.budget_bytes = limit  # what was left free is the user's, too
                 raise
 
         agreement = self.peers.agreement

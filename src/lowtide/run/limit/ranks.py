@@ -29,6 +29,7 @@ from lowtide.graph import StepGraph
 from lowtide.interception import unseen
 from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan.data import Plan
+from lowtide.run.limit.refusal import on_rank
 from lowtide.trace.transforms import with_collectives
 
 T = TypeVar("T")
@@ -97,13 +98,7 @@ class Agreement:
                 answer = error
         answer, first_resident = self.broadcast((answer, graph.resident_bytes))
         if isinstance(answer, BudgetError):
-            more = graph.resident_bytes - first_resident
-            if answer.smallest_bytes is not None and answer.budget_bytes is not None:
-                answer.smallest_bytes, answer.budget_bytes = (
-                    answer.smallest_bytes + more,
-                    answer.budget_bytes + more,
-                )
-            raise answer
+            raise on_rank(answer, graph.resident_bytes - first_resident)
         return adopt(answer, graph.resident_bytes, first_resident)
 
 

@@ -3,8 +3,8 @@
 In: arguments and models that do not fit, when the limit is put on; the facts that the planner's
 `BudgetError` of a step has, and its entry; or the allocator's word that it gives up. Out: an error, or a
 warning, that says what was given, what holds the memory, by names that a user knows, and what would help.
-Here alone the planner's refusals become a user's: `in_words` of eager steps, `compiled_in_words` of
-compiled graphs.
+Here alone the planner's facts become those of a user's step: `in_words` of eager steps, `compiled_in_words`
+of compiled graphs. `lowtide.remedies` makes the text when it is shown.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lowtide.remedies import (
 )
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.need import Shortage, own_share
-from lowtide.run.messages import OF_GRAPH, OWN_OFF, warn
+from lowtide.run.messages import AS_IF, LEAST, OF_GRAPH, OWN_OFF, warn
 from lowtide.run.scope.rules import takes
 from lowtide.store.stores import Stores
 
@@ -231,17 +231,17 @@ class Demand:
 def in_words(
     error: BudgetError, entry: Entry, model: torch.nn.Module, state_bytes: int, demand: Demand | None
 ) -> BudgetError:
-    """The refusal of a step in a user's words, from the facts that the planner raises.
+    """The refusal of a step in a user's words. Facts get names that a user knows; a message stays.
 
     Args:
         error: the planner's, with the budget that is too small, the smallest peak of any plan and what is
-            live there; or that of a `Shortage`. One that names no parts has its words already.
+            live there; or that of a `Shortage`.
         entry: of the step.
         model: the limited one.
         state_bytes: of the optimizer.
         demand: the step and its budget, once these are known.
     """
-    if demand is not None and error.parts and error.budget_bytes is not None:
+    if demand is not None and error.message is None:
         error = _of_step_or_optimizer(error, model, state_bytes, demand)
     made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
     if made and not entry.key.gradients:
@@ -254,8 +254,8 @@ def in_words(
     if entry.traits.makes_graph:
         error.add(f"Its {OF_GRAPH}.")
     if entry.traits.checkpoints:
-        error.remedies = (OWN_OFF, *error.remedies)
-    return error
+        error.add_first_remedy(OWN_OFF)
+    return error.with_traceback(None)  # a user needs no frames of the planner, nor what they hold
 
 
 def _of_step_or_optimizer(
@@ -267,21 +267,18 @@ def _of_step_or_optimizer(
     if UPDATE not in error.parts:
         least = min(plain(graph).peak_bytes + free, budgets.with_slack(smallest + free) + 1)
     if short is not None and least <= short.least_bytes:
-        detail = "An optimizer with fused=True takes less for its update." if short.parts[UPDATE] else ""
-        return budgets.too_small(
-            short.limit_bytes, short.least_bytes, short.parts, subject="optimizer.step()", detail=detail
-        )
+        return short.error()
     shown = dict.fromkeys(_OF_GRAPH.values(), 0)
     for storage in graph.storages:
         if storage.kind in _OF_GRAPH:
             shown[_OF_GRAPH[storage.kind]] += storage.bytes
     gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
     device = torch.device(graph.device)
-    parts = _resident_by_name(error.parts, model, gradients, state_bytes, device, shown)
-    found = _with_user_names(error, parts, least, demand.whole_peak_bytes)
+    error.parts = _resident_by_name(error.parts, model, gradients, state_bytes, device, shown)
+    error.smallest_bytes, error.plain_peak_bytes = least, demand.whole_peak_bytes
     if short is not None:
-        found.add(OPTIMIZER_TOO)
-    return found
+        error.add(OPTIMIZER_TOO)
+    return error
 
 
 def compiled_in_words(
@@ -295,10 +292,10 @@ def compiled_in_words(
     reduced_bytes: int,
 ) -> BudgetError:
     """The refusal of a step of compiled graphs in a user's words; what is resident before the step and has no
-    name are inputs.
+    name are inputs. Facts get names that a user knows; a message stays.
 
     Args:
-        error: the planner's. One that names no parts has its words already.
+        error: the planner's.
         model: the limited one.
         device: whose memory counts.
         gradient_bytes: of the gradients that existed before the step.
@@ -307,7 +304,7 @@ def compiled_in_words(
             then.
         reduced_bytes: of these, what ranks add gradients up in.
     """
-    if error.smallest_bytes is None or RESIDENT not in error.parts:
+    if error.message is not None or error.smallest_bytes is None:
         return error
     parts = error.parts
     if after_bytes and error.smallest_bytes <= budgets.with_slack(after_bytes) + 1:  # the peak is there
@@ -317,33 +314,33 @@ def compiled_in_words(
     parts = _resident_by_name(parts, model, gradient_bytes, state_bytes, device)
     if inputs := parts.pop(RESIDENT, 0):
         parts[INPUTS] = inputs
-    return _with_user_names(error, parts, error.smallest_bytes, error.plain_peak_bytes)
+    error.parts = parts
+    return error.with_traceback(None)  # as above
 
 
-def _with_user_names(
-    error: BudgetError, parts: Mapping[str, int], smallest_bytes: int, plain_peak_bytes: int | None = None
-) -> BudgetError:
-    """The planner's refusal, with names that a user knows for what is live at the peak.
+def on_rank(error: BudgetError, more_bytes: int) -> BudgetError:
+    """Another rank's refusal of a step, with this rank's facts: so many more bytes are resident here."""
+    if error.budget_bytes is None or error.smallest_bytes is None:
+        return error
+    error.budget_bytes += more_bytes
+    error.smallest_bytes += more_bytes
+    rest = more_bytes
+    for name in (RESIDENT, PARAMETERS, BUFFERS, GRADIENTS) if error.parts else ():
+        count = error.parts.get(name, 0)
+        error.parts[name] = max(0, count + rest)  # of fewer bytes than have no name others go, too
+        rest -= error.parts[name] - count
+    error.parts = {name: count for name, count in error.parts.items() if count}
+    return error
 
-    Args:
-        error: the planner's.
-        parts: what is live at the peak, in bytes by name.
-        smallest_bytes: the budget that would do.
-        plain_peak_bytes: what a budget in percent is of.
-    """
-    assert error.budget_bytes is not None
-    found = budgets.too_small(
-        error.budget_bytes,
-        smallest_bytes,
-        parts,
-        policy=error.policy,
-        plain_peak_bytes=plain_peak_bytes,
-        detail=error.detail,
-        made=error.made,
-    )
-    for note in getattr(error, "__notes__", ()):
-        found.add_note(note)
-    return found
+
+def runs_least(error: BudgetError) -> str:
+    """The warning of a step that runs under the plan that takes least, though it is refused."""
+    return f"{LEAST} {error}"
+
+
+def keeps_plan(error: BudgetError) -> str:
+    """The warning of a step that took more than predicted, and for which no other plan is found."""
+    return f"{AS_IF} {error}"
 
 
 def _resident_by_name(
