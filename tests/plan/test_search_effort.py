@@ -39,6 +39,17 @@ def test_a_plan_near_the_smallest_budget_is_found_whatever_the_search_may_take()
     assert Search(graph).solve(smallest, 1e-9).simulation.peak_bytes <= smallest
 
 
+def test_a_short_search_looks_for_no_second_plan_that_fits() -> None:
+    graph = transformer(4)
+    short, long = Search(graph), Search(graph)
+    least = long.smallest.simulation.peak_bytes
+    budget = least + (long.sim.plain_peak - least) // 100
+    assert short.solve(budget, 1e-3).simulation.peak_bytes <= budget
+    assert [bool(descent.spent) for descent in short.descents] == [True, False, False]
+    long.solve(budget)
+    assert all(descent.spent for descent in long.descents)
+
+
 def test_the_search_for_the_least_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted in simulations, not by a clock, so that every process names the same smallest budget."""
     graph = transformer(4)

@@ -58,6 +58,12 @@ _DESCENT_EFFORT = 0.93 * A_SECOND
 _LAST = 0.3
 """Share of the effort that is left, at least, to make the first plan that fits faster."""
 
+_LOWERED = 0.1
+"""Share of the effort that may go into bringing the first rounded decisions into the budget."""
+
+_ENOUGH = 0.5
+"""Share of the effort after which no further descent is begun once a plan fits."""
+
 _ROUNDS = 12
 """Times that the program is solved anew, each time corrected by an exact simulation."""
 
@@ -396,13 +402,23 @@ class Search:
         bound, point = self.relaxation.solve(budget)
         yield [*self.baselines, *(self._rounded(point, budget) if bound < float("inf") else [])]
         current().say("searching")
-        spent = sum(descent.spent for descent in self.descents)
-        lows = (low for descent in self.descents if (low := descent.within(budget)))
-        found = list(islice(lows, wanted()))
-        self.effort.note(sum(descent.spent for descent in self.descents) - spent)
+        found = list(islice(self._lows(budget), wanted()))
         self.effort.extend(_LAST)
         yield found
         yield from _correct(self.relaxation, self.local, budget)
+
+    def _lows(self, budget: int) -> Iterator[Candidate]:
+        """Plans that fit, from descents; after most of the effort no more than one."""
+        found = False
+        for descent in self.descents:
+            if found and self.effort.spent > _ENOUGH * self.effort.limit:
+                break
+            spent = descent.spent
+            low = descent.within(budget)
+            self.effort.note(descent.spent - spent)
+            if low is not None:
+                found = True
+                yield low
 
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
@@ -416,8 +432,12 @@ class Search:
         peak were changed.
         """
         rounded = _round(self.relaxation, self.local, point)
-        near = budget < rounded.simulation.peak_bytes < budget * (1 + _OVER)
-        return [rounded, self.local.lower(rounded, budget)] if near else [rounded]
+        if not budget < rounded.simulation.peak_bytes < budget * (1 + _OVER):
+            return [rounded]
+        local = LocalSearch(self.sim, Effort(_LOWERED * self.effort.limit))
+        low = local.lower(rounded, budget)
+        self.effort.note(local.effort.spent)
+        return [rounded, low]
 
 
 class Descent:

@@ -63,7 +63,9 @@ def replay_set(
             continue
         found.add(index)
         if index >= 0:
-            stack += [producer[u] for u in reads[index] if not there[u]]
+            for u in reads[index]:
+                if not there[u]:
+                    stack.append(producer[u])
     return found
 
 

@@ -37,7 +37,7 @@ from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, too_much
 from lowtide.run.messages import Once
 from lowtide.words import count_text
 
-_SEARCH_SECONDS = 1.0
+_SEARCH_SECONDS = 0.7
 """How long a search may take that a step waits for."""
 
 _SEARCH_STEPS = 10
