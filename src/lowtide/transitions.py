@@ -64,27 +64,14 @@ class Table(Generic[State, Evidence, Fact, Action]):
             state: the present one.
             evidence: what happened.
             facts: what is true of it; others are not.
+
+        Example:
+            >>> door = Table((Row(("open",), "push", ("unlocked",), "shut", "ring"),), nothing="")
+            >>> door.row("open", "push", ["unlocked"]).action, door.row("open", "push").action
+            ('ring', '')
         """
         true = set(facts)
         for row in self._by_evidence.get(evidence, ()):
             if (not row.states or state in row.states) and true.issuperset(row.facts):
                 return row
         return Row((), evidence, (), None, self.nothing)
-
-    def transition(
-        self, state: State, evidence: Evidence, facts: Iterable[Fact] = ()
-    ) -> tuple[State, Action]:
-        """The next state, and what follows, by the first `row` that fits.
-
-        Args:
-            state: the present one.
-            evidence: what happened.
-            facts: what is true of it; others are not.
-
-        Example:
-            >>> door = Table((Row(("open",), "push", ("unlocked",), "shut", "ring"),), nothing="")
-            >>> door.transition("open", "push", ["unlocked"]), door.transition("open", "push")
-            (('shut', 'ring'), ('open', ''))
-        """
-        row = self.row(state, evidence, facts)
-        return row.then or state, row.action

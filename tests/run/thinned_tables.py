@@ -1,4 +1,4 @@
-"""Tables of rows, with less in them: a test of a table fails for each of these."""
+"""Tables of rows: what follows by them, and tables with less in them, for each of which a test fails."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+
+def follows(table: Any, state: Any, evidence: Any, facts: Sequence[str] = ()) -> tuple[Any, Any]:
+    """The next state and the action, by the row that fits."""
+    row = table.row(state, evidence, facts)
+    return row.then or state, row.action
 
 
 def thinned(table: Sequence[Any]) -> list[Any]:

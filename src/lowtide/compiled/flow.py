@@ -320,8 +320,9 @@ class Flow:
     def _take(self, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> Action:
         """Move the step that runs to its next state."""
         true: list[Fact] = [fact for fact, holds in (facts or {}).items() if holds]
-        self._step.state, action = TABLE.transition(self._step.state, evidence, true)
-        return action
+        row = TABLE.row(self._step.state, evidence, true)
+        self._step.state = row.then or self._step.state
+        return row.action
 
     def begin(self, args: Any) -> None:
         """A forward of the model begins."""

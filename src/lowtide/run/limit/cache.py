@@ -89,6 +89,7 @@ class Cache:
             refuse_several_devices(self.maker.model)
             sibling = self._sibling(key)
             entry = self.known[key] = Entry(key)
+            # before the entry's first evidence: where no plan fits the sibling's steps, none fits these
             if sibling is not None and sibling.refused_at != self.maker.version:
                 machine.borrow(entry, sibling)
             if len(self.known) > MOST_ENTRIES:
@@ -115,19 +116,23 @@ class Cache:
             for entry in self.known.values():
                 machine.on_removed(entry)
 
-    def begin_step(self, entry: Entry, shared: bool = False, backward_unseen: bool = False) -> Action:
+    def begin_step(
+        self, entry: Entry, shared: bool = False, backward_unseen: bool = False, prepared: bool = False
+    ) -> Action:
         """Begin the next step of an entry: whether it is profiled, or runs under a plan. Where that needs a
         plan, it is made here.
 
         Args:
-            entry, shared, backward_unseen: as of `machine.on_called`.
+            entry, shared, backward_unseen, prepared: as of `machine.on_called`.
 
         Raises:
             BudgetError: no plan fits.
         """
         with self.lock:
             self._ask_peers(entry)
-            action = self._plan(entry, machine.on_called(entry, self.maker.version, shared, backward_unseen))
+            asked = machine.on_called(entry, self.maker.version, shared, backward_unseen, prepared)
+            action = self._plan(entry, asked)
+            # no fact of the entry: ranks that share a plan take a better one together (`_ask_peers`)
             alone, planned = self.maker.peers.agreement is None, entry.planned
             if alone and action is Action.RUN and planned and (better := machine.end_search(planned)):
                 machine.on_better_found(entry, better)
@@ -168,6 +173,7 @@ class Cache:
         """
         maker, planned, agreement = self.maker, entry.planned, self.maker.peers.agreement
         history = None if planned is None else planned.history
+        # no fact of the entry, but whether ranks meet: they count the same steps, and stop at the same one
         learned = history is not None and history.steps > LEARNING_STEPS and not history.awaits_better
         if agreement is None or learned:
             return

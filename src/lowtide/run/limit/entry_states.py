@@ -5,7 +5,7 @@ write down what follows. Who carries an action out:
 
 | action | who |
 |---|---|
-| PROFILE, PROFILE_ASIDE, RUN, of a call | `Limiter._run_next` |
+| PROFILE, PROFILE_ASIDE, RUN, of a call | `Limiter._run_next`, `Limiter.prepare` |
 | PLAN, PLAN_SMALLEST, ACCEPT, RAISE | `Cache._plan` |
 | RAISE, where there is no loss | `Limiter._profile_aside_first` |
 | RUN, PASS, EVICT, TRY, of a forward that begins | `PlannedStep.run` |
@@ -77,6 +77,7 @@ Fact = Literal[
     "outdated",  # the plan was made for another budget, optimizer or margin
     "shared",  # other limited models take part in the step
     "backward unseen",  # its backward runs where no operation is intercepted
+    "prepared",  # it is none yet: a plan is made ahead, from a step of lowtide's own
     # of other ranks
     "peers wait",  # some wait in this step until there is a plan, and of a smaller budget there is one
     "peer profiles",  # one of them profiles its next step
@@ -199,6 +200,7 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((_S.REFUSED,), _E.CALLED, ("other budget",), _S.STALE, _A.PLAN),
         Row(UNPLANNED, _E.CALLED, ("shared",), None, _A.PROFILE_ASIDE),
         Row(UNPLANNED, _E.CALLED, ("backward unseen",), None, _A.PROFILE_ASIDE),
+        Row(UNPLANNED, _E.CALLED, ("prepared",), None, _A.PROFILE_ASIDE),
         Row(UNPLANNED, _E.CALLED, (), None, _A.PROFILE),
         Row((_S.STALE,), _E.CALLED, (), None, _A.PLAN),
         Row((_S.PLANNED, _S.VARYING), _E.CALLED, ("outdated",), _S.STALE, _A.PLAN),

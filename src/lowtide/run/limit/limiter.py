@@ -371,7 +371,7 @@ class Limiter:
         """
         inputs = Inputs(self.model, args, kwargs, compiled=False)
         entry = self.cache.find(inputs.key)
-        if self.cache.begin_step(entry) is not Action.RUN:
+        if self.cache.begin_step(entry, prepared=True) is Action.PROFILE_ASIDE:
             with self.engagement.paused(), self.inside():
                 profiler, graph = profile_aside(
                     [self.model],
@@ -383,7 +383,7 @@ class Limiter:
                     verify=self.verify != "never",
                 )
             self._plan_from(entry, profiler, graph, users=within_step)
-            self.cache.begin_step(entry)  # the plan of a longer step may be out of date
+            self.cache.begin_step(entry, prepared=True)  # the plan of a longer step may be out of date
         assert entry.planned is not None
         return entry.planned
 

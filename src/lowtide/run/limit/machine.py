@@ -49,17 +49,21 @@ def borrow(entry: Entry, sibling: Entry) -> None:
 # ---- a step begins -------------------------------------------------------------------------------
 
 
-def on_called(entry: Entry, version: int, shared: bool = False, backward_unseen: bool = False) -> Action:
-    """A step begins.
+def on_called(
+    entry: Entry, version: int, shared: bool = False, backward_unseen: bool = False, prepared: bool = False
+) -> Action:
+    """A step begins, or is prepared for.
 
     Args:
         entry: of the step.
         version: of budget and optimizer, now.
         shared: other limited models take part in it.
         backward_unseen: its backward runs where no operation is intercepted.
+        prepared: it is prepared for, by a step of lowtide's own.
     """
     entry.seen.backward_unseen |= backward_unseen
     facts: dict[Fact, bool] = {
+        "prepared": prepared,
         "graph known": entry.profiled is not None,
         "other budget": entry.refused_at != version,
         "outdated": entry.is_outdated(version),
