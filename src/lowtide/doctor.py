@@ -96,7 +96,7 @@ def _private() -> list[Finding]:
         means = "an interface of this PyTorch has moved: no step can be limited"
         fix = "pip install 'torch==2.13.0', which lowtide is tested with"
         return [Finding("PyTorch's inner parts", str(error), means, "problem", fix)]
-    return [Finding("PyTorch's inner parts", "all there", "steps can be looked at and limited")]
+    return [Finding("PyTorch's inner parts", "all there", "steps can be profiled and limited")]
 
 
 def _compiler() -> list[Finding]:

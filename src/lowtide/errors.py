@@ -140,8 +140,8 @@ def expect(fits: bool, name: str, given: object, allowed: str, error: type[Lowti
         lowtide.errors.MeterError: measure(step=) was given 3: give a function that runs one step
     """
     if not fits:
-        told = " ".join(reprlib.repr(given).split())  # of a module it has several lines
-        raise error(f"{name} was given {told}: give {allowed}")
+        shown = " ".join(reprlib.repr(given).split())  # of a module it has several lines
+        raise error(f"{name} was given {shown}: give {allowed}")
 
 
 def is_count(given: object, least: int = 0) -> bool:

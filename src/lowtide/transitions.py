@@ -24,7 +24,7 @@ class Row(NamedTuple, Generic[State, Evidence, Fact, Action]):
         facts: what has to be true of it.
         then: the next state; ``None`` is the same one.
         action: what follows.
-        says: what users are told, where they are told something.
+        warning: what users are warned of; empty where they are not warned.
     """
 
     states: tuple[State, ...]
@@ -32,7 +32,7 @@ class Row(NamedTuple, Generic[State, Evidence, Fact, Action]):
     facts: tuple[Fact, ...]
     then: State | None
     action: Action
-    says: str = ""
+    warning: str = ""
 
 
 @dataclass(frozen=True)

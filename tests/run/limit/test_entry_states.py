@@ -157,13 +157,13 @@ def test_nothing_of_the_table_can_be_missed(less: Any) -> None:
 
 @pytest.mark.parametrize(("state", "facts", "words"), SAID)
 def test_why_a_step_took_more(state: State, facts: tuple[Fact, ...], words: str) -> None:
-    assert words in TABLE.row(state, E.ENDED, ("above", *facts)).says
+    assert words in TABLE.row(state, E.ENDED, ("above", *facts)).warning
 
 
 def test_every_step_above_its_budget_is_said_something_of() -> None:
-    assert all(row.says for row in TABLE.rows if row.evidence is E.ENDED and "above" in row.facts)
-    texts = [row.says for row in TABLE.rows if row.says]
-    said = [TABLE.row(state, E.ENDED, ("above", *facts)).says for state, facts, _ in SAID]
+    assert all(row.warning for row in TABLE.rows if row.evidence is E.ENDED and "above" in row.facts)
+    texts = [row.warning for row in TABLE.rows if row.warning]
+    said = [TABLE.row(state, E.ENDED, ("above", *facts)).warning for state, facts, _ in SAID]
     assert set(texts) == set(said)
 
 

@@ -204,7 +204,7 @@ def test_second_derivatives_that_no_profiled_step_had_are_left_nothing() -> None
         machine.on_profiled(entry, GRAPH, verified=True, makes_graph=known)
         machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
         row = machine.on_ended(entry, ran(entry, OVER, makes_graph=True))
-        assert row.action is action and ("create_graph" in row.says) != known
+        assert row.action is action and ("create_graph" in row.warning) != known
         assert (entry.room.margin_bytes > 0) == known
 
 
@@ -230,7 +230,7 @@ def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
         machine.on_ended(entry, step)
         assert entry.room.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
     step.backwards = 2
-    assert "retain_graph" in machine.on_ended(entry, step).says
+    assert "retain_graph" in machine.on_ended(entry, step).warning
     assert (entry.room.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
     assert machine.on_called(entry, version=0) is A.RUN
 
@@ -268,7 +268,7 @@ def test_a_plan_that_stays_accepts_what_its_steps_take() -> None:
     assert machine.on_called(entry, version=0) is A.PLAN
     assert machine.on_plan_refused(entry, version=0) is A.ACCEPT
     assert machine.on_called(entry, version=0) is A.RUN
-    assert "only a larger budget" in machine.on_ended(entry, ran(entry, OVER)).says
+    assert "only a larger budget" in machine.on_ended(entry, ran(entry, OVER)).warning
 
 
 def test_another_budget_is_refused_only_where_no_step_had_taken_more() -> None:
@@ -295,7 +295,7 @@ def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
     machine.on_better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
-    assert "a newer plan" in machine.on_ended(entry, step).says
+    assert "a newer plan" in machine.on_ended(entry, step).warning
     assert entry.room.margin_bytes == 0
 
 
@@ -314,7 +314,7 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     assert machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))).action is A.NOTHING
     assert machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)).action is A.NOTHING
     assert machine.on_ended(entry, ran(entry, OVER, ran=(2, 7))).action is A.LEAVE_MARGIN, "the same again"
-    assert "other operations each time" in machine.on_ended(entry, ran(entry, OVER, ran=(0, 8))).says
+    assert "other operations each time" in machine.on_ended(entry, ran(entry, OVER, ran=(0, 8))).warning
     assert entry.state is S.VARYING and machine.on_called(entry, version=0) is A.RUN
     assert machine.on_ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))).action is A.LEAVE_RESERVE
     assert 4096 < entry.room.reserve_bytes < 8192

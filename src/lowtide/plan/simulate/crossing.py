@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 def crossing(
-    asked: Iterable[tuple[int, int]],
+    unpacked: Iterable[tuple[int, int]],
     present: Callable[[int, int], bool],
     stored: bytearray,
     producer: Sequence[int],
@@ -25,7 +25,7 @@ def crossing(
     that all ways to such operations lead through.
 
     Args:
-        asked: (value, event): backward asks for an evicted value, and replays bring it back.
+        unpacked: (value, event): backward asks for an evicted value, and replays bring it back.
         present: of an operation and an event, whether what it reads is there.
         stored: value -> whether it is stored; written to.
         producer: value -> the operation that makes it, or -1.
@@ -44,7 +44,7 @@ def crossing(
     """
     there = bytearray(map(int.__and__, stored, storable))
     """value -> whether a replay begins from it"""
-    for value, event in sorted(asked, key=lambda one: (producer[one[0]], one)):
+    for value, event in sorted(unpacked, key=lambda one: (producer[one[0]], one)):
         while not stored[value]:
             needed: set[int] = set()
             stack = [producer[value]]

@@ -184,7 +184,7 @@ class Walk:
 
     def _fetch_ahead(self, event: int) -> None:
         """Start fetching what comes next while there is room in the window."""
-        sources, asked = self.sources, list[int]()
+        sources, begun = self.sources, list[int]()
         self.places.turn += 1
         room = sources.window_bytes - sum(self._early.values())
         while self._ahead:
@@ -198,10 +198,10 @@ class Walk:
                 self.live += self._early_bytes(value)
                 if sources.slab and size:
                     self.places.begin(value, ahead=True)
-                asked.append(value)
+                begun.append(value)
             self._ahead.pop()
-        if asked:
-            self.work.append((event, [], asked))
+        if begun:
+            self.work.append((event, [], begun))
 
     def _bring(
         self, value: int, event: int, left: dict[int, int], cached: set[int], again: bool = False

@@ -295,7 +295,7 @@ class Cache:
                 del refusal  # its traceback holds this frame, and all that the step's frames hold
 
     def _agree_on_plan(
-        self, peers: Agreement, entry: Entry, graph: StepGraph, refusal: BudgetError | None
+        self, agreement: Agreement, entry: Entry, graph: StepGraph, refusal: BudgetError | None
     ) -> BudgetError | None:
         """Exchange with the ranks that shard the model what each refuses and plans. Where all of them run the
         same program they begin with the plan of the one with the fewest bytes left.
@@ -311,7 +311,9 @@ class Cache:
             if planned.plan.budget_bytes is not None:
                 left = planned.plan.budget_bytes - planned.step_graph.resident_bytes
         resident = 0 if planned is None else planned.step_graph.resident_bytes
-        refusals, programs, *plans = zip(*peers.gather((refusal, program, left, resident, text)), strict=True)
+        refusals, programs, *plans = zip(
+            *agreement.gather((refusal, program, left, resident, text)), strict=True
+        )
         found = next((one for one in refusals if one is not None), None)
         if found is None and planned is not None and len(set(programs)) == 1:
             _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])

@@ -419,7 +419,7 @@ class Limiter:
         self._note_others(step)
         self.measured_bytes = step.measured_bytes
         with self.cache.lock:
-            reason = machine.on_ended(step.entry, step).says
+            reason = machine.on_ended(step.entry, step).warning
         if text := step.overrun_text(self.overruns, reason):
             warn(text, each_time=True)
 

@@ -109,9 +109,9 @@ class CountedOptimizer:
         """
         if self.optimizer is None:
             return OptimizerNeed(0, 0)
-        asked = _depends_on(self.optimizer)
-        if self._known is None or self._known[0] != asked:
-            self._known = asked, optimizer_need(self.optimizer)
+        seen = _depends_on(self.optimizer)
+        if self._known is None or self._known[0] != seen:
+            self._known = seen, optimizer_need(self.optimizer)
             if unknown := self._known[1].unknown:
                 self._warn_once(
                     "unknown",

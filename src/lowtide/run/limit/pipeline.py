@@ -128,7 +128,7 @@ class PipelineStep(PlannedStep):
         ran, seconds = [0, 0], [0.0]
 
         @contextmanager
-        def recorded() -> Iterator[None]:
+        def recording() -> Iterator[None]:
             begin = time.perf_counter()
             program, cpp_program = next(programs, ((), None))
             director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
@@ -143,7 +143,7 @@ class PipelineStep(PlannedStep):
             seconds[0] += inside - begin + time.perf_counter() - outside
 
         begin = time.perf_counter()
-        with self._forwards.within(recorded):
+        with self._forwards.within(recording):
             result = forward(*inputs.args, **inputs.kwargs)
         self.ran = (ran[0], ran[1])
         return result, time.perf_counter() - begin - seconds[0]

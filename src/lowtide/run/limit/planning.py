@@ -286,8 +286,8 @@ class PlanMaker:
                 return updating
             try:
                 # of one byte no plan fits, and the refusal says what does
-                policy, asked = (patience.policy, None) if patience.finds_budget else (self.policy, 1)
-                least = make(graph, asked, policy).predicted_peak_bytes
+                policy, limit = (patience.policy, None) if patience.finds_budget else (self.policy, 1)
+                least = make(graph, limit, policy).predicted_peak_bytes
             except BudgetError as error:
                 if error.smallest_bytes is None:
                     raise

@@ -176,19 +176,19 @@ def no_replicas() -> NoReturn:
     )
 
 
-def holds_reserved(asked: bool | None, model: torch.nn.Module, budget: str | int | None) -> bool:
+def holds_reserved(reserved: bool | None, model: torch.nn.Module, budget: str | int | None) -> bool:
     """Whether a budget counts what is reserved: where that is asked for, and for ``"auto"`` on CUDA.
 
     Raises:
         PlanError: it is asked for, and the device or its allocator has nothing of the kind, or the budget is
             a share of what the step requests.
     """
-    if asked is False:
+    if reserved is False:
         return False
     device = model_device(model)
     auto = budgets.asks_for(budget) == "auto"
     native = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
-    if not asked:
+    if not reserved:
         return auto and native
     if not native:
         found = f"under {accelerator.allocator()}" if accelerator.is_accelerator(device) else f"on {device}"

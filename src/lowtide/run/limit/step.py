@@ -43,20 +43,20 @@ from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
 
 
-class _UnderWay(threading.local):
+class _LatestSteps(threading.local):
     """The latest limited steps of a thread, as long as anybody holds them."""
 
     def __init__(self) -> None:
         self.steps: WeakSet[ProfiledStep | PlannedStep] = WeakSet()
 
 
-_under_way = cache(_UnderWay)
+_latest_steps = cache(_LatestSteps)
 
 
 def steps_of_others(inputs: Inputs) -> list[ProfiledStep | PlannedStep]:
     """The steps of other limited models, on this thread, whose backward is still to come."""
     model = inputs.members.modules[0]
-    return [step for step in _under_way().steps if step.model() is not model and step.is_pending()]
+    return [step for step in _latest_steps().steps if step.model() is not model and step.is_pending()]
 
 
 class ProfiledStep:
@@ -93,7 +93,7 @@ class ProfiledStep:
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward, and write it down."""
-        _under_way().steps.add(self)
+        _latest_steps().steps.add(self)
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
         return self.profiler.run(forward, inputs.args, inputs.kwargs)
@@ -231,7 +231,7 @@ class PlannedStep(StepWatch):
             action: how, as the state machine says (`machine.on_forward_begins`).
             forward: the model's own.
         """
-        _under_way().steps.add(self)
+        _latest_steps().steps.add(self)
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
         self._on_demand, self.tried = action in (Action.EVICT, Action.TRY), action is Action.TRY

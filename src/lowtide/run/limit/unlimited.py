@@ -96,19 +96,19 @@ class Unlimited:
         reason: the warning, which is given once; empty where nobody would be surprised.
         engages: whether `Engagement` stops waiting: the limit is of use, or ``reason`` says why it is not.
         in_backward: a backward runs the forward again.
-        keeps_nothing: autograd does not take part.
+        saves_nothing: autograd saves nothing, or the model is being exported.
     """
 
     reason: str = ""
     engages: bool = True
     in_backward: bool = False
-    keeps_nothing: bool = False
+    saves_nothing: bool = False
 
 
 def why_unlimited(inputs: Inputs) -> Unlimited | None:
     """Why a call is no limited step; ``None`` for one that is."""
-    if keeps_nothing():
-        return Unlimited(engages=False, keeps_nothing=True)
+    if saves_nothing():
+        return Unlimited(engages=False, saves_nothing=True)
     if is_governed():
         return Unlimited(why_governed())
     if private.in_backward():
@@ -119,8 +119,8 @@ def why_unlimited(inputs: Inputs) -> Unlimited | None:
         return Unlimited(_LAZY)
     if any(parameter.requires_grad for parameter in inputs.members.parameters):
         return None
-    asked = any(tensor.requires_grad for tensor in tensors_inside((inputs.args, inputs.kwargs)))
-    return Unlimited(_UNTRAINED) if asked else Unlimited(engages=False)
+    trains = any(tensor.requires_grad for tensor in tensors_inside((inputs.args, inputs.kwargs)))
+    return Unlimited(_UNTRAINED) if trains else Unlimited(engages=False)
 
 
 class _Governing(threading.local):
@@ -157,8 +157,8 @@ def why_governed() -> str:
     return _IN_SCOPE if scoped and not _governing().depth else ""
 
 
-def keeps_nothing() -> bool:
-    """Whether autograd keeps nothing here, or the model is being exported (`torch.export`,
+def saves_nothing() -> bool:
+    """Whether autograd saves nothing here, or the model is being exported (`torch.export`,
     `torch.jit.trace`).
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
@@ -339,7 +339,7 @@ class UnlimitedCalls:
         if why.reason:
             self._warn_once(why.reason)
         hides = why.in_backward and not self._visible
-        self._visible |= not (why.in_backward or why.keeps_nothing)
+        self._visible |= not (why.in_backward or why.saves_nothing)
         unseen = unseen_by_checkpoint() if hides else nullcontext()
         with limiter.inside(), meter_gathered(limiter.model), unseen:
             return limiter.own_step(*inputs.args, **inputs.kwargs)
