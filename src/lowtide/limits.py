@@ -52,9 +52,9 @@ def limit_memory(
     The first step is profiled while it runs: in about the memory that checkpointing every block takes. Each
     operation runs twice, until it has reproduced five times at the same sizes: that shows whether it
     reproduces, and how long it takes. When the step's backward has ended a plan is made, and later steps run
-    under it. The plan of a larger step serves smaller ones; steps in
-    another mode, in autocast, in other dtypes or with other parameters that train are profiled and get plans
-    of their own. Called again for a limited model, it replaces the limit.
+    under it. The plan of a larger step serves smaller ones; steps in another mode, in autocast, in other
+    dtypes or with other parameters that train are profiled and get plans of their own. Called again for a
+    limited model, it replaces the limit.
 
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``. What
@@ -77,8 +77,8 @@ def limit_memory(
         reserved: on CUDA, whether the budget counts what PyTorch's caching allocator reserves, which other
             programs see, and not only what tensors request; for bytes and ``"auto"``. ``None`` does so for
             ``"auto"``.
-        verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every
-            step, ``never`` trusts.
+        verify: ``first`` compares, in profiled steps, results of an operation with those of its second run;
+            ``always`` also compares digests of what is recomputed in every later step; ``never`` trusts.
 
     Returns:
         The handle; for what `torch.compile` returned a `CompiledHandle`.
