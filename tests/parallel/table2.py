@@ -126,7 +126,7 @@ def traced_bytes(module: nn.Module, x: Tensor) -> int:
         out = module(x)
         kept = tracer.kept_storages()
         apart = {tracer.number_of(out), tracer.number_of(x)}
-        tracer.closed = True
+        tracer.close()
     assert out.requires_grad
     made = [tracer.storages[number] for number in kept - apart]
     return (

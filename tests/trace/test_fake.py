@@ -43,7 +43,7 @@ def test_tensors_of_the_host_beside_a_gpu_count_no_bytes_and_are_not_evicted() -
 
 def test_fake_tensors_of_two_devices() -> None:
     tracer = FakeTracer(None, torch.device("meta"))
-    with tracer, private.fake_mode():
+    with tracer.forward(), tracer, private.fake_mode():
         tensors = [torch.ones(100, device=device).exp() for device in ("meta", "cpu")]
         assert [tracer.packs(tensor)[1] for tensor in tensors] == [True, False]
     graph = tracer.graph()
@@ -63,7 +63,6 @@ def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.Mo
     monkeypatch.setattr(costs, "peaks", lambda device: partial(peak, device))
     profiler = Profiler(None, torch.device("cuda"))
     profiler.costs.clock = Clock(torch.device("cpu"))
-    profiler.tracer.in_forward = False
     with profiler:
         torch.ones(2).exp()
     assert asked == [torch.device("cuda")] * 2

@@ -74,7 +74,7 @@ def trace_fake(
                 "fake=True out"
             ) from error
         finally:
-            tracer.closed = True
+            tracer.close()
         del fake_args, fake_kwargs
     graph = tracer.graph_with(costs(tracer.specs))
     return replace(graph, resident_bytes=graph.resident_bytes + workspace_bytes(torch.device(device)))
@@ -193,6 +193,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
     def recording(self) -> Iterator[FakeTracer]:
         """Activate the dispatch mode, the hooks and the module names together."""
         with ExitStack() as stack:
+            stack.enter_context(self.forward())
             stack.enter_context(self.following_modules())
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(self)

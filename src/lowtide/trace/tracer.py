@@ -47,7 +47,7 @@ class Tracer:
         on_end: called with each storage that has ended.
 
     Attributes:
-        in_forward: whether what runs is the model's forward, which can be planned.
+        in_forward: whether what runs is the model's forward, which can be planned (`forward`).
         closed: whether the trace is over.
         operations, storages, values, saved, events: as they will stand in the graph.
         signatures: for each operation, what calls share that cost the same.
@@ -91,7 +91,7 @@ class Tracer:
         self.saved: list[Saved] = []
         self.events: list[tuple[EventKind, int]] = []
         self.signatures: list[Any] = []
-        self.in_forward, self.closed = True, False
+        self.in_forward = self.closed = False
         self.behind: set[int] = set()
         self.unreleased = self.opaque = self.left_bytes = 0
         self.gradients, self._on_end = gradients, on_end
@@ -172,6 +172,15 @@ class Tracer:
         """
         here = self.modules[-1] if self.modules else ""
         return self.backward_module if private.in_backward() else here
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """What runs in the block is the model's forward, which can be planned."""
+        self.in_forward = True
+        try:
+            yield
+        finally:
+            self.in_forward = False
 
     # ---- storages and values ---------------------------------------------------------------------
 
@@ -313,6 +322,7 @@ class Tracer:
         reason: str = "",
         returned: bool = True,
         evicted: bool | None = None,
+        left_bytes: int = 0,
     ) -> int:
         """Append an operation that has run and wrote something; returns its index.
 
@@ -324,6 +334,7 @@ class Tracer:
             reason: why it is not replayable, beside what its schema says.
             returned: whether it returned tensors.
             evicted: as `evicted_by_scope` said.
+            left_bytes: of buffers that a collective holds until it is waited for.
         """
         index, info, backward = len(self.operations), call.info, private.in_backward()
         new = [tensor for tensor in fresh if self.storage_of(tensor) is None]
@@ -349,7 +360,21 @@ class Tracer:
         self._add_operation(info.name, reads, writes, reason, random, evicted)
         self.signatures.append(signature)
         self.event("op", index)
+        self.left_bytes = left_bytes
         return index
+
+    @contextmanager
+    def opaque_call(self) -> Iterator[None]:
+        """What runs in the block are operations that nobody sees."""
+        self.opaque += 1
+        try:
+            yield
+        finally:
+            self.opaque -= 1
+
+    def note_meeting(self, index: int) -> None:
+        """In this operation autograd's engine added gradients of two nodes."""
+        self.meetings.add(index)
 
     def _add_operation(
         self,
@@ -420,6 +445,10 @@ class Tracer:
         self.unreleased -= 1
         self.event("release", number)
 
+    def note_behind(self, number: int) -> None:
+        """A saved tensor was overwritten where its version counter does not tell."""
+        self.behind.add(number)
+
     # ---- scopes ----------------------------------------------------------------------------------
 
     @contextmanager
@@ -439,13 +468,17 @@ class Tracer:
 
     # ---- the whole -------------------------------------------------------------------------------
 
+    def close(self) -> None:
+        """The trace is over."""
+        self.closed = True
+
     def graph(self, cost_of: Callable[[Any], CostFigures] = lambda signature: (0.0, 0, ())) -> StepGraph:
         """What was written down, as data; ends the trace.
 
         Args:
             cost_of: from a signature to seconds, scratch bytes and blocks.
         """
-        self.closed = True
+        self.close()
         newest: dict[int, int] = {}
         for number, value in enumerate(self.values):
             if value.producer is None or self.operations[value.producer].phase == "forward":

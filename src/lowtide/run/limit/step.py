@@ -88,8 +88,7 @@ class ProfiledStep:
         self.others: WeakSet[Any] = WeakSet()
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
-        ended = lambda _: on_end(self)  # noqa: E731
-        self.profiler = Profiler(model, device, verify=verify, on_end=ended, forwards=forwards)
+        self.profiler = Profiler(model, device, verify=verify, on_end=self._profile_ends, forwards=forwards)
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward, and write it down."""
@@ -117,8 +116,12 @@ class ProfiledStep:
     def finish(self) -> None:
         """End a step whose thread begins another one: take in what its backward has shown."""
         if self._has_ended:
-            self._on_end(self)
-        self.profiler.close()
+            self.profiler.ends()
+        else:
+            self.profiler.close()
+
+    def _profile_ends(self, _: Profiler) -> None:
+        self._on_end(self)
 
     @property
     def _has_ended(self) -> bool:

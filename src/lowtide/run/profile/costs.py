@@ -37,6 +37,7 @@ from lowtide.ops import (
     written_tensors,
 )
 from lowtide.run.digest import digest_address
+from lowtide.run.profile.saved import SavedTensors
 from lowtide.run.profile.segments import SegmentedTape
 from lowtide.run.record.cpp_recorder import add_plain, cpp_recorder
 from lowtide.run.watch import weakly
@@ -363,6 +364,7 @@ class Forms:
         tape: of the step.
         tracer: writes the step down.
         collectives: its collectives.
+        saved: what autograd holds of the step.
         notes: functions of the profiler that C++ calls, by their names in ``profile.h``.
 
     Attributes:
@@ -374,6 +376,7 @@ class Forms:
         tape: SegmentedTape,
         tracer: Tracer,
         collectives: OpenCollectives,
+        saved: SavedTensors,
         notes: Mapping[str, Callable[..., object]],
     ) -> None:
         self.cpp: Any = None
@@ -386,6 +389,9 @@ class Forms:
             tape=tape,
             tracer=tracer,
             begun=collectives.begun,
+            written=saved.written,
+            note_overwritten=weakly(saved.note_overwritten),
+            keep_overwritten=weakly(saved.keep_overwritten),
             register_storage=tracer.register,
             end_storage=tracer.end_storage,
             value_of=tape.value_of,

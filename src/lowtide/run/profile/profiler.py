@@ -27,7 +27,7 @@ from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
-from lowtide.run.digest import Geometry, digest_of_shown
+from lowtide.run.digest import digest_of_shown
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import (
@@ -38,7 +38,8 @@ from lowtide.run.profile.costs import (
     may_be_meeting,
     reads_values,
 )
-from lowtide.run.profile.segments import SavedTensor, SegmentedTape, blocks_in
+from lowtide.run.profile.saved import SavedTensor, SavedTensors
+from lowtide.run.profile.segments import SegmentedTape, blocks_in
 from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
@@ -93,6 +94,7 @@ class Profiler(Interceptor):
         verified: whether operations were verified so.
         tracer: writes the step down.
         tape: brings back what autograd saved; its findings name the operations that did not reproduce.
+        saved: what autograd holds of the step.
         costs: what operations take.
         watch: follows the step's backward.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
@@ -137,15 +139,13 @@ class Profiler(Interceptor):
         self._goes_on = forwards is not None  # a step of several forwards ends when `run` does
         self._on_end = on_end
         self._stack = ExitStack()
-        self._saved_in: dict[int, list[weakref.ref[SavedTensor]]] = {}  # storage: what autograd saved in it
-        self._written: list[tuple[weakref.ref[SavedTensor], weakref.ref[torch.UntypedStorage], Geometry]] = []
+        self.saved = SavedTensors(self.tracer)
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
         self._opaque: dict[Any, MeasuredCost] = {}  # of calls whose operations nobody saw
-        notes = (self.note_node, self.note_meeting, self.note_overwritten)
-        named = {note.__name__: weakly(note) for note in notes}
-        self._forms = Forms(self.tape, self.tracer, self.collectives, named)
+        named = {note.__name__: weakly(note) for note in (self.note_node, self.note_meeting)}
+        self._forms = Forms(self.tape, self.tracer, self.collectives, self.saved, named)
         self.cpp = self._forms.cpp
         # the last, since it opens a meter
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
@@ -166,14 +166,12 @@ class Profiler(Interceptor):
                 if self._forwards is None:
                     stack.enter_context(self._forward())
                 else:
-                    tracer.in_forward = False
                     stack.enter_context(self._forwards.within(self._one_of_several))
                 self.start()
                 self._stack.callback(self.stop)
                 self._stack.callback(collect_rarely())
-                self._stack.callback(private.before_storage_resizes(self._resizes))
+                self._stack.callback(private.before_storage_resizes(self.saved.before_resize))
                 result = forward(*args, **kwargs)
-            tracer.in_forward = False
             self.watch.forward_ends(tensors_returned(result))
         except BaseException as error:
             self.close()
@@ -181,15 +179,15 @@ class Profiler(Interceptor):
                 raise refused from error
             raise
         if self._forwards is not None:
-            self._goes_on, self.watch.backwards = False, 1
-            self._ends()
+            self._goes_on = False
+            self.watch.ends()
         return result
 
     @contextmanager
     def _forward(self) -> Iterator[None]:
         """What runs in the block is the forward that can be planned."""
         tracer, tape = self.tracer, self.tape
-        with ExitStack() as stack:
+        with tracer.forward(), ExitStack() as stack:
             stack.callback(tape.close)
             stack.enter_context(tracer.following_modules())
             model = tracer.model
@@ -210,14 +208,12 @@ class Profiler(Interceptor):
     @contextmanager
     def _one_of_several(self) -> Iterator[None]:
         """One forward of a step that has several."""
-        tracer, begin = self.tracer, len(self.tracer.operations)
-        tracer.in_forward = True
+        begin = len(self.tracer.operations)
         try:
             with self._forward():
                 yield
         finally:
-            tracer.in_forward = False
-            self.forward_spans.append((begin, len(tracer.operations)))
+            self.forward_spans.append((begin, len(self.tracer.operations)))
 
     def _note_gathered(self) -> None:
         """A unit of FSDP may begin: note the storages that the model's weights are gathered into by now."""
@@ -247,6 +243,7 @@ class Profiler(Interceptor):
         tracer = self.tracer
         if tracer.closed:
             return proceed(func, args, kwargs)
+        self.saved.keep_overwritten()
         call, in_forward = Call(func, args, kwargs), tracer.in_forward and not private.in_backward()
         if call.info.waits:
             return self.collectives.waits(call, proceed(func, args, kwargs))
@@ -262,10 +259,10 @@ class Profiler(Interceptor):
         ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
         if not ran.made and not call.written:
             return ran.result
-        index = tracer.add_writer(call, reads, ran.made, cost, reason, ran.returned, evicted)
+        left_bytes = self.costs.left_bytes if cost.in_place else 0
+        index = tracer.add_writer(call, reads, ran.made, cost, reason, ran.returned, evicted, left_bytes)
         if call.info.collective:
             self.collectives.begins(call, cost, ran.flat, may_run_again=records)
-        tracer.left_bytes = self.costs.left_bytes if cost.in_place else 0
         if ran.node is not None:
             self.tape.link(ran.node, call, ran.fresh)
         if private.in_backward():
@@ -273,7 +270,7 @@ class Profiler(Interceptor):
             if may_be_meeting(call):
                 self.note_meeting(index, args[0])
         if call.written:
-            self.note_overwritten(call.written)
+            self.saved.note_overwritten(call.written)
         if not records or ran.node is not None:
             self._forms.learn(call, ran.flat, cost, tracer.operations[index], records)
         return ran.result
@@ -359,7 +356,7 @@ class Profiler(Interceptor):
             producer = tracer.values[reads[0]].producer if reads else None
             made = None if producer is None else self._nodes.get(producer)
             if made not in (None, node) and private.base_of(first) is first:
-                tracer.meetings.add(index)
+                tracer.note_meeting(index)
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
         """Run code whose operations are not intercepted (a compiled submodule). Each tensor that the code
@@ -367,13 +364,10 @@ class Profiler(Interceptor):
         """
         tracer = self.tracer
         cost = self._opaque.setdefault(len(tracer.operations), MeasuredCost())
-        tracer.opaque += 1
-        try:
+        with tracer.opaque_call():
             result = self.costs.measure(cost, call)
             for tensor in tensors_inside(result):
                 tracer.value_of(tensor)
-        finally:
-            tracer.opaque -= 1
         return result
 
     @contextmanager
@@ -394,49 +388,11 @@ class Profiler(Interceptor):
             return Wrapped(tensor, self.pack)
         if self.tracer.closed or not has_plain_storage(tensor):
             return Kept(tensor)
-        self.keep_overwritten()
+        self.saved.keep_overwritten()
         with unseen():
             number, droppable = self.tracer.packs(tensor)
-            packed = SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable))
-        storage = self.tracer.values[self.tracer.saved[number].value].storage
-        self._saved_in.setdefault(storage, []).append(weakref.ref(packed))
+            packed = self.saved.add(SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable)))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
-
-    def _resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """The program is about to resize a storage: what was saved in it is kept from here on."""
-        number = self.tracer.resizes(storage, nbytes)
-        if number is not None:
-            private.unshare(storage)
-            with unseen():
-                for reference in self._saved_in.get(number, ()):
-                    if saved := reference():
-                        saved.keep(storage)
-
-    def note_overwritten(self, written: list[torch.Tensor]) -> None:
-        """An operation has written to what may have been saved; version counters have not moved yet."""
-        self.keep_overwritten()
-        for tensor in written:
-            number = self.tracer.number_of(tensor)
-            if number in self._saved_in:
-                where = (weakref.ref(tensor.untyped_storage()), Geometry(tensor))
-                self._written += [(one, *where) for one in self._saved_in[number]]
-
-    def keep_overwritten(self) -> None:
-        """Keep what was saved and then overwritten past its version counter, which has moved by now if it
-        does: a plain step reads what was written.
-        """
-        if not self._written:
-            return
-        suspects, self._written = self._written, []
-        for saved_reference, reference, where in suspects:
-            saved, storage = saved_reference(), reference()
-            if saved is None or storage is None or not saved.is_behind():
-                continue
-            with unseen():
-                # chunks of one storage have counters of their own (recurrent layers write to the others)
-                if saved.lies_in(where, storage.nbytes()):
-                    self.tracer.behind.add(saved.number)
-                    saved.keep(storage)
 
     def release(self, number: int) -> None:
         """Autograd has released a saved tensor."""
@@ -463,12 +419,14 @@ class Profiler(Interceptor):
         if self.tracer.closed:
             return
         self.backward_unseen |= self not in interceptors()
-        if self.tracer.unreleased == 0 and not self._goes_on:
-            self._ends()
+        # of a step of several forwards autograd's graph may be kept: it is over all the same
+        released = self.tracer.unreleased == 0 or self._forwards is not None
+        if released and not self._goes_on:
+            self.ends()
 
-    def _ends(self) -> None:
-        """The step is over."""
-        on_end = self._on_end
+    def ends(self) -> None:
+        """The step is over: its profile is handed on, once."""
+        on_end, self._on_end = self._on_end, None
         self.close()
         self.ended = True
         if on_end is not None:
@@ -483,7 +441,10 @@ class Profiler(Interceptor):
     def close(self) -> None:
         """End the profile: the step is over, or given up."""
         if not self.tracer.closed:
-            self.tracer.closed, self._on_end = True, None
+            self.tracer.close()
+            self.saved.written.clear()
+            if not self.watch.backwards:  # else it is handed on yet
+                self._on_end = None
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
             self._stack.close()

@@ -71,7 +71,7 @@ class Recorder(Interceptor):
             raise PlanError(CAPTURED)
         self.director = director
         self.tape = Tape() if tape is None else tape
-        self.check = check or self.tape.verify
+        self._checks = check
         self.around_unpack = around_unpack
         self.mover = mover
         self.on_demand = on_demand
@@ -84,6 +84,13 @@ class Recorder(Interceptor):
                 program=program,
                 on_demand=on_demand,
             )
+
+    @property
+    def check(self) -> bool:
+        """Whether replayed tensors are compared with digests of the originals; a tape that verifies may do so
+        for some operations only.
+        """
+        return self._checks or self.tape.verify
 
     @property
     def governs(self) -> bool:

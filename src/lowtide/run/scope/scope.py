@@ -43,9 +43,14 @@ def _fingerprints() -> dict[int, bool]:
 
 
 class ScopeTape(Tape):
-    """The tape of one scope: it remembers which operations reproduced, by fingerprint.
+    """The tape of one scope: it verifies what is new, and remembers which operations reproduced, by
+    fingerprint.
+
+    Args:
+        mode, place: as of `ScopeRecorder`, whose ``verify`` is the mode.
 
     Attributes:
+        mode: as given.
         fingerprint: of the operation that runs.
         reproduces_by: whether an operation reproduced, by its fingerprint, as found in this scope.
         news: findings that no warning has told of yet.
@@ -53,12 +58,25 @@ class ScopeTape(Tape):
         withdrawn: code wrote to what the scope had recorded, unseen; the next run is verified, too.
     """
 
-    def __init__(self, verify: bool, place: int) -> None:
-        super().__init__(verify)
+    def __init__(self, mode: Verify, place: int) -> None:
+        super().__init__(mode != "never")
+        self.mode: Verify = mode
         self.fingerprint = place
         self.reproduces_by: dict[int, bool] = {}
         self.news: dict[str, str] = {}
         self.wanted = self.withdrawn = False
+
+    def operation_begins(self, func: Any, args: tuple[Any, ...]) -> None:
+        """An operation is about to run: whether it is verified, by its fingerprint."""
+        self.fingerprint, self.wanted = hash((self.fingerprint, id(func), *_form_of(args))), False
+        if self.mode == "first":
+            self.verify = self.fingerprint not in _fingerprints()
+
+    def operation_ends(self) -> None:
+        """The operation has run."""
+        if not self.wanted:
+            # operations that read a kept value are verified apart from those that read a recorded one
+            self.fingerprint = ~self.fingerprint
 
     def node_of(self, call: Call, reads_blank: bool = False) -> Node | None:
         """The node of a call about to be made, but none of one that did not reproduce before."""
@@ -100,10 +118,8 @@ class ScopeRecorder(Recorder):
     tape: ScopeTape
 
     def __init__(self, director: Director, verify: Verify, place: int) -> None:
-        super().__init__(director, tape=ScopeTape(verify != "never", place))
-        self._verify: Verify = verify
-        if verify == "first":
-            self.around_unpack = self._unpacks
+        around = self._unpacks if verify == "first" else None
+        super().__init__(director, tape=ScopeTape(verify, place), around_unpack=around)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -126,16 +142,11 @@ class ScopeRecorder(Recorder):
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Verify the operation or trust it, by its fingerprint, and run it; see `Recorder.operation`."""
-        if self._verify == "never" or op_info(func).is_view or private.in_backward():
+        if self.tape.mode == "never" or op_info(func).is_view or private.in_backward():
             return super().operation(func, args, kwargs)
-        tape = self.tape
-        tape.fingerprint, tape.wanted = hash((tape.fingerprint, id(func), *_form_of(args))), False
-        if self._verify == "first":
-            tape.verify = self.check = tape.fingerprint not in _fingerprints()
+        self.tape.operation_begins(func, args)
         result = super().operation(func, args, kwargs)
-        if not tape.wanted:
-            # operations that read a kept value are verified apart from those that read a recorded one
-            tape.fingerprint = ~tape.fingerprint
+        self.tape.operation_ends()
         return result
 
     def _unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -20,6 +20,7 @@ struct ProfilerCalls {  // functions of Python, which do not hold the profiler
   py::object note_node;         // the operation with that index runs in a backward
   py::object note_meeting;      // and perhaps adds to a first tensor the gradient of another node
   py::object note_overwritten;  // a list of tensors
+  py::object keep_overwritten;  // what is saved of these, before anything else runs
   py::object note_finding;      // the name of an operation that does not reproduce, and why
 };
 
@@ -27,16 +28,17 @@ class ProfileRecorder : public Recorder {
  public:
   using Digest = int64_t (*)(const void*, int64_t);
 
-  // Of a profiler in Python: its tape and tracer; collectives under way; its functions. `digest` is the
-  // address of a function of bytes and how many; 0 where nothing is verified. `meter` are addresses, too. Of
-  // calls of one form so many `runs` are measured, and run twice.
-  ProfileRecorder(py::object tape, py::object tracer, py::dict begun, const ProfilerCalls& profiler,
-                  uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
+  // Of a profiler in Python: its tape and tracer; collectives under way; writes to what was saved, which
+  // are to be looked at; its functions. `digest` is the address of a function of bytes and how many; 0 where
+  // nothing is verified. `meter` are addresses, too. Of calls of one form so many `runs` are measured, and run
+  // twice.
+  ProfileRecorder(py::object tape, py::object tracer, py::dict begun, py::list written,
+                  const ProfilerCalls& profiler, uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
       : Recorder(std::move(tape), py::none(), py::none(), std::make_shared<Program>(true), nullptr),
         digest_(reinterpret_cast<Digest>(digest)),
         meter_(meter),
         runs_(runs),
-        parts_(std::make_unique<Parts>(std::move(tracer), std::move(begun), profiler)) {}
+        parts_(std::make_unique<Parts>(std::move(tracer), std::move(begun), std::move(written), profiler)) {}
 
   ~ProfileRecorder() override {
     py::gil_scoped_acquire gil;
@@ -53,6 +55,7 @@ class ProfileRecorder : public Recorder {
     Parts& p = *parts_;
     forget_call();
     if (python_ran_) from_python();
+    if (PyList_GET_SIZE(p.written.ptr())) p.profiler.keep_overwritten();
     backward_ = torch::autograd::get_current_graph_task_id() != -1;
     bool forward = is_true(traced->tracer.in_forward(p.tracer));
     if ((forward && (backward_ || !hooks_.on_top())) || !p.is_quiet()) return false;
@@ -159,6 +162,7 @@ class ProfileRecorder : public Recorder {
   struct Parts {  // goes where the interpreter's lock is held
     py::object tracer;
     py::dict begun;
+    py::list written;
     ProfilerCalls profiler;
     py::dict known{of(traced->tracer.known)}, handed_out{of(traced->tracer.handed_out)},
         files{of(traced->tracer.files)};
@@ -175,8 +179,8 @@ class ProfileRecorder : public Recorder {
     Tensors overwritten;
     Tensor first;  // the gradient that it adds another one to, where it may do so in place; else undefined
 
-    Parts(py::object tracer, py::dict begun, const ProfilerCalls& profiler)
-        : tracer(std::move(tracer)), begun(std::move(begun)), profiler(profiler) {}
+    Parts(py::object tracer, py::dict begun, py::list written, const ProfilerCalls& profiler)
+        : tracer(std::move(tracer)), begun(std::move(begun)), written(std::move(written)), profiler(profiler) {}
 
     py::object of(const Slot& slot) const { return py::reinterpret_borrow<py::object>(slot(tracer)); }
 

@@ -120,17 +120,19 @@ PYBIND11_MODULE(lowtide_recorder, m) {
         return function_of<&packed>("pack", Packer::of(std::move(recorder)));
       });
   py::class_<ProfileRecorder, Recorder, std::shared_ptr<ProfileRecorder>>(m, "ProfileRecorder")
-      .def(py::init([](py::object tape, py::object tracer, py::dict begun, py::object register_storage,
-                       py::object end_storage, py::object value_of, py::object note_node,
-                       py::object note_meeting, py::object note_overwritten, py::object note_finding,
-                       uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
-             ProfilerCalls profiler{register_storage, end_storage,      value_of,    note_node,
-                                    note_meeting,     note_overwritten, note_finding};
-             return std::make_shared<ProfileRecorder>(tape, tracer, begun, profiler, digest, meter, runs);
+      .def(py::init([](py::object tape, py::object tracer, py::dict begun, py::list written,
+                       py::object register_storage, py::object end_storage, py::object value_of,
+                       py::object note_node, py::object note_meeting, py::object note_overwritten,
+                       py::object keep_overwritten, py::object note_finding, uintptr_t digest,
+                       const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
+             ProfilerCalls profiler{register_storage, end_storage,      value_of,         note_node,
+                                    note_meeting,     note_overwritten, keep_overwritten, note_finding};
+             return std::make_shared<ProfileRecorder>(tape, tracer, begun, written, profiler, digest, meter,
+                                                      runs);
            }),
-           py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "register_storage"_a, "end_storage"_a,
-           "value_of"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a, "note_finding"_a,
-           "digest"_a, "meter"_a, "runs"_a)
+           py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "written"_a, "register_storage"_a,
+           "end_storage"_a, "value_of"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a,
+           "keep_overwritten"_a, "note_finding"_a, "digest"_a, "meter"_a, "runs"_a)
       .def("learn", &ProfileRecorder::learn)
       .def_property_readonly("program", &ProfileRecorder::program);
   m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });

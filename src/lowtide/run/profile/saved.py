@@ -1,0 +1,130 @@
+"""What autograd holds of a profiled step in place of saved tensors, and what a write to them means.
+
+In: a tensor that autograd saves, as the tape has kept or evicted it; operations that write; storages that
+are resized. A saved tensor that the program overwrites past its version counter is kept from then on: a plain
+step reads what was written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.interception import unseen
+from lowtide.run.digest import Geometry
+from lowtide.run.record.handles import Evicted, Kept
+from lowtide.trace.tracer import Tracer
+
+
+class SavedTensor:
+    """What autograd holds in place of a saved tensor of a profiled step, and deletes when it releases it."""
+
+    __slots__ = ("__weakref__", "number", "packed", "profiler")
+
+    def __init__(self, profiler: Any, number: int, packed: Kept | Evicted) -> None:
+        self.profiler, self.number, self.packed = profiler, number, packed
+
+    def is_behind(self) -> bool:
+        """Whether the tensor is evicted, and its version counter does not show that it was overwritten."""
+        return (
+            isinstance(self.packed, Evicted) and private.version(self.packed.witness) == self.packed.version
+        )
+
+    def lies_in(self, where: Geometry, nbytes: int) -> bool:
+        """Whether a write at ``where``, in the tensor's storage of ``nbytes``, overwrites a part of it."""
+        return not isinstance(self.packed, Evicted) or where.overlaps(self.packed.ref, nbytes)
+
+    def keep(self, storage: torch.UntypedStorage) -> None:
+        """Keep the tensor, which lies in ``storage``."""
+        if isinstance(self.packed, Evicted):
+            self.packed = self.packed.as_kept(storage)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, on a storage object of its own."""
+        self.profiler.watch.backward_begins()
+        self.profiler.saved.keep_overwritten()
+        try:
+            with unseen():
+                return self._unpack()
+        except BaseException:  # backward ends here without a hook
+            self.profiler.close()
+            raise
+
+    def _unpack(self) -> torch.Tensor:
+        tracer = self.profiler.tracer
+        tracer.unpacks(self.number)
+        self.profiler.collectives.operation_begins()
+        tensor = self.packed.unpack()
+        if isinstance(self.packed, Kept):
+            tracer.hands_out(self.number, None)
+            return tensor
+        alone = self.packed.ref.over(private.borrowed_storage(tensor))
+        owner = [tensor]  # holds the bytes for as long as the alias is there
+        tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
+        return alone
+
+    def __del__(self) -> None:
+        self.profiler.release(self.number)
+
+
+class SavedTensors:
+    """The saved tensors of a profiled step, by the storage that they lie in; autograd's graph holds them.
+
+    Args:
+        tracer: writes the step down.
+
+    Attributes:
+        written: saved tensors whose storage an operation has written to, that storage, and where. What is in
+            it is looked at before anything else runs (`keep_overwritten`), and until then the storage stays.
+    """
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+        self._saved_in: dict[int, list[weakref.ref[SavedTensor]]] = {}  # by the number of their storage
+        self.written: list[tuple[weakref.ref[SavedTensor], torch.UntypedStorage, Geometry]] = []
+
+    def add(self, saved: SavedTensor) -> SavedTensor:
+        """Know a tensor that was packed just now."""
+        storage = self._tracer.values[self._tracer.saved[saved.number].value].storage
+        self._saved_in.setdefault(storage, []).append(weakref.ref(saved))
+        return saved
+
+    def before_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """The program is about to resize a storage: what was saved in it is kept from here on."""
+        number = self._tracer.resizes(storage, nbytes)
+        if number is not None:
+            private.unshare(storage)
+            with unseen():
+                for reference in self._saved_in.get(number, ()):
+                    if saved := reference():
+                        saved.keep(storage)
+
+    def note_overwritten(self, written: list[torch.Tensor]) -> None:
+        """An operation has written to what may have been saved; version counters have not moved yet."""
+        self.keep_overwritten()
+        for tensor in written:
+            number = self._tracer.number_of(tensor)
+            if number in self._saved_in:
+                where = (tensor.untyped_storage(), Geometry(tensor))
+                self.written += [(one, *where) for one in self._saved_in[number]]
+
+    def keep_overwritten(self) -> None:
+        """Keep what was saved and then overwritten past its version counter, which has moved by now if it
+        does.
+        """
+        if not self.written:
+            return
+        suspects = self.written.copy()
+        self.written.clear()
+        for reference, storage, where in suspects:
+            saved = reference()
+            if saved is None or not saved.is_behind():
+                continue
+            with unseen():
+                # chunks of one storage have counters of their own (recurrent layers write to the others)
+                if saved.lies_in(where, storage.nbytes()):
+                    self._tracer.note_behind(saved.number)
+                    saved.keep(storage)
