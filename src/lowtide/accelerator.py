@@ -58,7 +58,7 @@ def current_device() -> torch.device:
 
 
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which this thread means ``device`` where it names none; for an accelerator."""
+    """A context in which an accelerator is this thread's current one, which code that names none uses."""
     return torch.cuda.device(device) if is_accelerator(device) and is_present() else nullcontext()
 
 
@@ -110,10 +110,10 @@ def allocator() -> str:
 
 
 def lock_pages(address: int, count: int, device: torch.device) -> Any:
-    """Page-lock main memory, so that transfers run beside computing; called, what it returns unlocks it.
+    """Page-lock main memory, so that transfers run beside computing. Returns a function that unlocks it.
 
-    Both are asked with ``device`` current. A new thread begins at the first device, and there the call would
-    set up CUDA: half a gigabyte for each rank.
+    Locking and unlocking run with ``device`` current: a new thread's current device is the first one, and
+    setting up CUDA there would take half a gigabyte for each rank.
 
     Raises:
         MemoryError: the system refuses.
@@ -167,7 +167,7 @@ class Streams:
     """The streams and events of one accelerator.
 
     Args:
-        device: it.
+        device: the accelerator.
     """
 
     def __init__(self, device: torch.device) -> None:

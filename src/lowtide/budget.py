@@ -13,13 +13,13 @@ from .errors import BudgetError
 from .words import SIZES, format_bytes
 
 SLACK_SHARE = 1e-3
-"""Of a budget, at most `SLACK_BYTES`: left for the few bytes of scalars that a trace does not show."""
+"""Share of a budget, at most `SLACK_BYTES`, that plans leave free for scalars that a trace does not show."""
 
 SLACK_BYTES = 1 << 16
 
 RESERVE_SHARE = 0.1
-"""Of what a device has, left by ``"auto"`` to fragmentation and to what is not a tensor; at least
-`RESERVE_BYTES`.
+"""Share of a device's memory, at least `RESERVE_BYTES`, that ``"auto"`` leaves free for fragmentation and for
+what is not a tensor.
 """
 
 RESERVE_BYTES = 256 << 20
@@ -176,7 +176,7 @@ def slack_bytes(limit: int | None) -> int:
 
 
 def would_reserve(default: int, expandable: int) -> str:
-    """What is reserved either way, in words.
+    """What PyTorch's allocator would reserve by default and with expandable segments, in words.
 
     >>> would_reserve(6 << 30, 5 << 30)
     "PyTorch's allocator would reserve 6 GiB for its steps, 5 GiB with \
@@ -189,7 +189,7 @@ PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 def with_slack(peak_bytes: float) -> int:
-    """The smallest budget of which a plan may use ``peak_bytes``."""
+    """The smallest budget for a plan of this peak: plans leave `slack_bytes` of it free."""
     return math.ceil(min(peak_bytes / (1 - SLACK_SHARE), peak_bytes + SLACK_BYTES))
 
 

@@ -19,7 +19,7 @@ from lowtide.words import count_text
 Verdict = Literal["ok", "note", "problem"]
 
 OLDEST_TORCH = (2, 11)
-"""Of what pyproject.toml asks for."""
+"""The oldest PyTorch that pyproject.toml allows."""
 
 MARKS: dict[Verdict, str] = {"ok": "ok", "note": "note", "problem": "PROBLEM"}
 

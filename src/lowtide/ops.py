@@ -91,9 +91,9 @@ _UNREPLAYABLE = {
     "aten._cudnn_init_dropout_state.default": "PyTorch keeps what it makes for all that follows",
 }
 SAYS_WHERE = {"index", "start", "end"}
-"""Names of whole numbers that say where in a tensor such operations write, not how much: `WRITES_PART`."""
+"""Names of arguments, whole numbers, that say where in a tensor the operations of `WRITES_PART` write."""
 WRITES_PART = ("_backward", "_scatter")
-"""How their names end: ``select_backward``, ``slice_scatter``."""
+"""How names of operations end that write into a part of a tensor: ``select_backward``, ``slice_scatter``."""
 _WITH_STATE = {"dropout", "train", "dropout_state"}
 """Arguments of an RNN's kernel (cuDNN, MIOpen), which draws from the last and overwrites it, whatever its
 schema says.
@@ -403,8 +403,8 @@ def enter(
     entry: Any,
     on_end: Callable[[], object] = lambda: None,
 ) -> None:
-    """Enter something into a table by the storage's address, beside a reference that removes it, and calls
-    ``on_end``, when the storage ends.
+    """Enter ``entry`` into a table, under the storage's address. When the storage ends the entry is removed,
+    and ``on_end`` called.
     """
     key = private.storage_address(storage)
 

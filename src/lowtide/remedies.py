@@ -24,28 +24,28 @@ OUTPUTS = "zeros for outputs beside the loss"
 """Names of what is live at a peak, see `lowtide.BudgetError.parts`."""
 
 UPDATE = "its update"
-"""The same, of the optimizer's own step."""
+"""Name of what the optimizer's own step allocates, among these."""
 
 REDUCED = "gradients on their way"
-"""The same, of what gradients are copied into while ranks add them up, beyond what the update takes."""
+"""Name of what gradients are copied into while ranks add them up, beyond what the update takes."""
 
 OF_PARAMETERS = "gradients of parameters, not added up yet"
-"""The same, of what backward has just made."""
+"""Name of gradients that backward has just made."""
 
 CHUNKS = 8
-"""Into which a loss is divided where that is proposed."""
+"""Chunks into which the loss is divided where that is proposed."""
 
 SHOWN = 3
-"""Holders that are named: the largest."""
+"""How many holders are named, the largest first."""
 
 WORTH = 0.01
-"""Of the largest holder's bytes, what another has to have to be named."""
+"""Share of the largest holder's bytes that another has to have to be named."""
 
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
 _MOST_SMALLER = 0.9
-"""Share by which a batch can be made smaller and is worth training on."""
+"""The most by which a smaller batch is proposed, as a share: a smaller one is hardly worth training on."""
 
 
 @dataclass(frozen=True, slots=True)

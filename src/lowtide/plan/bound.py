@@ -49,30 +49,30 @@ from lowtide.plan.simulate.index import Bytes, bytes_over_time, replay_set
 from lowtide.plan.simulate.simulator import Simulator
 
 _ROUNDS = 30
-"""Times that rows are added and the program is solved; stopping early leaves a lower bound."""
+"""How often rows are added and the program is solved; stopping early leaves a lower bound."""
 
 _ROWS_PER_ROUND = 48
-"""Moments above the budget whose rows are added at a time."""
+"""For how many moments above the budget rows are added at a time."""
 
 _ROWS_PER_LINK = 8
-"""Moments for which the program says what hides a link's transfers."""
+"""For how many moments the program says what hides a link's transfers."""
 
 _NODES = 1
-"""Branch-and-bound nodes: what whole numbers bring comes from the root."""
+"""Branch-and-bound nodes of a program in whole numbers: the gain over the relaxed one comes at the root."""
 
 Floats = NDArray[np.float64]
 
 A_SECOND = 750_000
-"""Operations that are simulated in about a second."""
+"""How many operations are simulated in about a second: the unit of a search's work."""
 
 _A_COLUMN = 30
-"""Work of solving a linear program, for each of its columns: as much as simulating so many operations."""
+"""Work of solving a linear program, in simulated operations for each of its columns."""
 
 _WHOLE = 3
 """How many times as much work a program in whole numbers is."""
 
 Spans = list[tuple[int, int]]
-"""half-open, in events"""
+"""Half-open stretches of time, in events."""
 
 
 class Effort:

@@ -44,7 +44,7 @@ _OVER = 0.25
 fits."""
 
 _MORE_SEGMENTS = 1.5
-"""Factor between the numbers of segments that are tried."""
+"""Factor from one number of segments that is tried to the next."""
 
 _EFFORT = 33 * A_SECOND
 """The work of one search, where no smaller limit is given."""
@@ -65,19 +65,19 @@ _ENOUGH = 0.5
 """Share of the effort after which no further descent is begun once a plan fits."""
 
 _ROUNDS = 12
-"""Times that the program is solved anew, each time corrected by an exact simulation."""
+"""How often the program is solved anew, each time corrected by an exact simulation."""
 
 _VAIN = 8
 """Corrected solutions in a row that find nothing better before the search ends."""
 
 _PASSES = 4
-"""Times that `LocalSearch.faster` goes through what it may store."""
+"""How often `LocalSearch.faster` goes through the values that it may store."""
 
 _FAILURES = 80
-"""Values in a row that `LocalSearch.faster` tries in vain before it ends."""
+"""How many values in a row `LocalSearch.faster` tries in vain before it ends."""
 
 _TURNS = 60
-"""Changes at the peak that are simulated in vain before `LocalSearch.lower` ends."""
+"""How many changes at the peak are simulated in vain before `LocalSearch.lower` ends."""
 
 _BOUNDED = 0.4
 """Work of closing a set and bounding its peak, as a share of a simulation's."""

@@ -79,8 +79,9 @@ def with_earlier_gradients(graph: StepGraph) -> StepGraph:
 
 
 def rates(graph: StepGraph) -> dict[int | None, float]:
-    """Seconds of an operation, by its ``id``, for a byte that it reads or writes; under ``None``, of all. By
-    these the recorder prices what it evicts on demand.
+    """For each operation, by its overload's ``id``, the seconds that it takes for a byte that it reads or
+    writes; under ``None`` those of all operations together. By these the recorder prices what it evicts on
+    demand.
     """
     sizes = [graph.storages[value.storage].bytes for value in graph.values]
     seconds, nbytes = defaultdict[int | None, float](float), defaultdict[int | None, int](int)
@@ -93,8 +94,8 @@ def rates(graph: StepGraph) -> dict[int | None, float]:
 
 
 def rise_bytes(graph: StepGraph) -> int:
-    """By how much live bytes rise at most from one time that they are looked at to the next: before an
-    operation of the forward, and where backward asks for a saved tensor.
+    """The most by which live bytes rise between two checks by eviction on demand, which comes before each
+    operation of the forward and where backward asks for a saved tensor.
     """
     step = plain(graph)
     most, before, looked = 0, graph.resident_bytes, graph.resident_bytes
@@ -132,12 +133,12 @@ def with_unreplayable(graph: StepGraph, findings: Mapping[str, str]) -> StepGrap
 
 
 _SIZED_BY_VALUES = ("aten.nonzero.", "aten.masked_select.", "aten._unique", "aten.unique_")
-"""Operations whose results have as many elements as their inputs' values say."""
+"""Operations the sizes of whose results depend on values."""
 
 _SPREAD = 0.01
-"""Share of a budget that a plan leaves where such sizes differ from step to step, as of routed tokens."""
+"""Share of a budget that a plan leaves free where sizes depend on values, as those of routed tokens do."""
 
 
 def spread(graph: StepGraph) -> float:
-    """Share of the budget that is left for results whose sizes the values of the next steps change."""
+    """Share of the budget that a plan of this step leaves free, since sizes of results depend on values."""
     return _SPREAD if any(op.name.startswith(_SIZED_BY_VALUES) for op in graph.operations) else 0.0

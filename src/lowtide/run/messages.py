@@ -23,7 +23,7 @@ OF_GRAPH = (
 """Why steps with second derivatives take so much."""
 
 AT_LENGTH = 3
-"""So many steps are told at length why they took more than their budget; later ones in short."""
+"""How many warnings of steps above their budget say at length why; later ones are short."""
 
 ABANDONED = (
     "a step of this limited model ran without the limit: when its forward began, something still held what "
@@ -31,15 +31,16 @@ ABANDONED = (
     "loss kept when an error ended its step, perhaps). Let go of what a step that you give up returned "
     "(del loss); the next step that begins so is planned for"
 )
-"""Of a forward that began while an earlier step was unfinished: it ran as part of that step, without a plan,
-and now a backward runs through it."""
+"""The warning of a forward that began while an earlier step was unfinished, ran as part of that step without
+a plan, and through which a backward runs now.
+"""
 
 UNCOMPILED = (
     "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
     "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
     "lowtide.limit_memory(model, budget)"
 )
-"""A forward whose compiled model compiled none of it."""
+"""The warning of a limit on a compiled model of whose forward PyTorch compiles nothing."""
 
 RECOMPILE_LIMIT = (
     "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
@@ -47,7 +48,7 @@ RECOMPILE_LIMIT = (
     "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
     "out, pad to fewer sizes, or raise that limit before the first step"
 )
-"""A forward that Dynamo compiles anew no more."""
+"""The warning of a forward that has reached Dynamo's recompile limit."""
 
 LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
@@ -59,7 +60,7 @@ UNMEASURED = (
     "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "
     "in CXX); lowtide doctor says what there is"
 )
-"""For a limit whose steps cannot be measured."""
+"""The warning of a limit whose steps cannot be measured."""
 
 
 class LowtideWarning(UserWarning):

@@ -18,10 +18,11 @@ class _Mark:
 
 
 def weakly(method: Callable[..., object], *first: object) -> Callable[..., None]:
-    """Calls a bound method with these arguments first, as long as its object lives.
+    """A function that calls a bound method, with the arguments ``first`` before its own, and does not hold
+    the method's object: it does nothing once that is gone.
 
-    For what autograd's graph holds: a model may keep its own outputs, and with them their graph, and Python's
-    collector does not see a circle through that.
+    For callbacks that autograd's graph holds. A model may keep its own outputs, and with them their graph; a
+    circle through that graph is one that Python's collector does not see.
     """
     reference: Any = weakref.WeakMethod(method)
 
@@ -176,7 +177,7 @@ class StepWatch:
             (self._on_gone or self.close)()
 
     def over(self) -> bool:
-        """Whether `seconds` will not block."""
+        """Whether the device has done the backward, so that `seconds` does not wait."""
         return isinstance(self._marks[-1], float) or self._marks[-1].query()
 
     def seconds(self) -> float | None:

@@ -40,25 +40,24 @@ _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
 
 _ROUNDS = 6
-"""Times that the program is solved: for less by what its decisions exceeded the budget, then for something
-between what fits and what does not.
+"""How often the program is solved: each time for less, by what its decisions exceeded the budget; then, once
+some fit, between the largest target that fits and the smallest that does not.
 """
 
 _CLOSE = 0.01
-"""The largest target that fits and the smallest that does not are at least so far apart, as a share of the
-budget, or nothing between them is tried."""
+"""Distance between these two targets, as a share of the budget, below which no other is tried."""
 
 _STARTS = 2
 """How many of the best mixes of either kind (from recomputing, from the program) have decisions exchanged."""
 
 _TRIES = 120
-"""Exchanges of single decisions."""
+"""How many exchanges of single decisions are tried."""
 
 _WHOLE_COLUMNS = 1200
-"""Largest program that is solved in whole numbers."""
+"""Columns of the largest program that is solved in whole numbers."""
 
 _ROUNDINGS = (0.0, 0.9)
-"""How much of a value the program has to move for it to move."""
+"""Shares of a value that the program has to move for the value to move: each is tried."""
 
 _GOOD_GAP = 0.003
 
@@ -299,7 +298,7 @@ class MixedSearch:
 
 
 ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
-"""What a plan notes that is not the best that a search could find."""
+"""The note of a plan whose search ended early."""
 
 _FREED = (
     "checkpointing scopes alone take more than this budget, so some of what they evict stays where that "

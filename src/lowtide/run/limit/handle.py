@@ -234,9 +234,10 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def budget_bytes(self) -> int | None:
-        """The budget in bytes, one for all kinds of steps: of ``"60%"``, ``"min"`` or ``"auto"`` the most
-        that any kind was planned for since it was given; ``None`` before, and without a budget. A kind's own
-        is its `Plan.budget_bytes`."""
+        """The budget in bytes, one for all kinds of steps. Of ``"60%"``, ``"min"`` or ``"auto"`` it is the
+        most that any kind of step was planned for since that budget was given. ``None`` before the first
+        plan, and without a budget. What one kind was planned for is its `Plan.budget_bytes`.
+        """
         maker, known = self._limiter.maker, list(self._limiter.cache.known.values())
         in_force = (
             entry.planned for entry in known if entry.planned_for and entry.planned_for[0] == maker.version

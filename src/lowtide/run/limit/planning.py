@@ -116,7 +116,9 @@ class Problem:
         return bool(limit) and reaches and self.extra_seconds(limit) < math.inf
 
     def budget_for(self, peak_bytes: int) -> float:
-        """The bytes of which a plan may have this peak, less what sizes that vary take."""
+        """The budget in bytes for a plan of this peak: with what the plan leaves free, sizes that vary
+        included.
+        """
         return (peak_bytes + self.free_bytes) / (1 - spread(self.graph))
 
 

@@ -134,8 +134,8 @@ _governing = cache(_Governing)
 
 @contextmanager
 def govern() -> Iterator[None]:
-    """Within the block a limited model runs of which nothing is recorded. It decides what is kept of limited
-    models inside it, too.
+    """Within the block a limited model runs unrecorded, as its plan changes nothing. Limited models inside it
+    run unrecorded, too: its plan is theirs.
     """
     here = _governing()
     here.depth += 1
@@ -315,7 +315,7 @@ class UnlimitedCalls:
         return LIMITED if why is None else self._run_plainly(limiter, inputs, why)
 
     def forget_checkpoint(self) -> None:
-        """A limited step begins: a checkpoint around the model does not see what it saves."""
+        """A limited step begins, and what it saves is not seen by a checkpoint around the model."""
         self._visible = False
 
     def _may_compile(self, model: torch.nn.Module) -> bool:

@@ -47,12 +47,13 @@ from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, Tr
 from lowtide.trace.tracer import Tracer
 
 RUNS = 5
-"""So many runs of what costs the same are measured; more of them say little more."""
+"""How many runs of calls that cost the same are measured: more of them say little more."""
 _TIDY_SECONDS = 0.1
-"""At most so long a profile waits for the threads of one collective to let go of its buffers."""
+"""The most seconds that a profile waits for the threads of one collective to let go of its buffers."""
 
 _POLLS, _SAME_POLLS = 100, 4
-"""It asks so often, and after so many equal answers no more."""
+"""How often it asks within that time what they still hold, and after how many equal answers it stops asking.
+"""
 
 
 class MeasuredCost:

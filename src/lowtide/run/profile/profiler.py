@@ -402,8 +402,8 @@ class Profiler(Interceptor):
     # ---- the end ---------------------------------------------------------------------------------
 
     def abandon_for(self, result: Any, note: Callable[[], None]) -> None:
-        """Abandon this profile, and ``note`` that, if backward runs only through this ``result`` of another
-        forward.
+        """If a backward comes that runs through ``result``, which another forward returned, and not through
+        the profiled step, abandon this profile and call ``note``.
         """
 
         def ends() -> None:

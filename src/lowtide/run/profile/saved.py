@@ -112,8 +112,8 @@ class SavedTensors:
                 self.written += [(one, *where) for one in self._saved_in[number]]
 
     def keep_overwritten(self) -> None:
-        """Keep what was saved and then overwritten past its version counter, which has moved by now if it
-        does.
+        """Keep saved tensors that were overwritten while their version counters stood still (by now a counter
+        has moved, if it does): the backward of a plain step reads what was written.
         """
         if not self.written:
             return

@@ -24,8 +24,8 @@ from lowtide.trace.tracer import Tracer
 from lowtide.writes import WriteWatch
 
 _ENOUGH, _MUCH = 2, 4
-"""Evicted bytes of a segment, as a multiple of those that may cross its end, from which it may end; and from
-which it ends.
+"""A segment may end once the bytes evicted in it are the first multiple of those that would cross its end,
+and ends once they are the second.
 """
 
 _NEAR = 1.05

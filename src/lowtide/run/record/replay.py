@@ -162,7 +162,7 @@ def run_node(
     Args:
         node: the operation.
         bases: a tensor on each value that it reads.
-        alone: whether nobody else waits for that value, so that its bytes may be overwritten.
+        alone: of a value that it overwrites, whether nobody else waits for it, so that its bytes may change.
 
     Returns:
         A weak reference to each value that it wrote, with a tensor on it.

@@ -44,13 +44,14 @@ class LiveValue:
         digest: of its bytes, where verification asks for it.
         evicted: whether a saved tensor of it was evicted.
         extent: how many of its storage's bytes were written.
-        emptied: of a held one whose storage was emptied (`storage.resize_`, as FSDP does) what its bytes were
-            then (`lowtide.run.digest.fingerprint`): they have to come back the same before it is read.
-        stream: of an accelerator's cached copy the stream that made it or read it last; of what is held there
-            the stream on which it was met; else ``None``.
-        shown: of an evicted one, a weak reference to the storage that it was evicted from, where that
-            outlives the forward. Once code has written to that storage, a tensor over it instead: in a plain
-            step autograd's saved tensors would read what was written, so they are unpacked from there.
+        emptied: where the storage of a held value was emptied (`storage.resize_`, as FSDP does), a
+            fingerprint (`lowtide.run.digest.fingerprint`) of its bytes: they have to be the same when it is
+            read.
+        stream: on an accelerator, of a cached copy the stream that made it or read it last, of a held tensor
+            the stream that was current when it was first seen; else ``None``.
+        shown: a weak reference to the storage that the value was evicted from, where that outlives the
+            forward. Once code has written to that storage, a tensor over it instead: saved tensors are then
+            unpacked from there, since those of a plain step would show what was written.
     """
 
     __slots__ = (
@@ -122,8 +123,9 @@ class LiveValue:
         self.stream = now
 
     def _share(self, held: torch.Tensor) -> None:
-        """Let the current stream read what is held, before its memory is used again: the program says so only
-        of the streams that read it in forward, and a replay may run on one that read what was made of it.
+        """Tell the allocator that the current stream reads the held tensor, before whose end its memory is
+        not to be used again. The program does so for the streams that read it in forward; a replay may run on
+        another.
         """
         now = current_stream(held.device)
         if now != self.stream:
