@@ -30,10 +30,11 @@ class ProfileRecorder : public Recorder {
 
   // Of a profiler in Python: its tape and tracer; collectives under way; writes to what was saved, which
   // are to be looked at; its functions. `digest` is the address of a function of bytes and how many; 0 where
-  // nothing is verified. `meter` are addresses, too. Of calls of one form so many `runs` are measured, and run
-  // twice.
+  // nothing is verified. `meter` are addresses, too. Of calls of one form so many `runs` are measured, and
+  // run twice.
   ProfileRecorder(py::object tape, py::object tracer, py::dict begun, py::list written,
-                  const ProfilerCalls& profiler, uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
+                  const ProfilerCalls& profiler, uintptr_t digest, const std::vector<uintptr_t>& meter,
+                  Py_ssize_t runs)
       : Recorder(std::move(tape), py::none(), py::none(), std::make_shared<Program>(true), nullptr),
         digest_(reinterpret_cast<Digest>(digest)),
         meter_(meter),
@@ -180,7 +181,10 @@ class ProfileRecorder : public Recorder {
     Tensor first;  // the gradient that it adds another one to, where it may do so in place; else undefined
 
     Parts(py::object tracer, py::dict begun, py::list written, const ProfilerCalls& profiler)
-        : tracer(std::move(tracer)), begun(std::move(begun)), written(std::move(written)), profiler(profiler) {}
+        : tracer(std::move(tracer)),
+          begun(std::move(begun)),
+          written(std::move(written)),
+          profiler(profiler) {}
 
     py::object of(const Slot& slot) const { return py::reinterpret_borrow<py::object>(slot(tracer)); }
 
