@@ -23,10 +23,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lowtide.meter import storages
-from lowtide.run.digest import same_bytes
 from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import Tape
+from lowtide.run.tensor_bytes import same_bytes
 
 Status = Literal["bitwise", "different", "error", "plain raises", "plain differs", "no gradient", "too slow"]
 Variant = Literal["float", "complex", "inplace", "strided", "conjugate", "negative"]

@@ -8,7 +8,7 @@ A value's way, as operations of our own in the two graphs:
 - ``fetch``, in backward, starts copying back and returns a ticket for what arrives;
 - ``arrive`` waits for that and returns the value.
 
-When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.move`).
+When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.transfers`).
 Inductor orders calls anew, so that little memory is held: tickets are small, so they come early, and values
 come late. What shall not come earlier yet reads something that is not there before.
 

@@ -9,12 +9,12 @@ from typing import Self
 from lowtide.errors import PlanError, expect
 from lowtide.plan.data import Plan
 from lowtide.run.messages import warn
-from lowtide.run.move import TransferEngine
 from lowtide.run.record.cpp_recorder import cpp_program
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.replay import Verify, check_verify
 from lowtide.run.record.tape import Tape
+from lowtide.run.transfers import TransferEngine
 from lowtide.store.stores import Stores
 from lowtide.words import count_text
 

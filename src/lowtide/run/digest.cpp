@@ -1,4 +1,4 @@
-// The digest of lowtide.run.digest, and a comparison of bytes, for small tensors of main memory: there a
+// The digest of lowtide.run.tensor_bytes, and a comparison of bytes, for small tensors of main memory: there a
 // dozen of PyTorch's calls take longer than the bytes do. It gives the same numbers.
 #include <cmath>
 #include <cstdint>

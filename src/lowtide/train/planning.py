@@ -24,7 +24,7 @@ from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.progress import working
-from lowtide.run.hidden_costs import with_overhead
+from lowtide.run.transforms import with_overhead
 from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile

@@ -15,8 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide.graph import Event, Operation, StepGraph, Storage, Value
-from lowtide.run.hidden_costs import rates, rise_bytes
 from lowtide.run.limit.entry_states import State
+from lowtide.run.transforms import rates, rise_bytes
 
 QUICKLY = lowtide.policies.optimal(0.05)  # seconds that a search takes
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
-from lowtide.run.digest import on_a_copy
+from lowtide.run.tensor_bytes import on_a_copy
 
 
 class Net(nn.Module):

@@ -17,9 +17,9 @@ from torch import nn
 
 import lowtide
 from lowtide.meter import measure
-from lowtide.run.digest import fingerprint
 from lowtide.run.record import values
 from lowtide.run.record.values import LiveValue
+from lowtide.run.tensor_bytes import fingerprint
 
 
 class Stream:

@@ -1,6 +1,6 @@
 """Values that move: which of their bytes are where when, and what waiting for transfers takes.
 
-The rules, which the executor (`lowtide.run.move`) follows to the letter:
+The rules, which the executor (`lowtide.run.transfers`) follows to the letter:
 
 1. A moved value is encoded (or cut into shards) and its copy out is started right after the operation that
   wrote it.

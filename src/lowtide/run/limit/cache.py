@@ -15,7 +15,6 @@ from typing import NamedTuple
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.run.hidden_costs import with_all_of, with_overhead
 from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.entry_states import Action
@@ -26,6 +25,7 @@ from lowtide.run.limit.refusal import keeps_plan, refuse_first_fsdp, refuse_seve
 from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.replay import Verify
+from lowtide.run.transforms import with_all_of, with_overhead
 
 MOST_ENTRIES = 24  # are remembered
 

@@ -17,10 +17,10 @@ from typing import Any
 from lowtide.graph import StepGraph
 from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
-from lowtide.run.hidden_costs import rates
 from lowtide.run.limit.entry_states import UNPLANNED, State
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
+from lowtide.run.transforms import rates
 from lowtide.run.watch import StepWatch
 
 _MOST_PROFILES = 4  # of one entry whose steps differ, before the budget of the longest stays

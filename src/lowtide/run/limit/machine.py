@@ -15,7 +15,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
-from lowtide.run import hidden_costs
+from lowtide.run import transforms
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact
 from lowtide.run.record.directors import Directors, PlanDirector
@@ -42,7 +42,7 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     gradients.
     """
     assert sibling.profiled is not None
-    entry.profiled = hidden_costs.with_earlier_gradients(sibling.profiled)
+    entry.profiled = transforms.with_earlier_gradients(sibling.profiled)
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
@@ -162,7 +162,7 @@ def on_profiled(
         entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
         entry.profiled, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
-        entry.room.hidden_bytes = collectives_bytes + hidden_costs.checkpoint_bytes(graph, checkpoints)
+        entry.room.hidden_bytes = collectives_bytes + transforms.checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
         entry.seen.profiled_ran = ran
     return action
@@ -287,7 +287,7 @@ def measure_rise(entry: Entry) -> int:
     """
     room = entry.room
     unread, room.unread = room.unread, ()
-    room.rise_bytes = max([room.rise_bytes, *map(hidden_costs.rise_bytes, unread)])
+    room.rise_bytes = max([room.rise_bytes, *map(transforms.rise_bytes, unread)])
     return room.rise_bytes
 
 

@@ -29,12 +29,12 @@ from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.hidden_costs import spread, with_resident, with_unreplayable
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import Peers
 from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, too_much_reserved
 from lowtide.run.messages import Once
+from lowtide.run.transforms import spread, with_resident, with_unreplayable
 from lowtide.words import count_text
 
 _SEARCH_SECONDS = 0.7

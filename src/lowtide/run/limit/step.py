@@ -29,7 +29,6 @@ from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.unlimited import govern
 from lowtide.run.messages import Overruns, warn
-from lowtide.run.move import TransferEngine, lay_out
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Directors, PlanDirector
@@ -37,6 +36,7 @@ from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.replay import Verify
 from lowtide.run.record.tape import Tape
+from lowtide.run.transfers import TransferEngine, lay_out
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_returned

@@ -14,8 +14,8 @@ import torch
 
 from lowtide.errors import TraceError, expect
 from lowtide.graph import StepGraph
-from lowtide.run.hidden_costs import with_overhead
 from lowtide.run.profile.profiler import Profiler
+from lowtide.run.transforms import with_overhead
 from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import trace_fake
 from lowtide.trace.tracer import Tracer

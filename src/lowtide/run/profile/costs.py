@@ -36,10 +36,10 @@ from lowtide.ops import (
     op_info,
     written_tensors,
 )
-from lowtide.run.digest import digest_address
 from lowtide.run.profile.saved import SavedTensors
 from lowtide.run.profile.segments import SegmentedTape
 from lowtide.run.record.cpp_recorder import add_plain, cpp_recorder
+from lowtide.run.tensor_bytes import digest_address
 from lowtide.run.watch import weakly
 from lowtide.trace.clock import Clock
 from lowtide.trace.results import tensors_inside

@@ -27,7 +27,6 @@ from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
-from lowtide.run.digest import digest_of_shown
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import (
@@ -44,6 +43,7 @@ from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.values import Node
+from lowtide.run.tensor_bytes import digest_of_shown
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
 from lowtide.trace.traced import CostFigures, TracedStorage

@@ -14,8 +14,8 @@ import torch
 
 from lowtide import private
 from lowtide.interception import unseen
-from lowtide.run.digest import Geometry
 from lowtide.run.record.handles import Evicted, Kept
+from lowtide.run.tensor_bytes import Geometry
 from lowtide.trace.tracer import Tracer
 
 

@@ -15,10 +15,10 @@ import torch
 from lowtide import private
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import enter
-from lowtide.run.digest import on_a_copy
 from lowtide.run.record.handles import Evicted, Kept
 from lowtide.run.record.tape import Tape
 from lowtide.run.record.values import LiveValue, Ref, Writer
+from lowtide.run.tensor_bytes import on_a_copy
 from lowtide.trace.traced import TracedStorage
 from lowtide.trace.tracer import Tracer
 from lowtide.writes import WriteWatch

@@ -12,10 +12,10 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.digest import digest
-from lowtide.run.move import TransferEngine
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.values import Ref
+from lowtide.run.tensor_bytes import digest
+from lowtide.run.transfers import TransferEngine
 from lowtide.writes import WriteWatch
 
 AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]

@@ -18,14 +18,14 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import Call, has_plain_storage, is_wrapper, op_info
-from lowtide.run.digest import digest, reach
-from lowtide.run.move import TransferEngine
 from lowtide.run.record.cpp_recorder import cpp_recorder
 from lowtide.run.record.directors import Director, PlanDirector, ScopeDirector
 from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.replay import flat_results, run_first
 from lowtide.run.record.tape import Tape
 from lowtide.run.record.values import Fetch, LiveValue, Ref
+from lowtide.run.tensor_bytes import digest, reach
+from lowtide.run.transfers import TransferEngine
 
 CAPTURED = (
     "a limited step (or a recomputing scope) runs while a CUDA graph is captured: the graph would keep this "

@@ -27,8 +27,8 @@ from lowtide import private
 from lowtide.errors import PlanError, ReplayError
 from lowtide.interception import cpp_module, unseen
 from lowtide.ops import Call, has_plain_storage, op_info
-from lowtide.run.digest import same_bytes, words_of
 from lowtide.run.record.values import Fetch, LiveValue, Node, Ref, SparseInput, Writer
+from lowtide.run.tensor_bytes import same_bytes, words_of
 from lowtide.trace.untouched import generator_state, set_generator_state
 
 

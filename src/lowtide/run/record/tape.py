@@ -17,7 +17,6 @@ import torch
 
 from lowtide import private, writes
 from lowtide.ops import Call, OpInfo, covers_storage, enter, is_sparse
-from lowtide.run.digest import digest, reach
 from lowtide.run.record.replay import copy_of, why_not_reproduced
 from lowtide.run.record.values import (
     Fetch,
@@ -30,6 +29,7 @@ from lowtide.run.record.values import (
     Unrecordable,
     Writer,
 )
+from lowtide.run.tensor_bytes import digest, reach
 
 
 class Tape:

@@ -15,8 +15,8 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import cpp_module, without_modes
-from lowtide.run.digest import Geometry, digest, fingerprint, on_a_copy
-from lowtide.run.move import StoredTensor, TransferEngine
+from lowtide.run.tensor_bytes import Geometry, digest, fingerprint, on_a_copy
+from lowtide.run.transfers import StoredTensor, TransferEngine
 from lowtide.store.slab import is_leased
 
 FILLED_OTHERWISE = (
@@ -45,8 +45,8 @@ class LiveValue:
         evicted: whether a saved tensor of it was evicted.
         extent: how many of its storage's bytes were written.
         emptied: where the storage of a held value was emptied (`storage.resize_`, as FSDP does), a
-            fingerprint (`lowtide.run.digest.fingerprint`) of its bytes: they have to be the same when it is
-            read.
+            fingerprint (`lowtide.run.tensor_bytes.fingerprint`) of its bytes: they have to be the same when
+            it is read.
         stream: on an accelerator, of a cached copy the stream that made it or read it last, of a held tensor
             the stream that was current when it was first seen; else ``None``.
         shown: a weak reference to the storage that the value was evicted from, where that outlives the

@@ -361,7 +361,7 @@ class ProfileRecorder : public Recorder {
     return false;
   }
 
-  static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.digest.same_bytes
+  static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.tensor_bytes.same_bytes
     if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
     Tensor one = a.contiguous(), other = b.contiguous();
     return one.numel() == 0 || !std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes());
@@ -369,7 +369,7 @@ class ProfileRecorder : public Recorder {
 
   // ---- bytes -------------------------------------------------------------------------------------
 
-  static int64_t reach(const Tensor& tensor) {  // lowtide.run.digest.reach
+  static int64_t reach(const Tensor& tensor) {  // lowtide.run.tensor_bytes.reach
     if (tensor.numel() == 0) return 0;
     int64_t last = tensor.storage_offset();
     for (int64_t d = 0; d < tensor.dim(); ++d) last += (tensor.size(d) - 1) * tensor.stride(d);

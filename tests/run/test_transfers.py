@@ -22,7 +22,7 @@ from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Chain, Compress, Link, Offload, Plan, Shard
-from lowtide.run.move import TransferEngine
+from lowtide.run.transfers import TransferEngine
 from lowtide.store import stores as stores_module
 from lowtide.store.codec import Codec, CodecError, Form
 from lowtide.store.host import Host

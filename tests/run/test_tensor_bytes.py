@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import lowtide
 from lowtide.interception import unseen
-from lowtide.run import digest as module
-from lowtide.run.digest import Geometry, digest, same_bytes
+from lowtide.run import tensor_bytes as module
+from lowtide.run.tensor_bytes import Geometry, digest, same_bytes
 
 SIZES = [2, 7, 64, 255, 256, 257, 258, 300, 1000, 1024, 4096, 10_007]
 """In words of eight bytes: below, at and above where tables are summed."""

@@ -1,7 +1,8 @@
-"""Bytes and seconds of a step that its graph does not show as they are.
+"""Transforms of a profiled step before it is planned for, and numbers that are read off it.
 
-In: a step graph. Out: the same with these in it (`with_...`), or a number: the random states of checkpoints,
-and what steps that run other operations need (seconds for a byte, and by how much live bytes rise).
+In: a step graph. Out: the same with bytes and seconds in it that the profile does not show (`with_...`); or a
+number: the bytes of checkpoints' random states, and what steps that run other operations need (seconds for a
+byte, and by how much live bytes rise).
 """
 
 from __future__ import annotations

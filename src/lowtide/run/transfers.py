@@ -18,7 +18,7 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, form_and_tier
 from lowtide.plan.layout import find
-from lowtide.run.digest import digest, words_of
+from lowtide.run.tensor_bytes import digest, words_of
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import hand_out, offsets_of
