@@ -204,7 +204,7 @@ def train(
     from lowtide.report import save_report
     from lowtide.train.options import TrainOptions
     from lowtide.train.progress import Progress
-    from lowtide.train.resume import named_folder, resumed
+    from lowtide.train.resume import named_folder, options_to_resume
     from lowtide.train.summary import show
     from lowtide.train.trainer import train as run
 
@@ -216,7 +216,7 @@ def train(
     )
     asked["checkpoint_dir"] = named_folder(run_folder, resume, checkpoint_dir)
     if resume:
-        asked = resumed(asked, _given(context))
+        asked = options_to_resume(asked, _given(context))
     if asked["warmup"] is None:
         asked["warmup"] = min(asked["steps"], max(20, asked["steps"] // 10))
     options = TrainOptions(**asked)

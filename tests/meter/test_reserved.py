@@ -119,10 +119,10 @@ def test_a_capture_has_pools_of_its_own() -> None:
 
 def test_divisions_of_their_own_for_each_power_of_two() -> None:
     allocator = CachingAllocator(roundup_power2_divisions=[8, 1, 4] + [0] * 13)
-    assert allocator.rounded(MIB + 1) == MIB + MIB // 8
-    assert allocator.rounded(2 * MIB + 1) == 2 * MIB + 512
-    assert allocator.rounded(5 * MIB) == 5 * MIB and allocator.rounded(5 * MIB + 1) == 6 * MIB
-    assert allocator.rounded(8 * MIB + 1) == 8 * MIB + 512
+    assert allocator.round_up(MIB + 1) == MIB + MIB // 8
+    assert allocator.round_up(2 * MIB + 1) == 2 * MIB + 512
+    assert allocator.round_up(5 * MIB) == 5 * MIB and allocator.round_up(5 * MIB + 1) == 6 * MIB
+    assert allocator.round_up(8 * MIB + 1) == 8 * MIB + 512
 
 
 @pytest.mark.parametrize(

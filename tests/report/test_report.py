@@ -21,9 +21,9 @@ from lowtide.plan.simulate import plain
 from lowtide.report import Measured, Report, make_report, save_report
 from lowtide.report.names import layers_of, part_of
 from lowtide.report.page import page, page_data
-from lowtide.report.report import DECISIONS, decided
+from lowtide.report.report import DECISIONS, decision_rows
 from lowtide.report.tradeoff import tradeoff
-from lowtide.train.planning import PlanOptions, traced_and_planned
+from lowtide.train.planning import PlanOptions, trace_and_plan
 
 
 class Links(HTMLParser):
@@ -47,7 +47,7 @@ def test_decisions_sum_to_the_plans_own_table() -> None:
     graph = transformer(3)
     for policy in ("keep_all", "full", "optimal"):
         plan = make(graph, "70%" if policy == "optimal" else None, policy)
-        rows = decided(graph, plan)
+        rows = decision_rows(graph, plan)
         assert {r.module: sum(r.saved_bytes) for r in rows if any(r.saved_bytes)} == {
             r.module: r.saved_bytes for r in plan.modules if r.saved_bytes
         }
@@ -202,7 +202,7 @@ def test_the_page_of_the_largest_benchmark_has_little_to_open() -> None:
     """24 layers of 1,024 features are the most operations that a benchmark plans. A browser reads the data
     before it shows anything, so this bounds what opening the page takes; that itself is not timed.
     """
-    graph, plan = traced_and_planned(PlanOptions("gpt2-medium", None, policy="full", batch=1, seq=32))
+    graph, plan = trace_and_plan(PlanOptions("gpt2-medium", None, policy="full", batch=1, seq=32))
     moments = tuple((k * plan.plain_seconds / 600, 1_000_000_007 + 12_345 * k) for k in range(600))
     measured = Measured(plan.plain_peak_bytes, plan.plain_seconds, moments)
     made = make_report(graph, plan, points=(), measured_plain=measured, measured_planned=measured)

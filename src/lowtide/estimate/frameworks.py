@@ -81,7 +81,7 @@ def launcher(config: Config, node: int) -> str:
     return f"torchrun{several} --nproc-per-node {min(node, config.devices)}"
 
 
-def _joined(start: str, flags: dict[str, Any]) -> str:
+def _join(start: str, flags: dict[str, Any]) -> str:
     """A command line: a flag that is ``True`` stands alone, one that is ``False`` or ``None`` is left out."""
     parts = [start]
     for name, value in flags.items():
@@ -113,7 +113,7 @@ def _lowtide(model: str, config: Config, node: int) -> str:
         "--policy": "full" if config.recompute == "full" else "keep_all",
         "--loss-chunks": config.loss_chunks if config.loss_kind == "chunked" else None,
     }  # fmt: skip
-    return _joined(start, flags)
+    return _join(start, flags)
 
 
 TITAN_MODELS = {
@@ -138,7 +138,7 @@ def _torchtitan(model: str, config: Config, node: int) -> str:
         "--activation_checkpoint.mode": kinds[str(config.recompute)], "--training.compile": config.compile,
         "--parallelism.enable_async_tensor_parallel": config.overlap_tensor,
     }  # fmt: skip
-    return _joined(f"{launcher(config, node)} torchtitan/train.py", flags)
+    return _join(f"{launcher(config, node)} torchtitan/train.py", flags)
 
 
 HUB = {
@@ -182,7 +182,7 @@ def _trl(model: str, config: Config, node: int) -> str:
         "--lora_target_modules": "all-linear" if config.lora else None, "--load_in_4bit": quantized,
         "--use_bnb_nested_quant": quantized,
     }  # fmt: skip
-    return _joined("trl sft", launch | flags)
+    return _join("trl sft", launch | flags)
 
 
 def _axolotl(model: str, config: Config, node: int) -> str:
@@ -230,7 +230,7 @@ def _megatron(model: str, config: Config, node: int) -> str:
         "--recompute-method": "uniform" if full else None, "--recompute-num-layers": 1 if full else None,
         "--bf16": True, "--use-flash-attn": True,
     }  # fmt: skip
-    return _joined(f"{launcher(config, node)} pretrain_gpt.py", flags)
+    return _join(f"{launcher(config, node)} pretrain_gpt.py", flags)
 
 
 def _estimate(model: str, config: Config, node: int) -> str:

@@ -70,7 +70,7 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
             self.handle = limit_memory(limited, self.budget, **options)
             pl_module.training_step = limited.in_place
         else:
-            self.handle = limit_memory(_called(pl_module, self.module), self.budget, **options)
+            self.handle = limit_memory(_what_is_called(pl_module, self.module), self.budget, **options)
         self._peaks = Peaks(self.handle)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
@@ -129,7 +129,7 @@ class TrainingStep(torch.nn.Module):
         return self._own(*args, **kwargs)
 
 
-def _called(module: torch.nn.Module, name: str | None) -> torch.nn.Module:
+def _what_is_called(module: torch.nn.Module, name: str | None) -> torch.nn.Module:
     """What a ``training_step`` calls."""
     if name is not None:
         try:

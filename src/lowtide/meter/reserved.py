@@ -212,7 +212,7 @@ class CachingAllocator:
             return Block(0, 0, stream, self._used.small)
         if not self._capturing:
             self._end_frees()
-        size = self.rounded(bytes)
+        size = self.round_up(bytes)
         pool = self._used.small if size <= SMALL else self._used.large
         block = self._find(pool, stream, size) or self._new(pool, stream, size)
         rest, most = block.bytes - size, self.max_split_bytes
@@ -275,7 +275,7 @@ class CachingAllocator:
         finally:
             self._used, self._capturing = before
 
-    def rounded(self, bytes: int) -> int:
+    def round_up(self, bytes: int) -> int:
         """The size of the block that so many bytes ask for."""
         divisions = self.divisions[min(max(bytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)]
         by_power = divisions > 1 and bytes > SMALLEST * divisions

@@ -110,7 +110,7 @@ class HuggingFaceStage(nn.Module):
         self.vocabulary: int = causal.config.get_text_config().vocab_size
         self._entering: Tensor | None = None
         self._leaving: Any = None
-        held = _copied(causal, [parts.layers, *parts.front, *parts.back])
+        held = _copy_around(causal, [parts.layers, *parts.front, *parts.back])
         for name in (() if self.first else parts.front) + (() if self.last else parts.back):
             _put(held, name, _Through())
         everyone = list(causal.get_submodule(parts.layers))
@@ -150,7 +150,7 @@ class HuggingFaceStage(nn.Module):
             return next_token_loss(output, nn.Identity(), targets)
 
 
-def _copied(root: nn.Module, names: list[str]) -> Any:
+def _copy_around(root: nn.Module, names: list[str]) -> Any:
     """A module of the same modules, of which those that hold one of the named are copies of their own."""
     made = {"": _shallow(root)}
     for name in names:

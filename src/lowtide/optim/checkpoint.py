@@ -31,12 +31,12 @@ def show_state(optimizer: PlacedOptimizer, slot: Slot) -> None:
         shown["step"] = part.step
     if optimizer.kernel.counts_steps or not part.fresh:
         shown.update(part.scalars)
-        shown.update({name: slot.joined(name) for name in part.state})
+        shown.update({name: slot.join(name) for name in part.state})
     if (
         all(part.master is not None for part in slot.parts())
         and slot.parameter.dtype != part.tensors()[-1].dtype
     ):
-        shown["master"] = slot.joined("master")
+        shown["master"] = slot.join("master")
     if shown:
         optimizer.state[slot.parameter] = shown
 
@@ -65,7 +65,7 @@ def whole_state(optimizer: Any, state_dict: dict[str, Any]) -> None:
 
 def _master(slot: Slot) -> Tensor:
     """The parameter with the update that it has not seen; elements on the device are as they are."""
-    from lowtide.optim.tensors import shaped, sharded_like
+    from lowtide.optim.tensors import in_shape_of, sharded_like
 
     pieces = [
         part.master if part.master is not None else slot.values(part.start, part.stop)
@@ -77,7 +77,7 @@ def _master(slot: Slot) -> Tensor:
         whole = torch.cat(
             [piece.to("cpu", torch.promote_types(pieces[0].dtype, pieces[1].dtype)) for piece in pieces]
         )
-    return sharded_like(shaped(whole, local(slot.parameter)), slot.parameter)
+    return sharded_like(in_shape_of(whole, local(slot.parameter)), slot.parameter)
 
 
 def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -129,7 +129,7 @@ def load(optimizer: PlacedOptimizer, state_dict: dict[str, Any]) -> None:
     for hook in private.load_pre_hooks(optimizer):
         state_dict = hook(optimizer, state_dict) or state_dict
     before = optimizer.param_groups
-    groups, saved = _matched(optimizer, state_dict)
+    groups, saved = _match(optimizer, state_dict)
     optimizer.param_groups = groups
     try:
         for parameter, entries in saved.items():
@@ -154,7 +154,7 @@ def load(optimizer: PlacedOptimizer, state_dict: dict[str, Any]) -> None:
         hook(optimizer)
 
 
-def _matched(
+def _match(
     optimizer: PlacedOptimizer, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
     """The saved groups with our parameters, and the saved state by parameter."""

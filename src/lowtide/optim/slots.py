@@ -15,7 +15,7 @@ from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel
 from lowtide.optim.layout import cuts, granule
 from lowtide.optim.pool import Pool, Spec
-from lowtide.optim.tensors import check, flat, local, shaped, sharded_like
+from lowtide.optim.tensors import check, flat, in_shape_of, local, sharded_like
 from lowtide.store.lanes import Transfer
 
 
@@ -127,21 +127,21 @@ class Slot:
         """Whether somebody else wrote to the parameter since our last write."""
         return private.version(local(self.parameter)) != self.version
 
-    def joined(self, name: str) -> Tensor | tuple[Tensor, Tensor]:
+    def join(self, name: str) -> Tensor | tuple[Tensor, Tensor]:
         """A piece of state in the parameter's shape, or as (device, host) stretches where it is split."""
         found = [part.state[name] if name != "master" else part.master for part in self.parts()]
         pieces = [piece for piece in found if piece is not None]
         if len(pieces) == 2:
             return pieces[0], pieces[1]
-        return sharded_like(shaped(pieces[0], local(self.parameter)), self.parameter)
+        return sharded_like(in_shape_of(pieces[0], local(self.parameter)), self.parameter)
 
     def whole(self, name: str) -> Tensor:
         """A piece of state in the parameter's shape; where it is split, a copy in main memory."""
-        found = self.joined(name)
+        found = self.join(name)
         if not isinstance(found, tuple):
             return found
         together = torch.cat([piece.to("cpu") for piece in found])
-        return sharded_like(shaped(together, local(self.parameter)), self.parameter)
+        return sharded_like(in_shape_of(together, local(self.parameter)), self.parameter)
 
 
 @dataclass

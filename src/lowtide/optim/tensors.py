@@ -71,7 +71,7 @@ def flat_gradient(gradient: Tensor, like: Tensor) -> Tensor:
     return flat(torch.empty_like(like, dtype=gradient.dtype).copy_(gradient.detach()))
 
 
-def shaped(elements: Tensor, like: Tensor) -> Tensor:
+def in_shape_of(elements: Tensor, like: Tensor) -> Tensor:
     """Flat elements seen in the shape and strides of ``like``."""
     return elements.as_strided(like.shape, like.stride())
 

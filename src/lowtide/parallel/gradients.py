@@ -262,7 +262,7 @@ def reduce_together(
         length = _buffer_length(dtype, (gradient.numel() for gradient in gradients), buffer_bytes)
         buffer = reduced = None  # the last one's, before there is another
         buffer = torch.empty(length, dtype=dtype, device=device)
-        for pieces in _filled(gradients, length):
+        for pieces in _buffers_of(gradients, length):
             at = 0
             for flat, start, stop in pieces:
                 buffer[at : at + stop - start].copy_(flat[start:stop])
@@ -296,7 +296,7 @@ def _buffer_length(dtype: torch.dtype, counts: Iterable[int], buffer_bytes: int)
     return max(1, min(buffer_bytes // dtype.itemsize, sum(counts)))
 
 
-def _filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
+def _buffers_of(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
     """Flat gradients as (gradient, start, stop), in lists that fill a buffer of ``length`` elements each."""
     batch: list[tuple[Tensor, int, int]] = []
     room = length

@@ -86,7 +86,7 @@ class MemoryStage(PipelineStage):
     def _note_shapes(self, received: Any) -> None:
         """Remember what PyTorch's buffers, which were made without memory, look like."""
         for infos in received:
-            for info in _received(infos):
+            for info in _from_other_stages(infos):
                 self._shapes[id(info)] = (info.buffer.shape, info.buffer.dtype)
             _drop(infos)
 
@@ -102,7 +102,7 @@ class MemoryStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _make(self, infos: Any) -> None:
-        for info in _received(infos):
+        for info in _from_other_stages(infos):
             shape, dtype = self._shapes[id(info)]
             info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
 
@@ -163,7 +163,7 @@ class _Device:
         self._stage.device, self._device = self._device, self._stage.device
 
 
-def _received(infos: Any) -> list[Any]:
+def _from_other_stages(infos: Any) -> list[Any]:
     """Of the inputs of a stage those that another stage sends."""
     return [
         info
@@ -173,7 +173,7 @@ def _received(infos: Any) -> list[Any]:
 
 
 def _drop(infos: Any) -> None:
-    for info in _received(infos):
+    for info in _from_other_stages(infos):
         info.buffer = torch.empty(0)
 
 

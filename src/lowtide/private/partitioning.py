@@ -260,11 +260,11 @@ def free_sizes_of(values: Iterable[Any]) -> tuple[list[FreeSize], list[str]]:
                     upper = shapes.var_to_range[symbol].upper
                     most = int(upper) if upper.is_Integer and upper < sys.maxsize - 1 else None
                     seen = int(shapes.backed_var_to_val[symbol])
-                    found[symbol] = FreeSize(symbol, seen, most, symbol in _declared(shapes))
+                    found[symbol] = FreeSize(symbol, seen, most, symbol in _declared_symbols(shapes))
     return list(found.values()), list(unknown)
 
 
-def _declared(shapes: Any) -> set[Any]:
+def _declared_symbols(shapes: Any) -> set[Any]:
     """Symbols whose range the user has given."""
     found: set[Any] = set()
     for tracked in shapes.tracked_fakes or ():

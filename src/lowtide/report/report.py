@@ -112,8 +112,8 @@ class Report:
         return {
             "title": self.title,
             "summary": self.summary,
-            "plain": _packed(self.plain, texts, labels),
-            "planned": _packed(self.planned, texts, labels),
+            "plain": _pack(self.plain, texts, labels),
+            "planned": _pack(self.planned, texts, labels),
             "decided": [asdict(row) for row in self.decided],
             "points": [asdict(point) for point in self.points],
             "helps": in_lines(self.holders),
@@ -174,7 +174,7 @@ def make_report(
         {**summary, "notes": notes, "changes_nothing": plan.changes_nothing},
         plain,
         planned,
-        decided(graph, plan),
+        decision_rows(graph, plan),
         tuple(tradeoff(graph) if points is None else points),
         planned_holders(graph, plan, optimizer_bytes),
         measured_plain,
@@ -183,7 +183,7 @@ def make_report(
     )
 
 
-def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
+def decision_rows(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
     """What a plan does with what autograd saves, a row a module. A block of memory counts once, as kept where
     any tensor in it is kept, and only where keeping it for backward takes memory."""
     sim = Simulator(graph)
@@ -211,7 +211,7 @@ def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
     return tuple(found)
 
 
-def _packed(line: Timeline, texts: dict[str, int], labels: dict[tuple[Any, ...], int]) -> dict[str, Any]:
+def _pack(line: Timeline, texts: dict[str, int], labels: dict[tuple[Any, ...], int]) -> dict[str, Any]:
     """A timeline as columns of numbers, with every text and every label once."""
 
     def text(words: str) -> int:

@@ -227,7 +227,7 @@ class _Walker:
         self._storages()
         self._resident()
         self._moving()
-        return self._timed(ran)
+        return self._forecast(ran)
 
     def _moments(self) -> Iterator[tuple[int, LiveCopies | None]]:
         """(event, ``None`` for the operation itself or what is held while another runs again), in order."""
@@ -286,7 +286,7 @@ class _Walker:
                 kind = _SHOWN_AS.get(storage.kind, storage.kind)
                 gone = gone if kind == "input" else end
                 module, _, name = storage.name.rpartition(".")
-                for there in self._filled(storage, 0, gone):
+                for there in self._when_filled(storage, 0, gone):
                     self._add(*there, storage.bytes, kind, module, name or _NAMES.get(storage.kind, kind))
                 continue
             operation = self.graph.operations[storage.producer]
@@ -300,10 +300,10 @@ class _Walker:
                 saved = operation.phase == "forward" and storage.id in self.saved
                 kind = "activation" if saved else "temporary"
                 what = kind, module, short(operation.name), form, decision
-            for there in self._filled(storage, born, gone):
+            for there in self._when_filled(storage, born, gone):
                 self._add(*there, storage.bytes, *what)
 
-    def _filled(self, storage: Storage, born: int, gone: int) -> Iterator[tuple[int, int]]:
+    def _when_filled(self, storage: Storage, born: int, gone: int) -> Iterator[tuple[int, int]]:
         """The ticks between ``born`` and ``gone`` at which the storage has its bytes, as (first, end): the
         program may empty and fill it.
         """
@@ -346,7 +346,7 @@ class _Walker:
             if born < gone:
                 self._add(born, gone, int(left[born]), "moved", "", "encoded, or on its way")
 
-    def _timed(self, ran: float) -> Timeline:
+    def _forecast(self, ran: float) -> Timeline:
         """The operations' own times, stretched to what the step is forecast to take."""
         whole = self.graph.plain_seconds
         whole += self.plan.predicted_extra_seconds if self.plan is not None else 0.0

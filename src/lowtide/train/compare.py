@@ -146,7 +146,7 @@ def compare(
     if agree(room is not None and plan.plain_peak_bytes - resident > 0.9 * room):
         runs = [run(planned=True)[0] for _ in range(pairs)]
         middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
-        measured = _measured("planned", runs, middle, resident + plan.slab_bytes)
+        measured = _highest("planned", runs, middle, resident + plan.slab_bytes)
         return Comparison(plan, measured, None, None)
     plain_digests = _digests(model, run(planned=False)[0].value)
     plain_runs, planned_runs = [], []
@@ -163,8 +163,8 @@ def compare(
     different = tuple(name for name, digest in plain_digests.items() if planned_digests.get(name) != digest)
     return Comparison(
         plan,
-        _measured("planned", planned_runs, planned, resident),
-        _measured("plain", plain_runs, plain, resident),
+        _highest("planned", planned_runs, planned, resident),
+        _highest("plain", plain_runs, plain, resident),
         different,
     )
 
@@ -177,9 +177,7 @@ def median_pair(
     return ranked[(len(ranked) - 1) // 2]
 
 
-def _measured(
-    label: str, runs: list[meter.Measurement], middle: meter.Measurement, resident: int
-) -> Measured:
+def _highest(label: str, runs: list[meter.Measurement], middle: meter.Measurement, resident: int) -> Measured:
     """The highest peak of some runs; the time and the curve of the middle one."""
     moments = [(when, resident + live) for when, live in middle.timeline]
     return Measured(

@@ -20,7 +20,7 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.progress import working
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, WholeModel, raised
+from lowtide.train.part import Batch, WholeModel, raised_note
 from lowtide.train.ranks import Ranks
 
 
@@ -84,7 +84,7 @@ class CompiledModel(WholeModel):
         if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
         self._handle.set_budget("min")
-        self.note = raised(self.options.budget, error)
+        self.note = raised_note(self.options.budget, error)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.autocast():

@@ -167,7 +167,7 @@ class WholeModel(Part):
         if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
         self._handle.set_budget("min")
-        self.note = raised(self.options.budget, error)
+        self.note = raised_note(self.options.budget, error)
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
         """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the
@@ -267,7 +267,7 @@ def reduced_over(parameters: Iterable[Tensor], ranks: Ranks) -> int:
     return max(averaged, reduced_bytes(partial_gradients(parameters)))
 
 
-def raised(asked: str | None, error: BudgetError) -> str:
+def raised_note(asked: str | None, error: BudgetError) -> str:
     """What is told of a budget that was raised to the smallest that works."""
     assert error.smallest_bytes is not None
     chosen = f"budget {budgets.format_bytes(error.smallest_bytes)}, the smallest that works"

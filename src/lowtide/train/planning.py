@@ -29,7 +29,7 @@ from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require
-from lowtide.train.part import raised
+from lowtide.train.part import raised_note
 from lowtide.train.settings import checked_spec
 
 TIMED_BYTES = 2 << 30
@@ -109,7 +109,7 @@ def make_plan(options: PlanOptions) -> Plan:
     Raises:
         LowtideError: the options do not fit the model, or no plan meets the budget.
     """
-    return compiled_plan(options) if options.compile else traced_and_planned(options)[1]
+    return compiled_plan(options) if options.compile else trace_and_plan(options)[1]
 
 
 def compiled_plan(options: PlanOptions) -> Plan:
@@ -142,14 +142,14 @@ def compiled_plan(options: PlanOptions) -> Plan:
             if not options.raise_budget or error.smallest_bytes is None:
                 raise
             made = within(error.smallest_bytes)
-            made = replace(made, notes=(*made.notes, raised(options.budget, error)))
+            made = replace(made, notes=(*made.notes, raised_note(options.budget, error)))
         how = f"compiled by {backend}: what it would allocate is predicted, no kernel was compiled"
         made = replace(made, notes=(*made.notes, how, _no_optimizer(model)))
         work.done(in_one_line(made))
     return made
 
 
-def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
+def trace_and_plan(options: PlanOptions) -> tuple[StepGraph, Plan]:
     """The step, traced on fake tensors, and its plan.
 
     Raises:
@@ -175,7 +175,7 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
             timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
             traced = trace_fake(step, inputs, {}, [model], device.type, timed)
             graph = with_overhead(traced)
-            made = _planned(graph, options, policy)
+            made = _plan_within(graph, options, policy)
         else:
             price = pricer(card)
             graph = trace_fake(
@@ -187,9 +187,11 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
                 lambda specs: {key: price(specs[key]) for key in specs},
             )
             graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
-            made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
-            made = replace(made, notes=(*made.notes, _priced(card)))
-        made = replace(made, notes=(*made.notes, *_reserved(graph, made, card), _no_optimizer(model)))
+            made = _plan_within(
+                graph, replace(options, budget=_budget_on(card, model, options.budget)), policy
+            )
+            made = replace(made, notes=(*made.notes, _price_note(card)))
+        made = replace(made, notes=(*made.notes, *_reserve_note(graph, made, card), _no_optimizer(model)))
         work.done(in_one_line(made))
     return graph, made
 
@@ -202,7 +204,7 @@ def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None
     return f"{int(card.memory_bytes * (1 - RESERVE) / (1 + fitted()['reserved']['plain'])) - state} B"
 
 
-def _priced(card: Device) -> str:
+def _price_note(card: Device) -> str:
     workspaces = budgets.format_bytes(card.workspaces_bytes)
     return (
         f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
@@ -211,7 +213,7 @@ def _priced(card: Device) -> str:
     )
 
 
-def _reserved(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
+def _reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
     """What PyTorch's allocator takes for the plan's steps, where the device is a CUDA card."""
     if plan.moves or not (graph.device.startswith("cuda") or card is not None):
         return []
@@ -229,7 +231,7 @@ def _no_optimizer(model: nn.Module) -> str:
     return f"no optimizer is counted: AdamW's state takes {budgets.format_bytes(state)} more"
 
 
-def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
+def _plan_within(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
     """The plan within the budget, or within the smallest that works where the budget may be raised."""
     try:
         return make(graph, budget=options.budget, policy=policy)
@@ -237,4 +239,4 @@ def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
         if not options.raise_budget or error.smallest_bytes is None:
             raise
         plan = make(graph, budget=budgets.with_slack(error.smallest_bytes), policy=policy)
-        return replace(plan, notes=(*plan.notes, raised(options.budget, error)))
+        return replace(plan, notes=(*plan.notes, raised_note(options.budget, error)))

@@ -110,7 +110,7 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
         OptionError: there are not as many as the options need, with the command that starts them.
     """
     wanted = options.ranks
-    launched = _launched()
+    launched = _launched_as()
     if launched is None and not dist.is_initialized():
         if wanted > 1:
             raise OptionError(
@@ -146,7 +146,7 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
     dist.destroy_process_group()  # not after an error, when it would wait for the others
 
 
-def _launched() -> tuple[int, int] | None:
+def _launched_as() -> tuple[int, int] | None:
     """Rank and number of processes that `torchrun` put into the environment."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None

@@ -57,11 +57,11 @@ def report_command(
     files = out or [Path("report.html")]
     for file in files:
         check_path(file)
-    from lowtide.train.planning import PlanOptions, traced_and_planned
+    from lowtide.train.planning import PlanOptions, trace_and_plan
 
     options = PlanOptions(**asked)
     with mute() if quiet else nullcontext():
-        graph, plan = traced_and_planned(options)
+        graph, plan = trace_and_plan(options)
         report = make_report(graph, plan, title=f"{model}, {batch} x {seq} tokens, {options.precision}")
     for file in files:
         save_report(report, file)

@@ -70,7 +70,7 @@ def named_folder(run: Path | None, resume: bool, checkpoint_dir: Path | None) ->
     return run
 
 
-def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+def options_to_resume(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Options for going on with a run: what the command does not say is as the run was started.
 
     Args:

@@ -69,7 +69,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
     """A whole parameter and its optimizer state from the pieces that ranks wrote."""
     entries: dict[str, Tensor] = {}
-    for piece in _joined(pieces):
+    for piece in _join(pieces):
         dimension = piece["dimension"]
         for key, tensor in piece["tensors"].items():
             if dimension is None or tensor.ndim == 0:
@@ -85,7 +85,7 @@ def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
     return entries
 
 
-def _joined(pieces: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _join(pieces: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The pieces, those that are rows of one put together."""
     parts: dict[tuple[Any, ...], dict[str, Any]] = {}
     for piece in pieces:

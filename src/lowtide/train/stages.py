@@ -23,7 +23,7 @@ from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.run.limit.handle import count_reduced
 from lowtide.train.arrangements import DEFAULT_SCHEDULE
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, Part, count_parameters, raised, reduced_over, shared_model
+from lowtide.train.part import Batch, Part, count_parameters, raised_note, reduced_over, shared_model
 from lowtide.train.ranks import Ranks
 
 
@@ -102,7 +102,7 @@ class Stages(Part):
         if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
         self._handle.set_budget("min")
-        self.note = raised(self.options.budget, error)
+        self.note = raised_note(self.options.budget, error)
 
     # ---- a step ----------------------------------------------------------------------------------
 

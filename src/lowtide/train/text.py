@@ -87,7 +87,7 @@ def read_text(source: str | None = None, column: str | None = None) -> Text:
 
 
 def _standard_library(folder: Path) -> Text:
-    documents = list(_capped(_texts_below(folder, "*.py", _LEFT_OUT), STANDARD_LIBRARY_BYTES))
+    documents = list(_cap(_texts_below(folder, "*.py", _LEFT_OUT), STANDARD_LIBRARY_BYTES))
     if not documents:
         raise DataError(
             f"this Python has no source of its standard library under {str(folder)!r}: pass --data with "
@@ -177,7 +177,7 @@ def _texts_below(folder: Path, pattern: str, left_out: set[str]) -> Iterator[byt
             yield text
 
 
-def _capped(texts: Iterator[bytes], most: int) -> Iterator[bytes]:
+def _cap(texts: Iterator[bytes], most: int) -> Iterator[bytes]:
     for text in texts:
         if most <= 0:
             return

@@ -178,7 +178,7 @@ def trace_chunk(
             )
         graph = with_collectives(tracer.graph())
     if device is not None:
-        graph = _priced(graph, tracer, device)
+        graph = _price(graph, tracer, device)
     if scratch is not None:
         graph = _with_scratch(graph, tracer, scratch)
     return Traced(graph, split, kinds["parameter"], kinds["buffer"], kinds["gradient"])
@@ -206,7 +206,7 @@ def _one_micro_batch(
     return split
 
 
-def _priced(graph: StepGraph, tracer: FakeTracer, device: Device) -> StepGraph:
+def _price(graph: StepGraph, tracer: FakeTracer, device: Device) -> StepGraph:
     """The graph with seconds as of the device; scratch is not known."""
     price = pricer(device)
     seconds = {signature: price(spec).seconds for signature, spec in tracer.specs.items()}
