@@ -1,6 +1,4 @@
-"""Promises 1 and 2 around autograd: custom functions, retained graphs, double backward, accumulation,
-overwritten tensors.
-"""
+"""Promises 1 and 2 around autograd: custom functions, retained graphs, double backward, accumulation."""
 
 from __future__ import annotations
 
@@ -164,20 +162,6 @@ def test_custom_functions_in_a_scope(same: Any, function: Any) -> None:
     assert all(map(same, *grads))
 
 
-def test_a_step_that_runs_other_operations_than_its_trace(twins: Any) -> None:
-    """`one_hot` looks at its numbers when they are there, and does not on fake tensors."""
-
-    def function(h: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
-            h = torch.nn.functional.one_hot(h.argmax(-1), N) * h.exp() + h.sin() * h
-        return h
-
-    pair = twins(make(function))
-    for seed in range(3):
-        pair.step(lambda m: m(batch()), seed)
-    assert pair.handle.plan.replayed
-
-
 # ---- more than one backward ----------------------------------------------------------------------
 
 
@@ -319,104 +303,7 @@ def test_parameters_that_hook_their_gradients(twins: Any) -> None:
         pair.step(run, seed)
 
 
-# ---- overwritten tensors -------------------------------------------------------------------------
-
-
-class Overwritten(nn.Module):
-    """Lets a test overwrite what was saved."""
-
-    def __init__(self, when: str, what: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(N, N)
-        self.when, self.what = when, what
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        h = self.linear(x)
-        y = h.exp()  # saves its result
-        z = y * h  # saves both
-        self.kept = {"y": y, "h": h, "view of h": h[1:], "weight": self.linear.weight, "input": x}[self.what]
-        if self.when == "forward":
-            self.overwrite()
-        return z.sum()
-
-    def overwrite(self) -> None:
-        with torch.no_grad():
-            self.kept.add_(1.0)
-
-
-@pytest.mark.parametrize("evict", [True, False], ids=["evicted", "kept"])
-@pytest.mark.parametrize("what", ["y", "h", "view of h"])
-@pytest.mark.parametrize("when", ["forward", "after"])
-def test_overwriting_a_saved_tensor_raises_where_plain_does(
-    everything: Any, when: str, what: str, evict: bool
-) -> None:
-    messages = []
-    for limited in (False, True):
-        torch.manual_seed(0)
-        model = Overwritten(when, what)
-        if limited:
-            # half of the model is evicted at least, so that a recorder is there either way
-            lowtide.limit_memory(model, policy=everything if evict else keep_most)
-        for _ in range(2):
-            loss = model(batch())
-            if when == "after":
-                model.overwrite()
-            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
-                loss.backward()
-            messages.append(str(caught.value))
-    assert all(message.startswith(messages[0][:40]) for message in messages)
-
-
-def keep_most(graph: Any, budget: int | None = None) -> Any:
-    from lowtide.plan.policies import make_plan
-
-    saved = {s.value for s in graph.saved if s.droppable}
-    return make_plan(graph, stored=sorted(saved)[1:], budget=budget)
-
-
-def test_overwriting_what_is_not_needed_raises_nothing(twins: Any) -> None:
-    def run(model: Any) -> torch.Tensor:
-        loss = model(batch())
-        model.kept.detach_().mul_(1)  # nothing backward needs
-        return loss
-
-    class Harmless(Overwritten):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.linear(x)
-            z = h + 1  # saves nothing
-            self.kept = z.detach().clone()
-            return (z.exp() * h).sum()
-
-    twins(Harmless("after", "y")).check(run)
-
-
-def test_a_source_that_every_step_overwrites_is_kept() -> None:
-    """The step that is looked at shows that the input of the addition is written to, so no plan replays from
-    it.
-    """
-
-    class Adds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(N))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return ((x + 1) * self.scale).sum()
-
-    model, x = Adds(), batch()
-    lowtide.limit_memory(model, policy=lambda graph, budget=None: make_everything(graph))
-    for _ in range(3):
-        model.zero_grad()
-        loss, expected = model(x), (x + 1).sum(tuple(range(x.dim() - 1)))
-        x.add_(1)
-        loss.backward()
-        assert model.scale.grad is not None and torch.equal(model.scale.grad, expected)
-
-
-def make_everything(graph: Any) -> Any:
-    from lowtide.plan.policies import make_plan
-
-    return make_plan(graph, stored=())
+# ---- between forward and backward --------------------------------------------------------------
 
 
 def test_optimizer_step_between_forward_and_backward_raises_as_plain_does() -> None:

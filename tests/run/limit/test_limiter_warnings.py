@@ -1,4 +1,4 @@
-"""What an engineer who has read only the README does in the first hour, and what must not be silent there."""
+"""What a limited model warns of, and that it warns of nothing in training as everybody writes it."""
 
 from __future__ import annotations
 
