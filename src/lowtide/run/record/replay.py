@@ -218,7 +218,7 @@ def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     return _draw_again(node, tuple(args), kwargs)
 
 
-Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+Runner = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Own(threading.local):
@@ -269,7 +269,7 @@ def _advance(generator: torch.Generator, before: bytes, after: torch.Tensor) -> 
     return bool(list(map(generator.set_state, compress((after,), map(eq, now, (before,))))))
 
 
-def run_first(node: Node | None, run: Run, call: Call) -> Any:
+def run_first(node: Node | None, run: Runner, call: Call) -> Any:
     """Run an operation in the forward, and note in its node what `run_again` needs beside the arguments.
 
     Args:
@@ -282,7 +282,7 @@ def run_first(node: Node | None, run: Run, call: Call) -> Any:
     return run(call.func, call.args, call.kwargs)
 
 
-def _draw(node: Node, run: Run, call: Call) -> Any:
+def _draw(node: Node, run: Runner, call: Call) -> Any:
     """Run a random operation in the forward, and record the state that it draws from.
 
     Args:
