@@ -22,6 +22,7 @@ from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Floats, Relaxation
 from lowtide.plan.data import Links, Move, Moving, Plan, decision_of
+from lowtide.plan.local_search import Candidate
 from lowtide.plan.moves import (
     Codec,
     Placements,
@@ -33,7 +34,7 @@ from lowtide.plan.moves import (
     placements_of,
 )
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
-from lowtide.plan.search import Candidate, Search, search_of
+from lowtide.plan.search import Search, search_of
 from lowtide.plan.simulate.holders import refusal
 
 _POINTS = 3
