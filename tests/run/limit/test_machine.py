@@ -35,7 +35,6 @@ OF_OTHER_CLASSES = {
     "compiled/flow.py self._step.backwards",
     "compiled/flow.py self._step.state",
     "optim/elementwise.py made.state",
-    "run/profile/profiler.py self.watch.backwards",
     "trace/tracer.py found.key",
     "train/trainer.py result.seconds",
 }
@@ -108,13 +107,12 @@ def planned_entry(plan: Plan = PLAN, profiles: int = 0) -> Entry:
     return entry
 
 
-def ran(entry: Entry, took: int | None, **more: Any) -> Any:
+def ran(entry: Entry, took: int | None, director: Any = None, **more: Any) -> machine.Ended:
     """What a planned step shows when it has ended."""
-    director = more.get("director")
-    step = {"planned": entry.planned, "director": None, "measured_bytes": took, "margin_bytes": 0}
-    step |= {"extra": director.extra if director is not None else 0, "ran": None, "can_evict": True}
-    step |= {"departed": director is not None and director.departed, "tried": False}
-    return SimpleNamespace(**{**step, "backwards": 1, "makes_graph": False, **more})
+    assert entry.planned is not None
+    if director is not None:
+        more = {"extra": director.extra, "departed": director.departed, **more}
+    return machine.Ended(entry.planned, took, recorded=director is not None, **more)
 
 
 def followed(extra: int = 0, departed: bool = False) -> Any:
@@ -220,18 +218,18 @@ def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None
 
 def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
     entry = planned_entry()
-    step = ran(entry, OVER)
-    assert machine.on_ended(entry, step).action is A.LEAVE_MARGIN
-    assert 0 < entry.room.margin_bytes == step.margin_bytes <= OVER - LIMIT + 8192
+    taught = machine.on_ended(entry, ran(entry, OVER))
+    assert taught.action is A.LEAVE_MARGIN
+    assert 0 < entry.room.margin_bytes == taught.added_bytes <= OVER - LIMIT + 8192
     assert machine.on_called(entry, version=0) is A.PLAN
     entry = planned_entry()
-    step = ran(entry, OVER)
-    for step.measured_bytes in (OVER, OVER + 5):
-        machine.on_ended(entry, step)
-        assert entry.room.margin_bytes == step.margin_bytes, "of a step with several backwards each teaches"
-    step.backwards = 2
-    assert "retain_graph" in machine.on_ended(entry, step).warning
-    assert (entry.room.margin_bytes, step.margin_bytes) == (0, 0), "only a kept graph took more"
+    added = 0
+    for took in (OVER, OVER + 5):
+        added = machine.on_ended(entry, ran(entry, took, added_bytes=added)).added_bytes
+        assert entry.room.margin_bytes == added, "of a step with several backwards each teaches"
+    taught = machine.on_ended(entry, ran(entry, OVER + 5, backwards=2, added_bytes=added))
+    assert "retain_graph" in taught.warning
+    assert (entry.room.margin_bytes, taught.added_bytes) == (0, 0), "only a kept graph took more"
     assert machine.on_called(entry, version=0) is A.RUN
 
 
@@ -344,12 +342,10 @@ def test_varying_steps_whose_longest_fits_no_plan_are_planned_for_once() -> None
 def test_a_kept_graph_takes_back_no_more_than_is_left_free() -> None:
     """What a plan had gone without meanwhile was taken back once more: the margin was negative."""
     entry = planned_entry()
-    step = ran(entry, OVER)
-    machine.on_ended(entry, step)
+    added = machine.on_ended(entry, ran(entry, OVER)).added_bytes
     machine.on_called(entry, version=0)
-    assert machine.on_plan_refused(entry, version=0) is A.ACCEPT and entry.room.margin_bytes == 0
-    step.backwards = 2
-    machine.on_ended(entry, step)
+    assert added and machine.on_plan_refused(entry, version=0) is A.ACCEPT and entry.room.margin_bytes == 0
+    machine.on_ended(entry, ran(entry, OVER, backwards=2, added_bytes=added))
     assert entry.room.margin_bytes == 0 and machine.on_called(entry, version=0) is A.RUN
 
 

@@ -419,7 +419,8 @@ class Limiter:
         self._note_others(step)
         self.measured_bytes = step.measured_bytes
         with self.cache.lock:
-            reason = machine.on_ended(step.entry, step).warning
+            taught = machine.on_ended(step.entry, step.shown())
+        step.added_bytes, reason = taught.added_bytes, taught.warning
         if text := step.overrun_text(self.overruns, reason):
             warn(text, each_time=True)
 

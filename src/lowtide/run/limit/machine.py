@@ -7,9 +7,9 @@ what changes no state. No other file assigns a field of the records in `entry.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +18,6 @@ from lowtide.graph import StepGraph
 from lowtide.run import transforms
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact
-from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.watch import StepWatch
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
@@ -316,81 +315,101 @@ def note_time(planned: Planned) -> None:
 # ---- a backward has ended ------------------------------------------------------------------------
 
 
-class EndedStep(Protocol):
-    """What a planned step shows when a backward of it has ended; `PlannedStep` says what each is."""
+class Ended(NamedTuple):
+    """What a planned step has shown when a backward of it has ended.
+
+    Attributes:
+        planned: what it ran under.
+        recorded: its operations were recorded.
+        departed: it ran other operations than the plan has.
+        extra: how many that the plan does not have.
+        ran: how many its forward ran, without and with gradients; ``None`` where that is not known.
+        backwards: how many backwards through it have ended.
+        makes_graph: one of these was run with ``create_graph=True``.
+        can_evict, tried: as of `PlannedStep`.
+        measured_bytes: its peak so far, resident bytes included; ``None`` where that is not known.
+        added_bytes: what earlier backwards of it added to the margin (`Teaching.added_bytes`).
+    """
 
     planned: Planned
-    director: PlanDirector | Directors | None
-    backwards: int
-    makes_graph: bool
-    margin_bytes: int
-    can_evict: bool
-    tried: bool
-    ran: tuple[int, int] | None
-
-    @property
-    def extra(self) -> int: ...
-
-    @property
-    def departed(self) -> bool: ...
-
-    @property
-    def measured_bytes(self) -> int | None: ...
+    measured_bytes: int | None
+    recorded: bool = False
+    departed: bool = False
+    extra: int = 0
+    ran: tuple[int, int] | None = None
+    backwards: int = 1
+    makes_graph: bool = False
+    can_evict: bool = True
+    tried: bool = False
+    added_bytes: int = 0
 
 
-def on_ended(entry: Entry, step: EndedStep) -> EntryRow:
-    """A backward of a planned step has ended.
+class Teaching(NamedTuple):
+    """What a step has taught when a backward of it has ended.
 
-    Returns:
-        The row of `TABLE` that fits: what follows, and what users are told where the step took more than its
-        budget.
+    Attributes:
+        action: what follows.
+        warning: what users are told where the step took more than its budget.
+        added_bytes: what the step has added to the margin by now: the next backward of it counts anew.
     """
+
+    action: Action
+    warning: str
+    added_bytes: int
+
+
+def on_ended(entry: Entry, ended: Ended) -> Teaching:
+    """A backward of a planned step has ended."""
     seen = entry.seen
-    facts = _facts_at_end(entry, step)
+    facts = _facts_at_end(entry, ended)
     row = _advance(entry, Evidence.ENDED, facts)
     if row.action is Action.IGNORE:
-        return row
+        return Teaching(row.action, row.warning, ended.added_bytes)
     # of each step whose plan is in force it is written down what it ran; the rest is its action's
-    seen.was_late = False
+    seen.was_late, added = False, ended.added_bytes
     if row.action in _DONE_AT_END:
-        _DONE_AT_END[row.action](entry, step)
-    seen.ran, seen.can_evict = step.ran or seen.ran, step.can_evict
+        added = _DONE_AT_END[row.action](entry, ended)
+    seen.ran, seen.can_evict = ended.ran or seen.ran, ended.can_evict
     entry.traits.differed |= facts["differs"]
-    seen.may_differ |= step.extra > 0
-    return row
+    seen.may_differ |= ended.extra > 0
+    return Teaching(row.action, row.warning, added)
 
 
-def _leave_margin(entry: Entry, step: EndedStep) -> None:
-    plan, limit, took = step.planned.plan, step.planned.plan.budget_bytes, step.measured_bytes
+def _leave_margin(entry: Entry, ended: Ended) -> int:
+    plan, limit, took = ended.planned.plan, ended.planned.plan.budget_bytes, ended.measured_bytes
     assert limit is not None and took is not None
     more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    entry.room.margin_bytes += more - step.margin_bytes  # each backward of a step counts anew
-    step.margin_bytes = more
+    entry.room.margin_bytes += more - ended.added_bytes  # each backward of a step counts anew
+    return more
 
 
-def _leave_nothing(entry: Entry, step: EndedStep) -> None:
+def _leave_nothing(entry: Entry, ended: Ended) -> int:
     # where a plan was refused meanwhile, the margin is gone, and what this step added to it, too
-    entry.room.margin_bytes = max(0, entry.room.margin_bytes - step.margin_bytes)
-    step.margin_bytes = 0
+    entry.room.margin_bytes = max(0, entry.room.margin_bytes - ended.added_bytes)
+    return 0
 
 
-def _leave_reserve(entry: Entry, step: EndedStep) -> None:
-    room, limit, took = entry.room, step.planned.plan.budget_bytes, step.measured_bytes
+def _leave_reserve(entry: Entry, ended: Ended) -> int:
+    room, limit, took = entry.room, ended.planned.plan.budget_bytes, ended.measured_bytes
     assert limit is not None and took is not None
     more = max(took - limit + budgets.slack_bytes(limit), room.reserve_bytes)
     # what else a process did meanwhile shall not make all later steps slow
     room.reserve_bytes = min(room.reserve_bytes + more, int(_MOST_RESERVE * limit))
+    return ended.added_bytes
 
 
-def _wait(entry: Entry, step: EndedStep) -> None:
+def _wait(entry: Entry, ended: Ended) -> int:
     entry.seen.was_late = True
+    return ended.added_bytes
 
 
-def _doubt(entry: Entry, step: EndedStep) -> None:
+def _doubt(entry: Entry, ended: Ended) -> int:
     entry.seen.may_differ = True
+    return ended.added_bytes
 
 
-_DONE_AT_END = {
+# by the action what it writes down; returns what the step has added to the margin by now
+_DONE_AT_END: dict[Action, Callable[[Entry, Ended], int]] = {
     Action.LEAVE_MARGIN: _leave_margin,
     Action.LEAVE_NOTHING: _leave_nothing,
     Action.LEAVE_RESERVE: _leave_reserve,
@@ -399,27 +418,27 @@ _DONE_AT_END = {
 }
 
 
-def _facts_at_end(entry: Entry, step: EndedStep) -> dict[Fact, bool]:
+def _facts_at_end(entry: Entry, ended: Ended) -> dict[Fact, bool]:
     """What is true of a step when a backward of it has ended."""
-    plan, took, seen = step.planned.plan, step.measured_bytes, entry.seen
+    plan, took, seen = ended.planned.plan, ended.measured_bytes, entry.seen
     limit = plan.budget_bytes
     above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
-    other_program = seen.ran is not None and step.ran is not None and step.ran != seen.ran
+    other_program = seen.ran is not None and ended.ran is not None and ended.ran != seen.ran
     # the first step of a model may be unlike all others, which its next profile shows
     differs = other_program or (above and seen.may_differ and seen.profiles > 1)
-    late = above and not seen.was_late and took is not None and _may_be_late(step.planned, took)
+    late = above and not seen.was_late and took is not None and _may_be_late(ended.planned, took)
     return {
         "above": above,
-        "replaced": entry.planned is not step.planned,
-        "second derivatives": step.makes_graph and not entry.traits.makes_graph,
+        "replaced": entry.planned is not ended.planned,
+        "second derivatives": ended.makes_graph and not entry.traits.makes_graph,
         "accepted": (took or 0) <= entry.accepted_bytes,
-        "more backwards": step.backwards > entry.traits.backwards,
+        "more backwards": ended.backwards > entry.traits.backwards,
         "late buffer": late,
-        "unrecorded": plan.changes_nothing and step.director is None,
-        "departed": step.departed,
-        "tried": step.tried,
-        "differs": step.can_evict and differs,
-        "longer": step.extra > _LONGER * len(plan.program),
+        "unrecorded": plan.changes_nothing and not ended.recorded,
+        "departed": ended.departed,
+        "tried": ended.tried,
+        "differs": ended.can_evict and differs,
+        "longer": ended.extra > _LONGER * len(plan.program),
         "profiles left": entry.may_profile,
     }
 

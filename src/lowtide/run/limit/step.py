@@ -149,7 +149,7 @@ class PlannedStep(StepWatch):
         director: follows its operations (several do, one after the other, those of a pipeline's step), or
             ``None`` where it is not recorded.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
-        margin_bytes: what it added to its entry's margin.
+        added_bytes: what it added to its entry's margin.
         can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
             own, nothing moves, no other rank has to evict the same, and there is one C++ recorder.
         tried: whether it evicts on demand to see whether steps differ, though it has a plan.
@@ -180,7 +180,7 @@ class PlannedStep(StepWatch):
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Any] = WeakSet()
         self.director: PlanDirector | Directors | None = None
-        self.margin_bytes = 0
+        self.added_bytes = 0
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
         self.can_evict = alone and self._may_evict(inputs.members.sharded) and cpp_recorder() is not None
@@ -204,6 +204,22 @@ class PlannedStep(StepWatch):
         if peak is None or self.shared or self.others:
             return None  # it is that of all models together
         return planned.step_graph.resident_bytes + planned.plan.slab_bytes + peak
+
+    def shown(self) -> machine.Ended:
+        """What it has shown by now: a backward of it has ended."""
+        return machine.Ended(
+            self.planned,
+            self.measured_bytes,
+            recorded=self.director is not None,
+            departed=self.departed,
+            extra=self.extra,
+            ran=self.ran,
+            backwards=self.backwards,
+            makes_graph=self.makes_graph,
+            can_evict=self.can_evict,
+            tried=self.tried,
+            added_bytes=self.added_bytes,
+        )
 
     @property
     def extra(self) -> int:
