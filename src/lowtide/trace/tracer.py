@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from types import CodeType
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from lowtide import accelerator, private
-from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, StorageKind, Value
+from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import Call, enter
+from lowtide.trace.modules import following_modules, tensor_names
 from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
 from lowtide.trace.transforms import in_place, with_gathered
@@ -102,16 +103,13 @@ class Tracer:
         self.backward_module = ""
         self.known: dict[int, TracedStorage] = {}
         self.handed_out: dict[int, tuple[int, object]] = {}
-        self._names: dict[int, tuple[StorageKind, str]] = {}
+        self._names = tensor_names(model) if model is not None else {}
         self._given: set[int] = set()
         self._elsewhere: set[int] = set()  # storages of other devices
-        self._module_names: dict[int, str] = {}
         self.files: dict[CodeType, str] = {}
         self.scopes: list[Any] = []
         self._scope_number = 0  # how many regions have begun: a scope begins one, in another scope, too
         self._kept_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
-        if model is not None:
-            self._name_model(model)
 
     # ---- names -----------------------------------------------------------------------------------
 
@@ -119,21 +117,6 @@ class Tracer:
     def model(self) -> torch.nn.Module | None:
         """The model, or ``None`` once nobody else holds it."""
         return self._model()
-
-    def _name_model(self, model: torch.nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            self._name(parameter, "parameter", name)
-            # the slab is resident without gradients, too
-            for tensor in (gradient_of(parameter), getattr(parameter, "gradient_slab", None)):
-                if isinstance(tensor, torch.Tensor):
-                    self._name(tensor, "gradient", name)
-        for name, buffer in model.named_buffers():
-            self._name(buffer, "buffer", name)
-        self._module_names = {id(module): name for name, module in model.named_modules()}
-
-    def _name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
-        for leaf in plain_leaves(tensor):
-            self._names.setdefault(private.storage_key(leaf), (kind, name))
 
     def name_gradients(self) -> None:
         """Gradients that the step made have the names of their parameters from here on."""
@@ -146,24 +129,10 @@ class Tracer:
                     number = storage.number
                     self.storages[number] = replace(self.storages[number], name=name)
 
-    @contextmanager
-    def following_modules(self) -> Iterator[None]:
+    def following_modules(self) -> AbstractContextManager[None]:
         """What runs in the block belongs to the module of the model whose forward it runs in."""
-
-        def begins(module: torch.nn.Module, _: Any) -> None:
-            here = self.modules[-1] if self.modules else ""
-            self.modules.append(self._module_names.get(id(module), here))
-
-        def ends(*_: object) -> None:
-            if self.modules:
-                self.modules.pop()
-
-        with ExitStack() as stack:
-            model = self.model
-            for module in _open_modules(model) if model is not None else ():
-                stack.callback(module.register_forward_pre_hook(begins, prepend=True).remove)
-                stack.callback(module.register_forward_hook(ends, prepend=True, always_call=True).remove)
-            yield
+        model = self.model
+        return nullcontext() if model is None else following_modules(model, self.modules)
 
     @property
     def module(self) -> str:
@@ -520,12 +489,3 @@ class Tracer:
 @cache
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules whose own code runs: none that are compiled, and nothing inside these."""
-    if isinstance(model, torch.jit.ScriptModule) or private.is_compiled(model):
-        return
-    yield model
-    for child in model.children():
-        yield from _open_modules(child)

@@ -247,7 +247,7 @@ def in_words(
     if made and not entry.key.gradients:
         more = sum(own_share(p).nbytes for p in made)
         error.add(
-            "Where gradients are resident when a forward begins (they add up over several steps, or are "
+            "Where gradients exist already when a forward begins (they add up over several steps, or are "
             "cleared after it, as Lightning does), steps after the first take up to "
             f"{format_bytes(more)} ({more:,} bytes) more: give that on top."
         )
