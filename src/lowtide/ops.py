@@ -392,6 +392,12 @@ def is_sparse(tensor: torch.Tensor) -> bool:
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
+def is_nested_without_layout(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a nested one of PyTorch's own kind, not jagged: one block whose rows' sizes no
+    strided tensor has."""
+    return tensor.is_nested and tensor.layout is torch.strided and not is_wrapper(tensor)
+
+
 def covers_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are all the bytes of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -16,6 +16,9 @@ from compare import Limit, check
 from loops import data, mlp
 from torch import nn
 
+import lowtide
+from lowtide.errors import PlanError
+
 BUDGETS = ["100%", "60%"]
 
 
@@ -65,6 +68,61 @@ def test_jagged_nested_tensors(place: str, budget: str) -> None:
             yield model, loss
 
     check(pattern, budget)
+
+
+class Attention(nn.Module):
+    """Attention of one head over rows of several lengths: as jagged tensors, padded with a mask, or one row
+    after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def of(self, x: Any, attn_mask: torch.Tensor | None = None) -> Any:
+        query, key, value = (part(x).unflatten(-1, [1, 16]).transpose(1, 2) for part in self.parts)
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=attn_mask)
+        return y.transpose(1, 2).flatten(-2)
+
+    def forward(self, x: Any, how: str) -> torch.Tensor:
+        if how == "rows":
+            return torch.cat([self.of(row[None])[0] for row in x.unbind()])
+        if how == "padded":
+            padded, lengths = x.to_padded_tensor(0.0), torch.tensor([len(row) for row in x.unbind()])
+            there = torch.arange(padded.shape[1]) < lengths[:, None]
+            return self.of(padded, there[:, None, None])[there]
+        return self.of(x).values()
+
+
+class OverRows(nn.Module):
+    """An attention over rows of several lengths, and an MLP."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.attention, self.net = how, Attention(), mlp()
+
+    def forward(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        x = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        return self.net(self.attention(x, self.how))
+
+
+@pytest.mark.filterwarnings("ignore:a planned step took", "ignore:this step")
+@pytest.mark.parametrize("how", ["jagged", "padded", "rows"])
+def test_attention_on_jagged_tensors_is_refused_with_remedies_that_work(how: str) -> None:
+    """On a CPU PyTorch computes it on nested tensors whose bytes no plan sees."""
+    rows = [data(at, rows=rows) for at, rows in enumerate((90, 30, 41))]
+    model = OverRows(how)
+    handle = lowtide.limit_memory(model, "70%" if how == "jagged" else "min")
+    if how == "jagged":
+        for _ in range(2):
+            with pytest.raises(PlanError, match=r"module 'attention'.*(?s:.*)to_padded_tensor.*unbind"):
+                model(rows).square().mean().backward()
+        handle.set_budget("100%")
+    for _ in range(3):
+        model(rows).square().mean().backward()
+    assert handle.plan is not None and handle.plan.changes_nothing == (how == "jagged")
+    if how != "jagged":
+        assert handle.measured_peak_bytes is not None and handle.plan.budget_bytes is not None
+        assert handle.measured_peak_bytes <= handle.plan.budget_bytes
 
 
 @pytest.fixture

@@ -254,6 +254,7 @@ class Cache:
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.collectives.overlapping_bytes,
             forward_spans=profiler.forward_spans,
+            nested=profiler.nested,
         )
         if action is Action.PLAN:
             self._plan_together(entry, graph, profiler)

@@ -156,12 +156,14 @@ class Traits:
         makes_graph: a backward of that step was run with ``create_graph=True``.
         backwards: the most backwards that ran through a step that was profiled.
         differed: two steps were seen to differ in what they ran.
+        nested: where a step that was profiled made a nested tensor whose bytes nobody counts, if it did.
     """
 
     checkpoints: int = 0
     makes_graph: bool = False
     backwards: int = 1
     differed: bool = False
+    nested: str = ""
 
 
 @dataclass

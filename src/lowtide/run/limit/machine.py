@@ -131,6 +131,7 @@ def on_profiled(
     collectives_bytes: int = 0,
     forward_spans: Sequence[tuple[int, int]] = (),
     ran: tuple[int, int] | None = None,
+    nested: str = "",
 ) -> Action:
     """A step was profiled: the longest one is planned for. One that ran other operations than the step
     before shows that steps vary.
@@ -139,11 +140,13 @@ def on_profiled(
         entry: of the step.
         graph: the step, with all of the model.
         verified: its operations were seen to reproduce, in this step or in one of the same program.
-        backwards, makes_graph, may_differ, checkpoints, forward_spans: of the step, as `Entry` names them.
+        backwards, makes_graph, may_differ, checkpoints, forward_spans, nested: of the step, as `Entry` names
+            them.
         collectives_bytes: what collectives under way held beside other operations.
         ran: how many operations its forward ran, without and with gradients.
     """
     entry.seen.profiles += 1
+    entry.traits.nested = entry.traits.nested or nested
     if entry.seen.ran is not None and ran is not None:
         entry.traits.differed |= entry.seen.can_evict and ran != entry.seen.ran
         entry.seen.ran = ran

@@ -32,7 +32,7 @@ from lowtide.progress import working
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import Peers
-from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, too_much_reserved
+from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, refuse_nested, too_much_reserved
 from lowtide.run.messages import Once
 from lowtide.run.transforms import spread, with_resident, with_unreplayable
 from lowtide.words import count_text
@@ -230,7 +230,10 @@ class PlanMaker:
             problem = Problem(graph, entry.room.free_bytes, patience)
             demand = self._demand(entry, problem, budget)
             plan, limit = self._plan_for(replace(problem, graph=demand.graph), demand)
+            if not plan.changes_nothing:
+                refuse_nested(entry)
         except BudgetError as error:
+            refuse_nested(entry)
             raise in_words(error, entry, self.model, self.counted.state_bytes, demand) from None
         self._greatest_plain = demand.plain_peak_bytes
         return demand.graph, patience, plan, limit

@@ -163,6 +163,22 @@ def refuse_several_devices(model: torch.nn.Module) -> None:
         )
 
 
+def refuse_nested(entry: Entry) -> None:
+    """Refuse to evict anything of a step in which nested tensors take bytes that no plan sees.
+
+    Raises:
+        PlanError: the step is one.
+    """
+    if entry.traits.nested:
+        raise PlanError(
+            f"the forward makes a nested tensor without a layout ({entry.traits.nested}), as PyTorch's "
+            "attention on jagged tensors does where no fused kernel takes them (on a CPU, say). No plan "
+            "counts the bytes of such tensors, so no budget below the plain step can be held. Pad the rows "
+            "and mask them (x.to_padded_tensor(0.0), attn_mask=), or run attention for one row after the "
+            'other (x.unbind()). A budget of "100%" runs the step as it is'
+        )
+
+
 def no_replicas() -> NoReturn:
     """In the place of what copies a limited model for `torch.nn.DataParallel`.
 

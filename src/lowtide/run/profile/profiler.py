@@ -26,7 +26,8 @@ from lowtide.graph import StepGraph, collect_rarely, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.meter.resident import plain_parts
-from lowtide.ops import Call, has_plain_storage, is_sparse, is_wrapper
+from lowtide.ops import Call, has_plain_storage, is_nested_without_layout, is_sparse, is_wrapper
+from lowtide.plan.data import module_in_words
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
 from lowtide.run.profile.costs import (
@@ -104,6 +105,7 @@ class Profiler(Interceptor):
         began: when the step began, by `time.perf_counter`.
         reads_values: whether the forward asked for values, which may change what it does from step to step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
+        nested: where the forward first made a nested tensor whose bytes nobody counts, if it did.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
         collectives: the collectives that have begun, and what they hold beside other operations.
         forward_spans: of each forward of a step that has several, its first operation and the first one after
@@ -132,6 +134,7 @@ class Profiler(Interceptor):
         self.backward_unseen = self.ended = self.reads_values = False
         self._ran_here = [0, 0]
         self.checkpoints = 0
+        self.nested = ""
         self.given: tuple[int, ...] = ()
         self.collectives = OpenCollectives()
         self.forward_spans: list[tuple[int, int]] = []
@@ -312,6 +315,7 @@ class Profiler(Interceptor):
         made, returned = [tensor for _, tensor in fresh], True
         if len(made) < len(flat):
             made += self._sparse_parts(call, flat)
+            self._note_nested(call, flat)
             returned = bool(made) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
         return _Outcome(result, flat, fresh, made, returned, node)
 
@@ -329,6 +333,13 @@ class Profiler(Interceptor):
             return []
         call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
         return [parts[position] for position in call.fresh(parts)]
+
+    def _note_nested(self, call: Call, flat: list[Any]) -> None:
+        if self.nested or call.info.is_view or private.in_backward():
+            return
+        if any(isinstance(t, torch.Tensor) and is_nested_without_layout(t) for t in flat):
+            modules = self.tracer.modules
+            self.nested = f"{call.info.name}, {module_in_words(modules[-1] if modules else '')}"
 
     def _note_checkpoint(self) -> None:
         around = private.torch_checkpoint()
