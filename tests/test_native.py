@@ -22,7 +22,7 @@ ALLOCATOR = PACKAGE / "meter" / "counting_allocator.cpp"
 USES: dict[str, Literal["", "c10", "torch"]] = {
     "meter/counting_allocator.cpp": "c10",
     "plan/packing.cpp": "",
-    "run/digest.cpp": "",
+    "run/tensor_bytes.cpp": "",
     "run/record/cpp/recorder.cpp": "torch",
 }
 """All C++ that lowtide compiles itself, and what of PyTorch's own each file needs."""
@@ -48,6 +48,12 @@ def test_where_there_is_a_compiler_each_file_compiles(name: str) -> None:
     native.build(source, uses)  # raises what the compiler says
     if uses == "torch":
         assert cpp_module() is not None, "it compiles, and Python cannot load it"
+
+
+def test_a_source_that_is_missing_is_no_missing_compiler() -> None:
+    """A file was renamed, and what it compiled to ran in Python from then on, without a word."""
+    with pytest.raises(AssertionError, match="is missing"):
+        native.load(PACKAGE / "run" / "renamed.cpp")
 
 
 @needs_allocator

@@ -103,6 +103,7 @@ def build(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
     Raises:
         BuildError: it cannot be compiled.
     """
+    assert source.is_file(), f"{source} is missing: without it all would run, slower, in Python"
     flags, libraries, facts = _options(source, uses)
     command, name = [*compiler(), *flags], source.name
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]

@@ -18,7 +18,7 @@ from lowtide.ops import covers_storage
 
 _FEW_WORDS = 256
 _SMALL_BYTES = 1 << 20
-"""Of main memory, up to here `digest.cpp` is faster on one thread than PyTorch on many."""
+"""Of main memory, up to here `tensor_bytes.cpp` is faster on one thread than PyTorch on many."""
 _STRIDE, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 
 
@@ -166,7 +166,7 @@ def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:
 
 
 def _native(tensor: torch.Tensor) -> Any:
-    """What `digest.cpp` compiles to, where the tensor lies in main memory and there is one."""
+    """What `tensor_bytes.cpp` compiles to, where the tensor lies in main memory and there is one."""
     return _library() if tensor.is_cpu else None
 
 
@@ -178,7 +178,9 @@ def digest_address() -> int:
 
 @cache
 def _library() -> Any:
-    library: Any = load(Path(__file__).with_suffix(".cpp")) if private.knows_storage_data() else None
+    library: Any = (
+        load(Path(__file__).with_name("tensor_bytes.cpp")) if private.knows_storage_data() else None
+    )
     if library is not None:
         place, extent = ctypes.c_void_p, ctypes.c_int64
         library.lt_digest.argtypes, library.lt_digest.restype = [place, extent], ctypes.c_int64

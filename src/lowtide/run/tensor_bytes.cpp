@@ -1,5 +1,5 @@
-// The digest of lowtide.run.tensor_bytes, and a comparison of bytes, for small tensors of main memory: there a
-// dozen of PyTorch's calls take longer than the bytes do. It gives the same numbers.
+// The digest of lowtide.run.tensor_bytes, and a comparison of bytes, for small tensors of main memory: there
+// a dozen of PyTorch's calls take longer than the bytes do. It gives the same numbers.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
