@@ -12,7 +12,6 @@ from torch import nn
 
 import lowtide
 from lowtide.compiled import choose_cuts
-from lowtide.compiled.alone import Partitioner
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
@@ -161,5 +160,5 @@ def test_a_guess_for_a_recorded_step_that_is_refused_is_followed_by_another(
 
 
 def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
-    one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
+    one, other = (lowtide.compile_options(budget)["custom_partitioner_fn"] for budget in ("60%", "70%"))
     assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()

@@ -10,7 +10,7 @@ from torch import fx
 
 import lowtide
 from lowtide.compiled import lower, price
-from lowtide.compiled.capture import CapturedGraph
+from lowtide.compiled.capture import PartGraph
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import memory_of_generated
 from lowtide.compiled.price import memory_by_call
@@ -76,11 +76,11 @@ def test_a_graph_on_the_host_takes_nothing_of_the_card_whose_step_it_is_a_part_o
 
 def test_a_captured_graph_on_the_host_takes_nothing_of_the_card() -> None:
     """A table that is looked up on the host, with a gradient, before the model's card sees it."""
-    found: list[CapturedGraph] = []
+    found: list[PartGraph] = []
 
     def backend(module: Any, inputs: Any) -> Any:
         seen = Captured(module, inputs)
-        found.append(CapturedGraph(seen, None, lambda graph, _: graph.smallest, lambda: None, GPU))
+        found.append(PartGraph(seen, None, lambda graph, _: graph.smallest, lambda: None, GPU))
         return found[-1]
 
     x = torch.ones(30, 10, requires_grad=True)

@@ -18,7 +18,7 @@ from compiled_models import Model, gradients, real_peak
 from torch import fx
 
 import lowtide
-from lowtide.compiled.alone import Partitioner, forecast
+from lowtide.compiled.alone import WholeStep, forecast
 from lowtide.compiled.cut import cut
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated
@@ -347,7 +347,7 @@ def test_what_tiers_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_compiled_code_is_not_taken_for_that_of_another_tier() -> None:
     ways = ((), (Offload("host"),), (Offload("disk"),), (Offload("disk", "folder"),))
-    assert len({Partitioner("60%", tiers=tiers).uuid() for tiers in ways}) == 4
+    assert len({WholeStep("60%", None, 0, tiers).digest() for tiers in ways}) == 4
 
 
 def test_sizes_compile_one_by_one() -> None:

@@ -15,9 +15,9 @@ import torch
 from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
-from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.alone import WholeStep
 from lowtide.compiled.choose_cuts import ROUNDS
-from lowtide.compiled.shelf import Shelf, cuts_in, facts_of, plans_in
+from lowtide.compiled.shelf import Shelf, cuts_in, facts_of, plan_in
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
 
@@ -79,20 +79,20 @@ def plan(seconds: float) -> Plan:
     return Plan("g", "p", 7, {}, frozenset(), (), 9, 8, 1.0, seconds, 0.0, 0)
 
 
-def test_plans_are_found_by_their_code(tmp_path: Path) -> None:
+def test_plans_are_found_with_the_key_of_their_code(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "new")
-    assert plans_in(shelf.find("code")) == []
+    assert plan_in(shelf.find("graph")) is None
     one, other = plan(1.0), plan(2.0)
-    shelf.keep("code", [one.to_json()])
-    shelf.keep("longer code", [other.to_json(), one.to_json()])
-    assert plans_in(shelf.find("code")) == [one]
-    assert plans_in(shelf.find("longer code")) == [other, one]
-    assert plans_in(shelf.find("other")) == []
+    shelf.keep("graph", [one.to_json(), "code"])
+    shelf.keep("other graph", [other.to_json(), "other code"])
+    assert plan_in(shelf.find("graph")) == (one, "code")
+    assert plan_in(shelf.find("other graph")) == (other, "other code")
+    assert plan_in(shelf.find("a third")) is None
     for file in (tmp_path / "new").iterdir():
         file.write_bytes(b"damaged")
-    assert plans_in(shelf.find("code")) == []
-    shelf.keep("code", [one.to_json()])
-    assert plans_in(shelf.find("code")) == [one]
+    assert plan_in(shelf.find("graph")) is None
+    shelf.keep("graph", [one.to_json(), "code"])
+    assert plan_in(shelf.find("graph")) == (one, "code")
 
 
 def test_cuts_of_a_recorded_step_are_found_where_it_takes_as_much(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_cuts_of_a_recorded_step_are_found_where_it_takes_as_much(tmp_path: Path
 
 def test_keys_tell_apart_what_plans_follow_from() -> None:
     def key(budget: str = "60%", options: dict | None = None, standing: int = 0) -> str:
-        return Partitioner(budget, (lambda: standing), options or {}).uuid()
+        return WholeStep(budget, options or {}, standing).digest()
 
     keys = {key(), key("70%"), key(options={"max_autotune": True}), key(standing=1)}
     assert len(keys) == 4 and key() in keys

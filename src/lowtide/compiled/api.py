@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lowtide import budget as budgets
-from lowtide.compiled.alone import Partitioner
+from lowtide.compiled.alone import cutter_within
 from lowtide.compiled.capture import FREES_AT_ONCE
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.moving import check_tiers
@@ -211,7 +211,7 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     """
     budgets.check(budget)
     honour_regions()
-    return {**FREES_AT_ONCE, "custom_partitioner_fn": Partitioner(budget, options={})}
+    return {**FREES_AT_ONCE, "custom_partitioner_fn": cutter_within(budget)}
 
 
 def _blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:

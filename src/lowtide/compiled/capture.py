@@ -1,8 +1,8 @@
 """A graph that Dynamo has captured, and what compiles it: AOTAutograd by itself, or Inductor.
 
 AOTAutograd traces forward and backward as one joint graph and asks a `Cutter` where to cut it. A graph that
-is a whole step is cut, and compiled, as soon as it is captured. A `CapturedGraph` that is a part of a step
-waits for the step to be recorded, and is compiled as often as the step's plan has cuts for it.
+is a whole step is only traced at first, and is planned for at once. A `PartGraph` waits for its step to be
+recorded. Both are compiled as often as a plan has cuts for them (`try_cuts`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from lowtide.compiled.choose_cuts import Chosen, Cuts, CutSearch
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CutRefused, Generated
+from lowtide.compiled.moving import Way
 from lowtide.compiled.price import CandidateCut, CandidateCuts
 from lowtide.compiled.shelf import digest, open_shelf
 from lowtide.compiled.timeline import Recording
@@ -114,13 +115,14 @@ class Cutter(inductor.CustomPartitionerFn):
         return self._key
 
 
-def cutter_at(stored: frozenset[Key], program: str, options: dict[str, Any] | None) -> Cutter:
+def cutter_at(way: Way, program: str, options: dict[str, Any] | None, key: str) -> Cutter:
     """Cuts a joint graph where it is told.
 
     Args:
-        stored: storages that go from forward to backward.
-        program: digest of the joint graph that they are named in.
+        way: how.
+        program: digest of the joint graph that its storages are named in.
         options: Inductor's settings; ``None`` under ``aot_eager``.
+        key: what the cut follows from, beside the graph.
     """
 
     def halves(joint: Joint) -> Halves:
@@ -129,10 +131,13 @@ def cutter_at(stored: frozenset[Key], program: str, options: dict[str, Any] | No
                 "a graph was traced in another way than when its step was planned: something that it depends "
                 "on changed between two steps. Call handle.set_budget(...) to plan again"
             )
-        return cut(joint, stored)
+        return way.halves(joint)
 
-    facts = [__version__, torch.__version__, program, sorted(stored)]
-    return Cutter(options, halves, hashlib.sha256(json.dumps(facts).encode()).hexdigest())
+    return Cutter(options, halves, key)
+
+
+def _refuse(joint: Joint) -> Halves:
+    raise CutRefused
 
 
 # ---- compiling ------------------------------------------------------------------------------------
@@ -208,19 +213,98 @@ def try_cuts(graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
             for graph, one in both:
                 if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
                     inner = functools.partial(one.code.compile, then=functools.partial(check, cuts, one))
-                    graph.run_as(one.stored, inner)
+                    graph.run_as(one.way, inner)
     return found[0]
 
 
 class CapturedGraph:
+    """A captured graph, compiled as often as plans have cuts for it.
+
+    Args:
+        captured: the graph.
+        options: Inductor's settings; ``None`` under ``aot_eager``.
+        facts: what its cuts follow from, beside the graph.
+    """
+
+    def __init__(self, captured: Captured, options: dict[str, Any] | None, facts: str = "") -> None:
+        self.captured, self.options, self._facts = captured, options, facts
+        self._open = captured.open_sizes
+        self._joint: Joint | None = None
+        self._compiled: dict[Way, Run] = {}
+
+    @property
+    def joint(self) -> Joint:
+        """Its forward and backward as one graph, once it is traced and if it has a backward."""
+        assert self._joint is not None
+        return self._joint
+
+    @property
+    def has_fixed_sizes(self) -> bool:
+        """Whether every call of it has the same sizes."""
+        return not self._open and not any(partitioning.free_sizes(self.joint.module))
+
+    def trace(self) -> Joint | None:
+        """Its joint graph; ``None`` where it has no backward. Nothing is compiled."""
+
+        def meet(joint: Joint) -> Halves:
+            self._joint = joint
+            raise CutRefused
+
+        options, cutter = self._uncached(), Cutter(self.options, meet)
+        with contextlib.suppress(CutRefused):
+            self.captured.compile(
+                lambda module, inputs: compile_graph(module, inputs, options, cutter, inductor.boxed_nop)
+            )
+        return self._joint
+
+    def run_plain(self) -> Run:
+        """The graph compiled as `torch.compile` does."""
+        return self.captured.compile(lambda module, inputs: compile_graph(module, inputs, self.options))
+
+    def run_as(self, way: Way, inner: Callable[..., Any] | None = None) -> Run:
+        """The graph compiled so that it is cut in this way.
+
+        Args:
+            way: how it is cut.
+            inner: as of `compile_graph`, where it is not compiled so yet.
+        """
+        if way not in self._compiled:
+            cutter = cutter_at(way, self.joint.program, self.options, self.key_of(way))
+            self._compiled[way] = self._compile(cutter, inner)
+        return self._compiled[way]
+
+    def run_kept(self, key: str) -> Run | None:
+        """What PyTorch keeps on disk of the graph; ``None`` where it keeps nothing. Nothing is traced.
+
+        Args:
+            key: as `key_of` said.
+        """
+        with contextlib.suppress(CutRefused):
+            return self._compile(Cutter(self.options, _refuse, key))
+
+    def key_of(self, way: Way) -> str:
+        """Says to PyTorch's cache how the graph is cut."""
+        facts = [__version__, torch.__version__, self._facts, self.joint.program, way.facts]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    def _compile(self, cutter: Cutter, inner: Callable[..., Any] | None = None) -> Run:
+        at_once = not self._open and inductor.writes_python()  # part of PyTorch's key on disk
+        return self.captured.compile(
+            lambda module, inputs: compile_graph(module, inputs, self.options, cutter, inner, at_once)
+        )
+
+    def _uncached(self) -> dict[str, Any] | None:
+        return None if self.options is None else {**self.options, **inductor.UNCACHED}
+
+
+class PartGraph(CapturedGraph):
     """A captured graph that is a part of a step.
 
     Called, it asks ``choose`` which of its compiled forms runs with these sizes. The first one runs call by
     call under the cut that takes the least memory, and is what a step is recorded with.
 
     Args:
-        captured: the graph.
-        options: Inductor's settings; ``None`` under ``aot_eager``.
+        captured, options: as of `CapturedGraph`.
         choose: says what a call runs.
         recording: the recording that is under way, if any.
         device: whose memory counts.
@@ -230,34 +314,21 @@ class CapturedGraph:
         self,
         captured: Captured,
         options: dict[str, Any] | None,
-        choose: Callable[[CapturedGraph, Sizes], Run],
+        choose: Callable[[PartGraph, Sizes], Run],
         recording: Callable[[], Recording | None],
         device: torch.device,
     ) -> None:
-        self.captured, self.options, self._device = captured, options, device
-        self._choose, self._recording = choose, recording
-        self._open = captured.open_sizes
+        super().__init__(captured, options)
+        self._device, self._choose, self._recording = device, choose, recording
         self.candidates: CandidateCuts | None = None  # none for what has no backward
         self._at_sizes: dict[Sizes, CandidateCuts] = {}
-        self._compiled: dict[frozenset[Key] | None, Run] = {}
         self._shelf = open_shelf(options)  # there is none while it is compiled call by call, uncached
         self.smallest: Run = self._compile_call_by_call()
         if self.candidates is None:
-            self.smallest = captured.compile(lambda module, inputs: compile_graph(module, inputs, options))
+            self.smallest = self.run_plain()
 
     def __call__(self, *args: Any) -> Any:
         return self._choose(self, tuple(args[at] for at in self._open))(*args)
-
-    @property
-    def joint(self) -> Joint:
-        """Its forward and backward as one graph; there is one where it has a backward."""
-        assert self.candidates is not None
-        return self.candidates.joint
-
-    @property
-    def has_fixed_sizes(self) -> bool:
-        """Whether every call of it has the same sizes."""
-        return not self._open
 
     def candidates_at(self, sizes: Sizes) -> CandidateCuts:
         """The candidate cuts of the graph, with what they take at these sizes."""
@@ -269,35 +340,17 @@ class CapturedGraph:
             self._at_sizes = {sizes: CandidateCuts(joint, self.options)}
         return self._at_sizes[sizes]
 
-    def run_as(self, stored: frozenset[Key] | None, inner: Callable[..., Any] | None = None) -> Run:
-        """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does.
-
-        Args:
-            stored: storages.
-            inner: as of `compile_graph`, where it is not compiled so yet.
-        """
-        if stored not in self._compiled:
-            assert self.candidates is not None
-            program, options = self.candidates.joint.program, self.options
-            at_once = self.has_fixed_sizes and inductor.writes_python()  # part of PyTorch's key on disk
-            cutter = None if stored is None else cutter_at(stored, program, options)
-            self._compiled[stored] = self.captured.compile(
-                lambda module, inputs: compile_graph(module, inputs, options, cutter, inner, at_once)
-            )
-        return self._compiled[stored]
-
     # ---- call by call ----------------------------------------------------------------------------
 
     def _compile_call_by_call(self) -> Run:
-        options = None if self.options is None else {**self.options, **inductor.UNCACHED}
-        cutter = Cutter(self.options, self._meet, device=self._device)
+        options, cutter = self._uncached(), Cutter(self.options, self._meet, device=self._device)
         return self.captured.compile(
             lambda module, inputs: compile_graph(module, inputs, options, cutter, self._run_by_call)
         )
 
     def _meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
-        self.candidates = found = CandidateCuts(joint, self.options)
+        self._joint, self.candidates = joint, (found := CandidateCuts(joint, self.options))
         shelf, key = self._shelf, digest("", self.options, None, joint.facts)
         known = shelf.find(key) if shelf is not None else None
         if known is not None:

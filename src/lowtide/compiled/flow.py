@@ -1,8 +1,8 @@
 """The flow of a compiled step: capture its graphs, profile it, choose the cuts, compile.
 
 A graph that is a whole step, its loss included, needs no profile: what stands beside it is known when it is
-captured, so it is planned for, cut and compiled at once (`lowtide.compiled.alone`). Of any other step the
-first one runs every graph call by call under the cut that takes the least memory, and is recorded
+captured (`lowtide.compiled.alone`), so its cut is chosen and compiled at once. Of any other step the first
+one runs every graph call by call under the cut that takes the least memory, and is recorded
 (`lowtide.compiled.timeline`). When its backward has ended the cuts of all its calls are chosen together
 (`lowtide.compiled.choose_cuts`), and from the next step on each call runs its graph compiled so.
 """
@@ -13,7 +13,7 @@ import functools
 import gc
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,11 +21,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.alone import Partitioner, PlansMade
-from lowtide.compiled.capture import CapturedGraph, Run, Sizes, try_cuts
-from lowtide.compiled.choose_cuts import Choice, Chosen, choice_of, search_within
+from lowtide.compiled.alone import WholeStep
+from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes, try_cuts
+from lowtide.compiled.choose_cuts import Chosen, CutSearch, choice_of, search_within
+from lowtide.compiled.dynamic import Numbers
 from lowtide.compiled.joint import Key
-from lowtide.compiled.shelf import cuts_in, digest, facts_of, open_shelf
+from lowtide.compiled.moving import Way
+from lowtide.compiled.shelf import cuts_in, digest, facts_of, open_shelf, plan_in
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.compiled.timeline import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
@@ -45,11 +47,11 @@ Shapes = tuple[tuple[int, ...], ...]
 class _Turn:
     """How one call of a planned step runs: its graph, and the storages that its cut stores."""
 
-    graph: CapturedGraph
+    graph: PartGraph
     sizes: Sizes
     stored: frozenset[Key] | None
 
-    def serves(self, graph: CapturedGraph, sizes: Sizes) -> bool:
+    def serves(self, graph: PartGraph, sizes: Sizes) -> bool:
         """Whether a call is the one that was planned for, or a smaller one."""
         return graph is self.graph and all(map(operator.le, sizes, self.sizes))
 
@@ -69,7 +71,7 @@ class _Recorded:
     gradients: int
 
     @property
-    def graphs(self) -> list[CapturedGraph]:
+    def graphs(self) -> list[PartGraph]:
         """Those of its calls."""
         return [call.graph for call in self.timeline.calls]
 
@@ -93,10 +95,13 @@ class _StepPlan:
 
 @dataclass
 class _Known:
-    """What is known of the steps of several graphs.
+    """What is known of steps.
 
     Attributes:
-        planned: their plans, by their first graph.
+        alone: the plans of graphs that are a whole step.
+        step_graphs: the step graphs that these were made for, by `Plan.graph`.
+        held: program -> the open sizes up to which its largest plan holds.
+        planned: the plans of recorded steps, by their first graph.
         wanted: whether the next step is to be recorded, whatever it is given.
         missed: what steps were given that went another way than any plan.
         largest: bytes of what recorded steps were given.
@@ -104,7 +109,10 @@ class _Known:
         several: whether a step had more backwards than any that is known had forwards.
     """
 
-    planned: dict[CapturedGraph, _StepPlan] = field(default_factory=dict)
+    alone: list[Plan] = field(default_factory=list)
+    step_graphs: dict[str, StepGraph] = field(default_factory=dict)
+    held: dict[str, Numbers] = field(default_factory=dict)
+    planned: dict[PartGraph, _StepPlan] = field(default_factory=dict)
     wanted: bool = True
     missed: set[Shapes] = field(default_factory=set)
     largest: int = 0
@@ -188,7 +196,6 @@ class Flow:
         gradients_bytes: the gradients to plan for, where fewer stand when a step begins.
 
     Attributes:
-        whole: the plans of graphs that are a whole step.
         graphs: the graphs that are parts of a step.
         mixed: whether a graph came after one that was taken for a whole step.
         codes: how many graphs were captured.
@@ -205,8 +212,7 @@ class Flow:
     ) -> None:
         self.budget, self.options, self.tiers = budget, options, tiers
         self.device, self._beside = beside.device, beside
-        self.whole = PlansMade()
-        self.graphs: list[CapturedGraph] = []
+        self.graphs: list[PartGraph] = []
         self.mixed = self.ran_uncompiled = False
         self.codes = 0
         self.gradients_bytes = gradients_bytes
@@ -218,13 +224,13 @@ class Flow:
     @property
     def plans(self) -> list[Plan]:
         """The plans that were made."""
-        return self.whole.planned + [one.plan for one in self._known.planned.values()]
+        return self._known.alone + [one.plan for one in self._known.planned.values()]
 
     @property
     def step_graphs(self) -> dict[str, StepGraph]:
         """The step graphs that plans were made for in this process, by `Plan.graph`."""
         made = [one.chosen for one in self._known.planned.values() if one.chosen is not None]
-        return self.whole.graphs | {one.plan.graph: one.graph for one in made}
+        return self._known.step_graphs | {one.plan.graph: one.graph for one in made}
 
     @property
     def more_than_planned(self) -> bool:
@@ -233,7 +239,7 @@ class Flow:
 
     def variants(self) -> list[int]:
         """In how many ways each graph is cut."""
-        used: dict[CapturedGraph, set[frozenset[Key] | None]] = {}
+        used: dict[PartGraph, set[frozenset[Key] | None]] = {}
         for turn in (turn for one in self._known.planned.values() for turn in one.turns):
             used.setdefault(turn.graph, set()).add(turn.stored)
         return [len(ways) for ways in used.values()]
@@ -249,8 +255,8 @@ class Flow:
         more = gradients_bytes - self.gradients_bytes
         if more <= 0:
             return True
-        planned = self.whole.planned
-        open_sizes = any(self.whole.held.values())  # which grow until there is no room left
+        planned = self._known.alone
+        open_sizes = any(self._known.held.values())  # which grow until there is no room left
         above = any(one.predicted_peak_bytes + more > (one.budget_bytes or 0) for one in planned)
         if not self.plans or open_sizes or above:
             return False
@@ -281,14 +287,11 @@ class Flow:
         self.codes += 1
         if not (self.graphs or self._beside.in_parts()) and captured.is_whole_step(module):
             with self.outside_step(), working("compiling", "compiled within the budget") as work:
-                before = len(self.whole.planned)
-                try:
-                    compiled = self._partitioner(module).compile(module, inputs)
-                except BudgetError as error:
-                    raise self._beside.in_words(error) from None
-                for plan in self.whole.planned[before:]:
+                run, plan = self._compile_alone(module, inputs)
+                if plan is not None:
+                    self._known.alone.append(plan)
                     work.done(in_one_line(plan))
-                return compiled
+                return run
         if self.tiers:
             raise PlanError(
                 "tiers are for a model that is one graph and returns its loss alone: leave tiers out, or "
@@ -296,19 +299,39 @@ class Flow:
             )
         with self.outside_step():
             seen = captured.Captured(module, inputs)
-            graph = CapturedGraph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
+            graph = PartGraph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
         if graph.candidates is not None:  # else no part of a step
             self.graphs.append(graph)
-            self.mixed |= bool(self.whole.planned)
+            self.mixed |= bool(self._known.alone)
         return graph
 
-    def _partitioner(self, module: fx.GraphModule) -> Partitioner:
-        def beside() -> int:
-            return self._beside.standing() + max(0, self.gradients_bytes - self._beside.gradients())
+    def _compile_alone(self, module: fx.GraphModule, inputs: Any) -> tuple[Run, Plan | None]:
+        """What runs a graph that is a whole step, and its plan. Where both are on disk nothing is traced.
 
-        wishes = wishes_of(module)
-        rest = self.whole, self.tiers, wishes, self._beside.after()
-        return Partitioner(self.budget, beside, self.options, *rest)
+        Raises:
+            BudgetError: no plan is found that fits.
+        """
+        more = max(0, self.gradients_bytes - self._beside.gradients())
+        resident = self._beside.standing() + more
+        step = WholeStep(self.budget, self.options, resident, self.tiers, self._beside.after())
+        facts = step.digest(wishes_of(module))
+        graph = CapturedGraph(captured.Captured(module, inputs), self.options, facts)
+        shelf = open_shelf(self.options)
+        place = f"{facts} {graph.captured.facts}" if shelf is not None else ""
+        if shelf is not None and (kept := plan_in(shelf.find(place))) is not None:
+            plan, key = kept
+            if (run := graph.run_kept(key)) is not None:
+                return run, plan
+        joint, known = graph.trace(), self._known
+        if joint is None:
+            return graph.run_plain(), None
+        chosen = step.plan(joint, known.alone, known.held, functools.partial(self._find, [graph]))
+        known.step_graphs[chosen.plan.graph] = chosen.graph
+        way = chosen.cuts[0].way
+        run = graph.run_as(way)
+        if shelf is not None:
+            shelf.keep(place, [chosen.plan.to_json(), graph.key_of(way)])
+        return run, chosen.plan
 
     def outside_step(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""
@@ -362,7 +385,7 @@ class Flow:
         here = (one.nbytes() for one in storages(given) if one.device.type == self.device.type)
         return tuple(tuple(one.shape) for one in given), sum(here)
 
-    def _choose(self, graph: CapturedGraph, sizes: Sizes) -> Run:
+    def _choose(self, graph: PartGraph, sizes: Sizes) -> Run:
         """What a call of a graph runs."""
         if graph.candidates is None or not torch.is_grad_enabled():
             return graph.smallest
@@ -374,7 +397,7 @@ class Flow:
         planned = turn is not None and turn.serves(graph, sizes)
         action = self._take(Evidence.GRAPH_CALLED, {"planned for": planned})
         if turn is not None and action is Action.RUN_PLANNED:
-            return graph.run_as(turn.stored)
+            return graph.run_as(Way(turn.stored))
         if action is Action.MISS:
             self._known.missed.add(step.shapes)
         return graph.smallest
@@ -457,7 +480,7 @@ class Flow:
         """
         graphs, first = step.graphs, step.graphs[0]
         timeline = step.timeline.adding_to(gradients_bytes, step.gradients).ending_with(self._beside.after())
-        candidates = list(map(CapturedGraph.candidates_at, graphs, step.sizes))
+        candidates = list(map(PartGraph.candidates_at, graphs, step.sizes))
         choice = functools.partial(choice_of, timeline, candidates)
         before, known = [one.plan for one in self._known.planned.values()], self._known.planned.get(first)
         facts = timeline.facts, [one.joint.facts for one in candidates], step.sizes
@@ -471,17 +494,15 @@ class Flow:
         if kept is not None:
             plan, cuts = kept
         else:
-            found = found or self._search(graphs, choice, before)
-            plan, cuts = found.plan, [one.stored for one in found.cuts]
+            search = search_within(lambda budget: choice(budget).search(), self.budget, before)
+            found = found or self._find(graphs, search)
+            plan, cuts = found.plan, [one.way.stored for one in found.cuts]
             if shelf is not None:
                 shelf.keep(key, facts_of(plan, cuts, timeline.levels))
         self._known.planned[first] = _StepPlan(step, plan, list(map(_Turn, graphs, step.sizes, cuts)), found)
 
-    def _search(
-        self, graphs: list[CapturedGraph], choice: Callable[[str | int], Choice], before: list[Plan]
-    ) -> Chosen:
-        """Search for the cuts of these graphs' calls; what is tried is compiled."""
-        search = search_within(lambda budget: choice(budget).search(), self.budget, before)
+    def _find(self, graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
+        """What a search finds for calls of these graphs; what it tries is compiled."""
         with working("planning", "planned") as work:
             try:
                 chosen = try_cuts(graphs, search)

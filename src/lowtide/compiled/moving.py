@@ -22,16 +22,19 @@ import math
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide.compiled.cut import Pieces, call, geometry, hand_over
+from lowtide.compiled.cut import Halves, Pieces, call, cut, geometry, hand_over
+from lowtide.compiled.joint import Joint, Key
 from lowtide.errors import PlanError, expect
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
+from lowtide.private import partitioning
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Lease
 from lowtide.store.stores import Stores
@@ -211,6 +214,36 @@ def arriving_bytes(operation: Any, args: Sequence[Any]) -> int:
 
 
 # ---- where it stands in the graphs ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a joint graph is cut.
+
+    Attributes:
+        stored: storages that forward hands to backward; ``None`` for the cut of `torch.compile` itself.
+        tiers: those that wait elsewhere, and where.
+        window_bytes: as of `with_moves`.
+    """
+
+    stored: frozenset[Key] | None
+    tiers: tuple[tuple[Key, Offload], ...] = ()
+    window_bytes: int = 0
+
+    def halves(self, joint: Joint) -> Halves:
+        """Forward and backward of a joint graph."""
+        if self.stored is None:
+            return partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
+        halves = cut(joint, self.stored)
+        if not self.tiers:
+            return halves
+        return with_moves(*halves, joint.forward_outputs, dict(self.tiers), self.window_bytes)
+
+    @property
+    def facts(self) -> list[Any]:
+        """All of it, in JSON's words."""
+        stored = None if self.stored is None else sorted(self.stored)
+        return [stored, [(key, one.tier, one.path) for key, one in self.tiers], self.window_bytes]
 
 
 def with_moves(

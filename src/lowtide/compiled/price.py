@@ -20,10 +20,10 @@ from torch import fx
 
 from lowtide import accelerator
 from lowtide import budget as budgets
-from lowtide.compiled.cut import Halves, cut
+from lowtide.compiled.cut import Halves
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
 from lowtide.compiled.lower import Generated, HalfBytes, HalvesBytes, Size, Traffic
-from lowtide.compiled.moving import arriving_bytes, with_moves
+from lowtide.compiled.moving import Way, arriving_bytes
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.timeline import GraphCall, Moment, Timeline
 from lowtide.compiled.vector_costs import kernel_costs
@@ -301,7 +301,7 @@ class CandidateCut:
     """A joint graph cut in two.
 
     Attributes:
-        stored: storages that forward hands to backward; ``None`` for the cut of `torch.compile` itself.
+        way: how it is cut.
         halves: forward and backward.
         saved_bytes: the storages that forward hands to backward -> bytes, inputs of the graph among them.
         code: what the backend runs for the halves.
@@ -310,7 +310,7 @@ class CandidateCut:
         price: seconds of both halves, from what they do to memory.
     """
 
-    stored: frozenset[Key] | None
+    way: Way
     halves: Halves
     saved_bytes: dict[Key, int]
     code: ByCall | Generated
@@ -377,8 +377,8 @@ class CandidateCuts:
         self._zeros = frozenset(tangents) - {loss}
         self.timeline = self._alone(standing_bytes or 0, tangents).ending_with(after_bytes)
         self._known_scratch: dict[str, int] = {}
-        self._found: dict[object, CandidateCut] = {}
-        self._by_saved: dict[object, CandidateCut] = {}
+        self._found: dict[Way, CandidateCut] = {}
+        self._by_saved: dict[Way, CandidateCut] = {}
 
     def _alone(self, standing: int, tangents: Sequence[Key]) -> Timeline:
         """The step that is this graph, whose backward is the last to hold the gradients that it is given."""
@@ -439,25 +439,23 @@ class CandidateCuts:
             moves: those that wait elsewhere.
             plan: where values wait elsewhere: says for how many at once there is room, and what they cost.
         """
-        way = frozenset(moves.items()), plan.window_bytes if plan and moves else 0
-        if (stored, way) not in self._found:
+        tiers = tuple((key, how) for key, how in sorted(moves.items()) if isinstance(how, Offload))
+        way = Way(stored, tiers, plan.window_bytes if plan and tiers else 0)
+        if way not in self._found:
             joint = self.joint
-            if stored is None:
-                halves = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
-            else:
-                halves = cut(joint, stored)
+            halves = Way(stored).halves(joint)
             saved_bytes = saved_by(joint, halves[0])
-            same = frozenset(saved_bytes), way  # sets that differ in what backward never reads are one cut
+            # sets that differ in what backward never reads are one cut
+            same = replace(way, stored=frozenset(saved_bytes))
             if same not in self._by_saved:
-                tiers = {key: how for key, how in moves.items() if isinstance(how, Offload)}
                 if tiers:
-                    halves = with_moves(*halves, joint.forward_outputs, tiers, way[1])
-                more = plan.transfer_seconds if plan and moves else 0.0
+                    halves = way.halves(joint)
+                more = plan.transfer_seconds if plan and tiers else 0.0
                 code, price = self._code(halves, stored), functools.partial(self._seconds, halves, more)
                 at: HalvesBytes = functools.cache(code)
-                self._by_saved[same] = CandidateCut(stored, halves, saved_bytes, code, at, joint.size, price)
-            self._found[stored, way] = self._by_saved[same]
-        return self._found[stored, way]
+                self._by_saved[same] = CandidateCut(way, halves, saved_bytes, code, at, joint.size, price)
+            self._found[way] = self._by_saved[same]
+        return self._found[way]
 
     def _code(self, halves: Halves, stored: frozenset[Key] | None) -> ByCall | Generated:
         if self.options is None:

@@ -54,12 +54,13 @@ class Shelf:
         return self._folder / hashlib.sha256(key.encode()).hexdigest()
 
 
-def plans_in(facts: Any) -> list[Plan]:
-    """The plans of graphs that are whole steps, as a shelf kept them; nothing where it kept none."""
+def plan_in(facts: Any) -> tuple[Plan, str] | None:
+    """The plan of a graph that is a whole step, and the key of its code; ``None`` where a shelf kept none."""
     try:
-        return list(map(Plan.from_json, facts or ()))
-    except PlanError:
-        return []
+        plan, key = facts
+        return Plan.from_json(plan), str(key)
+    except (PlanError, TypeError, ValueError):
+        return None
 
 
 def facts_of(plan: Plan, cuts: Sequence[frozenset[Key] | None], levels: Sequence[int]) -> list[Any]:

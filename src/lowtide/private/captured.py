@@ -23,7 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx
 from torch.fx.graph import CodeGen
 
-from lowtide.private.partitioning import SizesAt
+from lowtide.private.partitioning import SizesAt, free_sizes_of
 
 
 class Captured:
@@ -56,6 +56,18 @@ class Captured:
         sizes = [self._inputs[at] for at in self.open_sizes]
         pairs = zip(sizes, numbers, strict=True)
         return SizesAt({size.node.expr: n for size, n in pairs if isinstance(size, torch.SymInt)})
+
+    @property
+    def facts(self) -> list[Any]:
+        """What tells graphs apart before they are traced, in JSON's words; all but constants in them."""
+        given = [
+            [str(x) for x in (one.shape, one.stride(), one.dtype, one.device, one.requires_grad)]
+            if isinstance(one, torch.Tensor)
+            else str(one)
+            for one in self._inputs
+        ]
+        sizes = [str(one) for one in free_sizes_of(self._inputs)]
+        return [str(self._module.graph), given, sizes, self._grad, str(self._autocast)]
 
     def compile(self, backend: Callable[[fx.GraphModule, list[Any]], Any]) -> Any:
         """What a backend makes of the graph, in the modes that it was captured in. It stays as it is.
