@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 
-from lowtide.compiled.capture import FREES_AT_ONCE, CapturedGraph, Cutter
+from lowtide.compiled.capture import FREES_AT_ONCE, CapturedGraph, Cutter, Run
 from lowtide.compiled.choose_cuts import Chosen, CutSearch, at_once, choice_alone, search_within
 from lowtide.compiled.cut import Halves
 from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Size
-from lowtide.compiled.shelf import digest
+from lowtide.compiled.shelf import digest, open_shelf, plan_in
 from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.marked_regions import wishes_of
 from lowtide.meter import resident_bytes
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.meter.resident import model_device
@@ -94,6 +98,43 @@ class WholeStep:
             return find(search_within(search, self.budget, before))
 
         return plan_range(joint, self.budget, plan_at, resident_at, {} if held is None else held)
+
+    def compile(
+        self,
+        module: fx.GraphModule,
+        inputs: Any,
+        before: Sequence[Plan],
+        held: dict[str, Numbers],
+        find: Callable[[Sequence[CapturedGraph], CutSearch], Chosen],
+    ) -> tuple[Run, Plan | None, StepGraph | None]:
+        """What runs a graph, its plan, and the step graph that this was made for. Where the plan and the code
+        are on disk nothing is traced, and no step graph is known.
+
+        Args:
+            module: Dynamo's graph.
+            inputs: its (fake) inputs.
+            before, held: as of `plan`.
+            find: what a search finds for the calls of these graphs.
+
+        Raises:
+            BudgetError, PlanError: as of `plan`.
+        """
+        facts = self.digest(wishes_of(module))
+        graph = CapturedGraph(Captured(module, inputs), self.options, facts)
+        shelf, place = open_shelf(self.options), f"{facts} {graph.captured.facts}"
+        if shelf is not None and (kept := plan_in(shelf.find(place))) is not None:
+            plan, key = kept
+            if (run := graph.run_kept(key)) is not None:
+                return run, plan, None
+        joint = graph.trace()
+        if joint is None:
+            return graph.run_plain(), None, None
+        chosen = self.plan(joint, before, held, functools.partial(find, [graph]))
+        way = chosen.cuts[0].way
+        run = graph.run_as(way)
+        if shelf is not None:
+            shelf.keep(place, [chosen.plan.to_json(), graph.key_of(way)])
+        return run, chosen.plan, chosen.graph
 
 
 def cutter_within(budget: str | int) -> Cutter:

@@ -27,12 +27,11 @@ from lowtide.compiled.choose_cuts import Chosen, CutSearch, choice_of, search_wi
 from lowtide.compiled.dynamic import Numbers
 from lowtide.compiled.joint import Key
 from lowtide.compiled.moving import Way
-from lowtide.compiled.shelf import cuts_in, digest, facts_of, open_shelf, plan_in
+from lowtide.compiled.shelf import cuts_in, digest, facts_of, open_shelf
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.compiled.timeline import Recording, Timeline
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
@@ -287,10 +286,15 @@ class Flow:
         self.codes += 1
         if not (self.graphs or self._beside.in_parts()) and captured.is_whole_step(module):
             with self.outside_step(), working("compiling", "compiled within the budget") as work:
-                run, plan = self._compile_alone(module, inputs)
+                beside, known = self._beside, self._known
+                resident = beside.standing() + max(0, self.gradients_bytes - beside.gradients())
+                step = WholeStep(self.budget, self.options, resident, self.tiers, beside.after())
+                run, plan, graph = step.compile(module, inputs, known.alone, known.held, self._find)
                 if plan is not None:
-                    self._known.alone.append(plan)
+                    known.alone.append(plan)
                     work.done(in_one_line(plan))
+                if plan is not None and graph is not None:
+                    known.step_graphs[plan.graph] = graph
                 return run
         if self.tiers:
             raise PlanError(
@@ -304,34 +308,6 @@ class Flow:
             self.graphs.append(graph)
             self.mixed |= bool(self._known.alone)
         return graph
-
-    def _compile_alone(self, module: fx.GraphModule, inputs: Any) -> tuple[Run, Plan | None]:
-        """What runs a graph that is a whole step, and its plan. Where both are on disk nothing is traced.
-
-        Raises:
-            BudgetError: no plan is found that fits.
-        """
-        more = max(0, self.gradients_bytes - self._beside.gradients())
-        resident = self._beside.standing() + more
-        step = WholeStep(self.budget, self.options, resident, self.tiers, self._beside.after())
-        facts = step.digest(wishes_of(module))
-        graph = CapturedGraph(captured.Captured(module, inputs), self.options, facts)
-        shelf = open_shelf(self.options)
-        place = f"{facts} {graph.captured.facts}" if shelf is not None else ""
-        if shelf is not None and (kept := plan_in(shelf.find(place))) is not None:
-            plan, key = kept
-            if (run := graph.run_kept(key)) is not None:
-                return run, plan
-        joint, known = graph.trace(), self._known
-        if joint is None:
-            return graph.run_plain(), None
-        chosen = step.plan(joint, known.alone, known.held, functools.partial(self._find, [graph]))
-        known.step_graphs[chosen.plan.graph] = chosen.graph
-        way = chosen.cuts[0].way
-        run = graph.run_as(way)
-        if shelf is not None:
-            shelf.keep(place, [chosen.plan.to_json(), graph.key_of(way)])
-        return run, chosen.plan
 
     def outside_step(self) -> AbstractContextManager[None]:
         """A context: what is done in it, compiling for one, is no part of the step."""

@@ -31,7 +31,6 @@ GRAPH = StepGraph((), (), (), (), ())
 RECORDS = (Entry, Planned, History, Room, Traits, Seen)
 
 OF_OTHER_CLASSES = {
-    "compiled/alone.py self._report.planned",
     "compiled/flow.py self._step.backwards",
     "compiled/flow.py self._step.state",
     "optim/elementwise.py made.state",
