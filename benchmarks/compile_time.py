@@ -32,7 +32,6 @@ import lowtide
 from benchmarks.cases import gpt, gpt2, llama3
 from benchmarks.common import Case, keep_pages, median_difference, paired, quick, save, step_of
 from lowtide.compiled import choose_cuts
-from lowtide.compiled.alone import WholeStep
 from lowtide.compiled.flow import Flow
 from lowtide.compiled.lower import Generated
 from lowtide.private import inductor
@@ -78,8 +77,7 @@ def child(which: str, backend: str, budget: str) -> dict[str, Any]:
     case, watch = case_of(which), Watch()
     model, batch = case.build(), case.batch()
     with (
-        mock.patch.object(WholeStep, "plan", watch.of("planning", WholeStep.plan)),
-        mock.patch.object(Flow, "_plan", watch.of("planning", Flow._plan)),
+        mock.patch.object(Flow, "_find", watch.of("planning", Flow._find)),
         mock.patch.object(Generated, "__call__", watch.of("reading", Generated.__call__)),
         mock.patch.object(inductor, "generated", watch.of("lowering", inductor.generated)),
         mock.patch.object(choose_cuts, "make", watch.of("solving", choose_cuts.make)),

@@ -118,6 +118,15 @@ def asks_for(budget: object) -> str:
     return word if word in ("min", "auto") else ""
 
 
+def is_share(budget: object) -> bool:
+    """Whether a budget is a percentage of the plain step's peak.
+
+    >>> is_share("60%"), is_share("60 MB")
+    (True, False)
+    """
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
 def one_for_all(budget: str | int | float | None, planned: Iterable[int | None]) -> int | None:
     """The one budget of steps of several kinds, in bytes: of a share or a word the most that any was
     ``planned`` for; ``None`` where that is not known yet.
@@ -125,7 +134,7 @@ def one_for_all(budget: str | int | float | None, planned: Iterable[int | None])
     >>> one_for_all("2KiB", []), one_for_all("60%", [600, 700]), one_for_all("min", [])
     (2048, 700, None)
     """
-    if budget is None or (isinstance(budget, str) and (asks_for(budget) or budget.strip().endswith("%"))):
+    if budget is None or asks_for(budget) or is_share(budget):
         return max((count for count in planned if count), default=None)
     return parse(budget)
 

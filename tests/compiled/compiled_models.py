@@ -39,10 +39,10 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 def real_peak(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> int:
     """What a step takes, by the allocator's own count, with what stands before it."""
     model.zero_grad(set_to_none=True)
-    standing = resident_bytes(model) + x.nbytes
+    resident = resident_bytes(model) + x.nbytes
     with peak("cpu") as seen:
         compiled(x).backward()
-    return seen.peak_bytes + standing
+    return seen.peak_bytes + resident
 
 
 class Residual(nn.Module):

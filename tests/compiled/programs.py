@@ -33,13 +33,13 @@ class Plain(Program):
 
 
 def step(model: nn.Module, callee: Any, x: torch.Tensor) -> int:
-    """Forward and backward; the peak, what stood before included."""
+    """Forward and backward; the peak, what was resident included."""
     model.zero_grad(set_to_none=True)
     torch.manual_seed(1)
-    standing = resident_bytes(model) + x.nbytes
+    resident = resident_bytes(model) + x.nbytes
     with peak("cpu") as seen:
         callee(x).backward()
-    return standing + seen.peak_bytes
+    return resident + seen.peak_bytes
 
 
 def results(model: nn.Module) -> list[torch.Tensor]:

@@ -27,12 +27,12 @@ X = torch.randn(1024, 32, generator=torch.Generator().manual_seed(0))
 
 
 def step(called: Any, model: nn.Module) -> tuple[list[torch.Tensor], int]:
-    """Gradients of a step, and its peak with what stood before it."""
+    """Gradients of a step, and its peak with what was resident before it."""
     model.zero_grad(set_to_none=True)
-    standing = resident_bytes(model) + X.nbytes
+    resident = resident_bytes(model) + X.nbytes
     with peak("cpu") as seen:
         called(X).square().mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None], standing + seen.peak_bytes
+    return [p.grad for p in model.parameters() if p.grad is not None], resident + seen.peak_bytes
 
 
 def engine(handle: Any) -> CompiledHandle | None:

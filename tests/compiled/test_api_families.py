@@ -61,12 +61,12 @@ class Stepped:
         return [loss, *gradients, *(b.clone() for b in self.model.buffers())]
 
     def peak(self) -> int:
-        """Measured peak of a step, all that stands before it included."""
+        """Measured peak of a step, all that is resident included."""
         self.model.zero_grad(set_to_none=True)
         gc.collect()
         inputs = sum(t.nbytes for t in self.batch.values() if isinstance(t, torch.Tensor))
-        standing = meter.resident_bytes(self.model) + inputs
-        return standing + meter.measure(self.step, timeline=False).peak_bytes
+        resident = meter.resident_bytes(self.model) + inputs
+        return resident + meter.measure(self.step, timeline=False).peak_bytes
 
 
 def same(one: Step, other: Step, exactly: bool) -> None:

@@ -83,10 +83,10 @@ def sharded_step() -> None:
             for one in (model, twin):
                 one.zero_grad(set_to_none=True)
             squared(twin(x)).backward()
-            standing = resident_bytes(model) + x.nbytes
+            resident = resident_bytes(model) + x.nbytes
             with peak("cpu") as seen:
                 squared(compiled(x)).backward()
-            readings.append(standing + seen.peak_bytes)
+            readings.append(resident + seen.peak_bytes)
             for a, b in zip(model.parameters(), twin.parameters(), strict=True):
                 assert torch.equal(a.grad.to_local(), b.grad.to_local())
         handle = lowtide.handle_of(compiled)
@@ -122,7 +122,7 @@ def averaged_step() -> None:
             for one in (model, twin):
                 one.zero_grad(set_to_none=True)
             twin(x).backward()
-            standing = resident_bytes(model) + x.nbytes
+            resident = resident_bytes(model) + x.nbytes
             with peak("cpu") as seen, warnings.catch_warnings():
                 if number:  # in the second step DDP makes its buckets anew
                     warnings.simplefilter("error", lowtide.LowtideWarning)
@@ -130,7 +130,7 @@ def averaged_step() -> None:
             assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
         plan = lowtide.handle_of(compiled).plan
         assert plan.replayed
-        real = standing + seen.peak_bytes
+        real = resident + seen.peak_bytes
         assert real == pytest.approx(plan.predicted_peak_bytes, rel=0.01)
         assert real <= plan.budget_bytes
 
@@ -191,10 +191,10 @@ def parallel_step(kind: str) -> None:
     took: list[int] = []
     for _ in range(4):
         model.zero_grad(set_to_none=True)
-        standing = resident_bytes(model) + x.nbytes
+        resident = resident_bytes(model) + x.nbytes
         with peak("cpu") as seen:
             compiled(x).backward()
-        took.append(standing + seen.peak_bytes)
+        took.append(resident + seen.peak_bytes)
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(local_tensor(a.grad), local_tensor(b.grad)) for a, b in pairs)
     assert len(parallel.partial_gradients(model.parameters())) == len(

@@ -3,8 +3,8 @@
 
 Where torch shows the fault on a CPU a test shows it, so that the one of lowtide beside it means something; it
 is skipped where a later PyTorch has mended it. 186572 (a reduction that is recomputed with another
-configuration) and the groups of equal masks of 198333 need a GPU's code: what of them a CPU can show stands
-here.
+configuration) and the groups of equal masks of 198333 need a GPU's code: what of them a CPU can show
+is here.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lowtide.compiled.choose_cuts import at_once, search_within
+from lowtide.compiled.choose_cuts import at_once, fallback_bytes, search_within
 from lowtide.errors import BudgetError
 from lowtide.plan import Plan
 
@@ -26,7 +26,8 @@ def searched(smallest: int | None, asked: list[str | int], budget: str | int) ->
 
 def found(budget: str | int, smallest: int | None, before: list[Plan]) -> tuple[Any, list[str | int]]:
     asked: list[str | int] = []
-    return at_once(search_within(lambda given: searched(smallest, asked, given), budget, before)), asked
+    largest = fallback_bytes(budget, before)
+    return at_once(search_within(lambda given: searched(smallest, asked, given), budget, largest)), asked
 
 
 def test_a_share_that_is_too_small_becomes_the_bytes_of_the_largest_step() -> None:

@@ -35,13 +35,13 @@ def test_the_measured_peak_is_the_meters_and_the_predicted_one(returns_loss: boo
     assert handle.measured_peak_bytes is None
     for _ in range(2):
         compiled.zero_grad(set_to_none=True)
-        standing = resident_bytes(compiled) + x.nbytes
+        resident = resident_bytes(compiled) + x.nbytes
         with peak("cpu") as seen:
             compiled(x).sum().backward()
-        assert handle.measured_peak_bytes == seen.peak_bytes + standing
+        assert handle.measured_peak_bytes == seen.peak_bytes + resident
     assert abs(handle.measured_peak_bytes - handle.plan.predicted_peak_bytes) <= 16
     compiled(x).sum().backward()  # adds to gradients
-    assert handle.measured_peak_bytes > seen.peak_bytes + standing
+    assert handle.measured_peak_bytes > seen.peak_bytes + resident
 
 
 class Normed(Residual):

@@ -29,10 +29,10 @@ class Model(nn.Module):
 
 def peak_of(compiled: Any, x: torch.Tensor) -> int:
     compiled.zero_grad(set_to_none=True)
-    standing = resident_bytes(compiled) + x.nbytes
+    resident = resident_bytes(compiled) + x.nbytes
     with peak("cpu") as seen:
         compiled(x).sum().backward()
-    return seen.peak_bytes + standing
+    return seen.peak_bytes + resident
 
 
 @pytest.fixture(params=[True, False], ids=["counted apart", "more room"])

@@ -1,4 +1,4 @@
-"""What runs again, and what is cut, stands where its memory is least."""
+"""What runs again, and what is cut, lies where its memory is least."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from joint_graphs import ROWS, Look, look_at
 from torch import nn
 
-from lowtide.compiled.choose_cuts import Choice
+from lowtide.compiled.choose_cuts import choice_of
 from lowtide.compiled.price import CandidateCuts
 from lowtide.plan.choose import at_or_smallest
 
@@ -26,10 +26,10 @@ class Tied(nn.Module):
 
 def planned_and_taken(found: Look) -> tuple[int, int]:
     """What the least plan is predicted to take, and what the text of its cut says."""
-    cuts = CandidateCuts(found.joint, {}, 0)
-    choice = Choice(cuts.timeline, [cuts], cuts.step, "min")
-    plan = at_or_smallest(cuts.step.graph, 1)
-    return plan.predicted_peak_bytes, choice.peak((cuts.of(plan, cuts.step, 0),))
+    cuts = CandidateCuts(found.joint, {})
+    choice = choice_of(cuts.timeline_alone(), [cuts], "min")
+    plan = at_or_smallest(choice.step.graph, 1)
+    return plan.predicted_peak_bytes, choice.peak((cuts.of(plan, choice.step, 0),))
 
 
 class Head(nn.Module):
@@ -47,7 +47,7 @@ def test_a_product_that_is_added_late_runs_where_it_stands() -> None:
     planned, taken = planned_and_taken(look_at(Tied(), torch.randint(2048, (ROWS,))))
     hidden, logits = 4 * ROWS * 8192, 4 * ROWS * 2048
     assert taken == planned
-    assert taken < 2 * hidden + 1.5 * logits  # beside which the gradient of the logits stood
+    assert taken < 2 * hidden + 1.5 * logits  # beside which the gradient of the logits was live
 
 
 def test_what_a_kernel_writes_over_what_it_reads_counts_once() -> None:

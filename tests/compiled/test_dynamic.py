@@ -30,13 +30,13 @@ class Model(nn.Module):
 
 
 def stepped(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
-    """The second step's peak, what stood before it included, and its gradients."""
+    """The second step's peak, what was resident before it included, and its gradients."""
     for _ in range(2):
         model.zero_grad(set_to_none=True)
-        standing = resident_bytes(model) + x.nbytes
+        resident = resident_bytes(model) + x.nbytes
         with peak("cpu") as seen:
             compiled(x).backward()
-    return seen.peak_bytes + standing, [p.grad for p in model.parameters() if p.grad is not None]
+    return seen.peak_bytes + resident, [p.grad for p in model.parameters() if p.grad is not None]
 
 
 Mark = Callable[[torch.Tensor], None]

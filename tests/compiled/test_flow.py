@@ -19,10 +19,10 @@ from lowtide.meter import peak, resident_bytes
 
 def peak_of(model: nn.Module, x: torch.Tensor, step: Callable[[], None]) -> int:
     model.zero_grad(set_to_none=True)
-    standing = resident_bytes(model) + x.nbytes
+    resident = resident_bytes(model) + x.nbytes
     with peak("cpu") as seen:
         step()
-    return seen.peak_bytes + standing
+    return seen.peak_bytes + resident
 
 
 def check(

@@ -18,11 +18,11 @@ from compiled_models import Model, gradients, real_peak
 from torch import fx
 
 import lowtide
-from lowtide.compiled.alone import WholeStep, forecast
 from lowtide.compiled.cut import cut
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated
 from lowtide.compiled.moving import stores, with_moves
+from lowtide.compiled.planning import Beside, forecast
 from lowtide.compiled.price import ByCall, costs_of
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
@@ -347,7 +347,7 @@ def test_what_tiers_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_compiled_code_is_not_taken_for_that_of_another_tier() -> None:
     ways = ((), (Offload("host"),), (Offload("disk"),), (Offload("disk", "folder"),))
-    assert len({WholeStep("60%", None, 0, tiers).digest() for tiers in ways}) == 4
+    assert len({str(Beside(None, 0, tiers).facts) for tiers in ways}) == 4
 
 
 def test_sizes_compile_one_by_one() -> None:

@@ -12,9 +12,9 @@ from joint_graphs import ROWS, WIDTH, Look, look_at
 from torch import fx, nn
 
 from lowtide.compiled import price
-from lowtide.compiled.alone import forecast
 from lowtide.compiled.choose_cuts import with_prices
 from lowtide.compiled.lower import Traffic
+from lowtide.compiled.planning import forecast
 from lowtide.compiled.price import CandidateCuts, half_seconds, parts_of
 from lowtide.compiled.vector_costs import KernelCosts
 

@@ -15,10 +15,11 @@ import torch
 from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
-from lowtide.compiled.alone import WholeStep
 from lowtide.compiled.choose_cuts import ROUNDS
-from lowtide.compiled.shelf import Shelf, cuts_in, facts_of, plan_in
-from lowtide.plan.data import Plan
+from lowtide.compiled.moving import Way
+from lowtide.compiled.planning import Beside
+from lowtide.compiled.shelf import Shelf, digest, facts_of, ways_in
+from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor
 
 ONCE = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0"}
@@ -79,36 +80,24 @@ def plan(seconds: float) -> Plan:
     return Plan("g", "p", 7, {}, frozenset(), (), 9, 8, 1.0, seconds, 0.0, 0)
 
 
-def test_plans_are_found_with_the_key_of_their_code(tmp_path: Path) -> None:
+def test_plans_and_cuts_are_found_where_a_step_takes_as_much(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "new")
-    assert plan_in(shelf.find("graph")) is None
-    one, other = plan(1.0), plan(2.0)
-    shelf.keep("graph", [one.to_json(), "code"])
-    shelf.keep("other graph", [other.to_json(), "other code"])
-    assert plan_in(shelf.find("graph")) == (one, "code")
-    assert plan_in(shelf.find("other graph")) == (other, "other code")
-    assert plan_in(shelf.find("a third")) is None
-    for file in (tmp_path / "new").iterdir():
-        file.write_bytes(b"damaged")
-    assert plan_in(shelf.find("graph")) is None
-    shelf.keep("graph", [one.to_json(), "code"])
-    assert plan_in(shelf.find("graph")) == (one, "code")
-
-
-def test_cuts_of_a_recorded_step_are_found_where_it_takes_as_much(tmp_path: Path) -> None:
-    shelf = Shelf(tmp_path)
-    cuts = [None, frozenset({"add", "mm"})]
+    ways = [Way(None), Way(frozenset({"add", "mm"}), (("mm", Offload("disk", "folder")),), 9)]
     large = replace(plan(1.0), budget_bytes=1 << 20)
-    shelf.keep("step", facts_of(large, cuts, [1000, 2000]))
-    assert cuts_in(shelf.find("step"), [1000, 2024]) == (large, cuts)
-    assert cuts_in(shelf.find("step"), [1000, 20000]) is None
-    assert cuts_in(shelf.find("step"), [1000]) is None
-    assert cuts_in(shelf.find("other"), [1000, 2000]) is None
+    for _ in range(2):
+        assert ways_in(shelf.find("step"), [1000, 2000]) is None
+        shelf.keep("step", facts_of(large, ways, [1000, 2000]))
+        assert ways_in(shelf.find("step"), [1000, 2024]) == (large, ways)
+        assert ways_in(shelf.find("step"), [1000, 20000]) is None
+        assert ways_in(shelf.find("step"), [1000]) is None
+        assert ways_in(shelf.find("other"), [1000, 2000]) is None
+        for file in (tmp_path / "new").iterdir():
+            file.write_bytes(b"damaged")
 
 
 def test_keys_tell_apart_what_plans_follow_from() -> None:
-    def key(budget: str = "60%", options: dict | None = None, standing: int = 0) -> str:
-        return WholeStep(budget, options or {}, standing).digest()
+    def key(budget: str = "60%", options: dict | None = None, resident: int = 0, after: int = 0) -> str:
+        return digest(budget, options or {}, resident, Beside(options, resident, (), after).facts)
 
-    keys = {key(), key("70%"), key(options={"max_autotune": True}), key(standing=1)}
-    assert len(keys) == 4 and key() in keys
+    keys = {key(), key("70%"), key(options={"max_autotune": True}), key(resident=1), key(after=1)}
+    assert len(keys) == 5 and key() in keys

@@ -15,7 +15,7 @@ from compiled_models import Behind, Broken, Embedded, Handed, Model, Open, squar
 from torch import nn
 
 import lowtide
-from lowtide.compiled import flow, price
+from lowtide.compiled import planning, price
 from lowtide.compiled.choose_cuts import Choice, choice_of
 from lowtide.plan.simulate import Simulator
 
@@ -82,7 +82,7 @@ def recorded(model: nn.Module, x: torch.Tensor, step: Step, **how: Any) -> Choic
         found.append(choice_of(*args))
         return found[-1]
 
-    with mock.patch.object(flow, "choice_of", seen):
+    with mock.patch.object(planning, "choice_of", seen):
         step(lowtide.compile(model, "100%", backend="aot_eager", **how), x)
     return found[0]
 

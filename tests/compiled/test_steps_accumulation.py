@@ -1,4 +1,4 @@
-"""Steps that add to gradients: what stands of these is within the budget."""
+"""Steps that add to gradients: what there is of these is within the budget."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Micro:
     """Micro-steps of a compiled model, with what each takes and bitwise the gradients of eager.
 
     Attributes:
-        took: bytes at each one's peak, with what stood before it.
+        took: bytes at each one's peak, with what was resident before it.
         warned: texts of warnings in all.
     """
 
@@ -35,12 +35,12 @@ class Micro:
         for one in (self.model, self.twin):
             one.zero_grad(set_to_none=True)
         for x in xs:
-            standing = resident_bytes(self.model) + x.nbytes
+            resident = resident_bytes(self.model) + x.nbytes
             with warnings.catch_warnings(record=True) as caught, peak("cpu") as seen:
                 warnings.simplefilter("always")
                 squared(self.compiled(x)).backward()
             self.warned += [str(one.message) for one in caught]
-            self.took.append(standing + seen.peak_bytes)
+            self.took.append(resident + seen.peak_bytes)
             squared(self.twin(x)).backward()
             both = zip(gradients(self.model), gradients(self.twin), strict=True)
             assert all(torch.equal(a, b) for a, b in both)

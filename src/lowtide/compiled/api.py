@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from lowtide import budget as budgets
-from lowtide.compiled.alone import cutter_within
 from lowtide.compiled.capture import FREES_AT_ONCE
 from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.moving import check_tiers
+from lowtide.compiled.planning import cutter_within
 from lowtide.errors import PlanError, expect
 from lowtide.marked_regions import honour_regions
 from lowtide.meter.resident import innermost
@@ -196,7 +196,7 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     """Settings for ``torch.compile(model, options=...)`` that hold a budget.
 
     A graph is all that is known here: its inputs (parameters among them) and what it allocates count,
-    gradients that stand before the step, an optimizer's state and other graphs do not.
+    gradients from before the step, an optimizer's state and other graphs do not.
     `lowtide.compile` knows more.
 
     Args:

@@ -25,12 +25,11 @@ from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CutRefused, Generated
 from lowtide.compiled.moving import Way
 from lowtide.compiled.price import CandidateCut, CandidateCuts
-from lowtide.compiled.shelf import digest, open_shelf
+from lowtide.compiled.shelf import digest, open_shelf, own_facts
 from lowtide.compiled.timeline import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
-from lowtide.version import __version__
 
 FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
 """Inductor's setting for all that a budget is held for: by itself it keeps a buffer that nobody reads any
@@ -223,14 +222,19 @@ class CapturedGraph:
     Args:
         captured: the graph.
         options: Inductor's settings; ``None`` under ``aot_eager``.
-        facts: what its cuts follow from, beside the graph.
+        wishes: a digest of the regions that are marked in it.
     """
 
-    def __init__(self, captured: Captured, options: dict[str, Any] | None, facts: str = "") -> None:
-        self.captured, self.options, self._facts = captured, options, facts
+    def __init__(self, captured: Captured, options: dict[str, Any] | None, wishes: str = "") -> None:
+        self.captured, self.options, self._wishes = captured, options, wishes
         self._open = captured.open_sizes
         self._joint: Joint | None = None
         self._compiled: dict[Way, Run] = {}
+
+    @property
+    def facts(self) -> list[Any]:
+        """What its cuts follow from, in JSON's words; known before it is traced."""
+        return [self._wishes, self.captured.facts]
 
     @property
     def joint(self) -> Joint:
@@ -245,6 +249,8 @@ class CapturedGraph:
 
     def trace(self) -> Joint | None:
         """Its joint graph; ``None`` where it has no backward. Nothing is compiled."""
+        if self._joint is not None:
+            return self._joint
 
         def meet(joint: Joint) -> Halves:
             self._joint = joint
@@ -269,22 +275,19 @@ class CapturedGraph:
             inner: as of `compile_graph`, where it is not compiled so yet.
         """
         if way not in self._compiled:
-            cutter = cutter_at(way, self.joint.program, self.options, self.key_of(way))
+            cutter = cutter_at(way, self.joint.program, self.options, self._key(way))
             self._compiled[way] = self._compile(cutter, inner)
         return self._compiled[way]
 
-    def run_kept(self, key: str) -> Run | None:
-        """What PyTorch keeps on disk of the graph; ``None`` where it keeps nothing. Nothing is traced.
-
-        Args:
-            key: as `key_of` said.
-        """
+    def is_kept(self, way: Way) -> bool:
+        """Whether PyTorch keeps the graph on disk, cut in this way. Nothing is traced."""
         with contextlib.suppress(CutRefused):
-            return self._compile(Cutter(self.options, _refuse, key))
+            self._compiled[way] = self._compile(Cutter(self.options, _refuse, self._key(way)))
+        return way in self._compiled
 
-    def key_of(self, way: Way) -> str:
-        """Says to PyTorch's cache how the graph is cut."""
-        facts = [__version__, torch.__version__, self._facts, self.joint.program, way.facts]
+    def _key(self, way: Way) -> str:
+        """Says to PyTorch's cache, beside the graph, how it is cut."""
+        facts = [own_facts(), self._wishes, way.facts]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _compile(self, cutter: Cutter, inner: Callable[..., Any] | None = None) -> Run:
@@ -351,7 +354,7 @@ class PartGraph(CapturedGraph):
     def _meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self._joint, self.candidates = joint, (found := CandidateCuts(joint, self.options))
-        shelf, key = self._shelf, digest("", self.options, None, joint.facts)
+        shelf, key = self._shelf, digest("", self.options, 0, joint.facts)
         known = shelf.find(key) if shelf is not None else None
         if known is not None:
             found.smallest = frozenset(known)

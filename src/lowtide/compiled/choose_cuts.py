@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from lowtide import budget as budgets
 from lowtide.budget import with_slack
-from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.joint import Key
 from lowtide.compiled.price import CandidateCut, CandidateCuts
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.timeline import Moment, Timeline
@@ -99,43 +99,27 @@ cuts that it chooses.
 """
 
 
-def choice_alone(
-    joint: Joint,
+def choice_of(
+    timeline: Timeline,
+    candidates: Sequence[CandidateCuts],
     budget: str | int,
-    standing_bytes: int,
-    options: dict[str, object] | None,
     tiers: tuple[Offload, ...] = (),
-    after_bytes: int = 0,
 ) -> Choice:
-    """How to cut a joint graph that is a whole step.
-
-    Args:
-        joint: the graph.
-        budget: as of `lowtide.limit_memory`.
-        standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
-        options: Inductor's settings; ``None`` where graphs run call by call.
-        tiers: where saved values may wait.
-        after_bytes: the most live bytes when backward has ended; 0 for none but the graph's.
-    """
-    candidates = CandidateCuts(joint, options, standing_bytes, budget, after_bytes)
-    policy: Any = "optimal"
-    if ways := tuple(map(decision_of, tiers)):
-        with outside_modes():  # AOTAutograd calls us among fake tensors
-            links = missing_links(ways, None, (), candidates.device)
-        policy = policies.mixed(*ways, links=links, slab=False)
-    return Choice(candidates.timeline, [candidates], candidates.step, budget, policy)
-
-
-def choice_of(timeline: Timeline, candidates: Sequence[CandidateCuts], budget: str | int) -> Choice:
-    """How to cut every call of a recorded step.
+    """How to cut every call of a step.
 
     Args:
         timeline: the step.
         candidates: those of each call's graph.
         budget: as of `lowtide.limit_memory`.
+        tiers: where saved values may wait.
     """
     step = step_of([one.joint for one in candidates], [one.costs for one in candidates], timeline)
-    return Choice(timeline, candidates, step, budget)
+    policy: Any = "optimal"
+    if ways := tuple(map(decision_of, tiers)):
+        with outside_modes():  # AOTAutograd calls us among fake tensors
+            links = missing_links(ways, None, (), timeline.device)
+        policy = policies.mixed(*ways, links=links, slab=False)
+    return Choice(timeline, candidates, step, budget, policy)
 
 
 class Choice:
@@ -163,7 +147,7 @@ class Choice:
         self.timeline, self.candidates, self.step = timeline, candidates, step
         self.budget, self.policy = budget, policy
         self.fused = any(one.options is not None for one in candidates)
-        self._share = isinstance(budget, str) and budget.strip().endswith("%")
+        self._share = budgets.is_share(budget)
         self.tried: dict[Cuts, Plan] = {}
 
     # ---- what cuts take --------------------------------------------------------------------------
@@ -271,20 +255,20 @@ class Choice:
         return best
 
     def _limit_bytes(self, plain_peak: int, smallest: int | None) -> int:
-        device, standing = self.timeline.device, self.timeline.standing_bytes
+        device, resident = self.timeline.device, self.timeline.resident_bytes
         least = self._smallest if smallest is None else lambda: smallest
-        return budgets.resolve(self.budget, plain_peak, least, device, resident_bytes=standing)
+        return budgets.resolve(self.budget, plain_peak, least, device, resident_bytes=resident)
 
     def _refusal(self, limit: int, smallest: int, plain_peak: int) -> BudgetError:
-        standing, zeros = self.timeline.standing_bytes, 0
-        if self.candidates[0].standing_bytes is not None:
+        resident, zeros = self.timeline.resident_bytes, 0
+        if self.timeline.zeros:
             least = self._best(None)
             assert least is not None
-            zeros = self.candidates[0].zeros_bytes(least[0])
+            zeros = self.candidates[0].zeros_bytes(least[0], self.timeline.zeros)
         plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
         sim = Simulator(self.step.graph)
         simulation = sim.simulate_plan(plan)
-        found, shares = parts_of(sim, simulation), {RESIDENT: standing, OUTPUTS: zeros}
+        found, shares = parts_of(sim, simulation), {RESIDENT: resident, OUTPUTS: zeros}
         for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
             shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))
         shares[ACTIVATIONS] = smallest - sum(shares.values())
@@ -310,7 +294,7 @@ class Choice:
 
     def _least(self) -> Generator[Cuts | None, None, int]:
         """As `_smallest`, step by step."""
-        for one in dict.fromkeys(self.candidates) if self.candidates[0].standing_bytes is None else ():
+        for one in dict.fromkeys(self.candidates) if len(self.candidates) > 1 else ():
             one.price_extremes()
         plan = at_or_smallest(self.step.graph, 1, self.policy)
         cuts = self._meant(plan)
@@ -377,8 +361,8 @@ class Choice:
         return found if room is None or self.peak(found) <= room else None
 
     def again(self, before: Chosen) -> Chosen | None:
-        """The cuts that were chosen before, priced anew since other bytes stand beside the step now; ``None``
-        where they are above the budget.
+        """The cuts that were chosen before, priced anew since other bytes are resident; ``None`` where they
+        are above the budget.
         """
         limit, peak = before.plan.budget_bytes, self.peak(before.cuts)
         if limit is None or peak > limit:
@@ -416,7 +400,7 @@ def with_prices(
 
 
 def search_within(
-    search: Callable[[str | int], CutSearch], budget: str | int, before: Iterable[Plan]
+    search: Callable[[str | int], CutSearch], budget: str | int, largest_bytes: int
 ) -> CutSearch:
     """A search within a budget. Where that is a share and too small for this step, its bytes are those of the
     largest step so far: a last, small batch has room for what larger ones may take.
@@ -424,7 +408,7 @@ def search_within(
     Args:
         search: searches within a budget.
         budget: as of `lowtide.limit_memory`.
-        before: plans for other steps within the same budget.
+        largest_bytes: as of `fallback_bytes`.
 
     Raises:
         BudgetError: no plan is found that fits.
@@ -432,16 +416,19 @@ def search_within(
     try:
         return (yield from search(budget))
     except BudgetError as error:
-        return (yield from search(_of_largest(error, budget, before)))
+        if error.smallest_bytes is None or error.smallest_bytes > largest_bytes:
+            raise
+        return (yield from search(largest_bytes))
 
 
-def _of_largest(error: BudgetError, budget: str | int, before: Iterable[Plan]) -> int:
-    """The bytes to plan for where a share is too small; raises the error where these are, too."""
-    largest = max((one.budget_bytes or 0 for one in before), default=0)
-    share = isinstance(budget, str) and budget.strip().endswith("%")
-    if not share or error.smallest_bytes is None or error.smallest_bytes > largest:
-        raise error
-    return largest
+def fallback_bytes(budget: str | int, before: Iterable[Plan]) -> int:
+    """The bytes of the largest step so far, where a budget is a share; else 0.
+
+    Args:
+        budget: as of `lowtide.limit_memory`.
+        before: plans for other steps within it.
+    """
+    return max((one.budget_bytes or 0 for one in before), default=0) if budgets.is_share(budget) else 0
 
 
 def at_once(search: Generator[Any, None, T]) -> T:

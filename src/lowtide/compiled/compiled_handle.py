@@ -13,7 +13,7 @@ from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, refuse_cuda_graphs
 from lowtide.compiled.flow import Flow, Surroundings
 from lowtide.compiled.moving import stores
-from lowtide.compiled.timeline import Stood
+from lowtide.compiled.timeline import Resident
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import OUTSIDE, StepGraph
 from lowtide.marked_regions import honour_regions
@@ -175,7 +175,7 @@ class CompiledHandle(LimitHandle):
 
     @property
     def predicted_peak_bytes(self) -> int | None:
-        """The most live bytes that is predicted for any step, with what stands beside it."""
+        """The most live bytes that is predicted for any step, with what is resident beside it."""
         return self.plan.predicted_peak_bytes if self.plan is not None else None
 
     @property
@@ -197,7 +197,7 @@ class CompiledHandle(LimitHandle):
 
     @property
     def optimizer_bytes(self) -> int:
-        return self._standing() - resident_bytes(self.model) - workspace_bytes(self._device)
+        return self._count_resident() - resident_bytes(self.model) - workspace_bytes(self._device)
 
     # ---- what is asked for -----------------------------------------------------------------------
 
@@ -238,7 +238,7 @@ class CompiledHandle(LimitHandle):
         Raises:
             BudgetError: no plan fits.
             PlanError: the limit was removed or replaced, nothing is compiled, or the model does not return
-                its loss: what stands between its graphs and the loss is part of the plan.
+                its loss: what lies between its graphs and the loss is part of the plan.
         """
         self._check_in_force()
         known = self.plans
@@ -298,19 +298,19 @@ class CompiledHandle(LimitHandle):
 
     # ---- compiling -------------------------------------------------------------------------------
 
-    def _standing(self) -> int:
-        standing = resident_bytes(self.model, self._optimizer)
+    def _count_resident(self) -> int:
+        found = resident_bytes(self.model, self._optimizer)
         if self._optimizer is not None:
             state = optimizer_need(self._optimizer).state_bytes
-            standing = max(standing, resident_bytes(self.model) + state)
-        return standing + workspace_bytes(self._device)
+            found = max(found, resident_bytes(self.model) + state)
+        return found + workspace_bytes(self._device)
 
     def _after(self) -> int:
         """The most live bytes between backward and the optimizer's step; 0 where nothing is reduced then."""
         if not self.reduced_bytes:
             return 0
         gradients = sum(one.nbytes for one in self.model.parameters() if one.requires_grad)
-        return self._standing() - self._stood.gradients_now() + gradients + self.reduced_bytes
+        return self._count_resident() - self._resident.gradients_now() + gradients + self.reduced_bytes
 
     def _in_words(self, error: BudgetError) -> BudgetError:
         """The planner's refusal in a user's words."""
@@ -318,7 +318,7 @@ class CompiledHandle(LimitHandle):
             error,
             self.model,
             self._device,
-            gradient_bytes=self._stood.gradient_bytes,
+            gradient_bytes=self._resident.gradient_bytes,
             state_bytes=self.optimizer_bytes,
             after_bytes=self._after(),
             reduced_bytes=self.reduced_bytes,
@@ -327,8 +327,8 @@ class CompiledHandle(LimitHandle):
     def _install(self) -> None:
         """From the next step on the model compiles anew, and is planned for."""
         self._warn_once = Once()
-        standing = self._weakly(CompiledHandle._standing, 0)
-        self._stood = Stood(self.model, self._optimizer, self._device, standing)
+        count = self._weakly(CompiledHandle._count_resident, 0)
+        self._resident = Resident(self.model, self._optimizer, self._device, count)
         self._runs: dict[Flow, tuple[Callable[..., Any], list[Any]]] = {}  # the forward, and calls of blocks
         self._flow = self._new_flow(0)
         self._flows = {False: self._flow}
@@ -348,8 +348,8 @@ class CompiledHandle(LimitHandle):
 
         return Surroundings(
             self._device,
-            standing=self._weakly(CompiledHandle._standing, 0),
-            gradients=self._weakly(lambda one: one._stood.gradients_now(), 0),
+            resident=self._weakly(CompiledHandle._count_resident, 0),
+            gradients=self._weakly(lambda one: one._resident.gradients_now(), 0),
             after=self._weakly(CompiledHandle._after, 0),
             # weights that come and go are in no graph
             in_parts=self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
@@ -367,14 +367,14 @@ class CompiledHandle(LimitHandle):
         return flow
 
     def _choose_flow(self) -> None:
-        """Choose the code and plans of a step that begins, by the gradients that stand."""
-        stand = self._stood.gradient_bytes = self._stood.gradients_now()
-        found = self._flows.get(stand > 0, self._flow)
-        if found is not self._flow or stand > found.gradients_bytes:
+        """Choose the code and plans of a step that begins, by the gradients that there are."""
+        there = self._resident.gradient_bytes = self._resident.gradients_now()
+        found = self._flows.get(there > 0, self._flow)
+        if found is not self._flow or there > found.gradients_bytes:
             self._flow.over()  # what it has recorded is planned for
-        if not found.takes(stand):
-            found = self._new_flow(stand)
-        self._flows[stand > 0] = found
+        if not found.takes(there):
+            found = self._new_flow(there)
+        self._flows[there > 0] = found
         if found is not self._flow:
             self._flow = found
             self._call_blocks(self._runs[found][1])
@@ -454,12 +454,12 @@ class CompiledHandle(LimitHandle):
         if self._watch is None or not self._watch.is_pending():
             if self._watch is not None:
                 self._watch.close()
-            stood, me = self._stood(args, kwargs), weakref.ref(self)
+            resident, me = self._resident(args, kwargs), weakref.ref(self)
 
             def ended(watch: StepWatch) -> None:
                 handle = me()
                 if handle is not None and watch.peak_bytes is not None:
-                    handle._measured = stood + watch.peak_bytes
+                    handle._measured = resident + watch.peak_bytes
                     handle._took_bytes = max(handle._took_bytes, handle._measured)
                     handle._warn_above()
 

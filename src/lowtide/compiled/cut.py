@@ -77,8 +77,8 @@ def _keep_products_apart(backward: fx.GraphModule, joint: Joint) -> None:
 
     Inductor makes one call, ``addmm``, of a product and a sum, and runs it where the sum stands: what the
     product reads would live until then. The gradient of tied weights is such a sum, at the end of backward,
-    and the gradient of the logits would stand through all of it. A product times one is none to Inductor, and
-    the same bits.
+    and the gradient of the logits would be live through all of it. A product times one is none to Inductor,
+    and the same bits.
     """
     graph = backward.graph
     nodes = list(graph.nodes)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from scipy.optimize import brentq
 
 from lowtide import budget as budgets
-from lowtide.compiled.choose_cuts import Chosen
+from lowtide.compiled.choose_cuts import Chosen, Cuts, CutSearch
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Size
-from lowtide.compiled.price import CandidateCut
 from lowtide.errors import BudgetError
 from lowtide.private import partitioning
 from lowtide.private.partitioning import FreeSize, SizesAt
@@ -37,20 +36,20 @@ Numbers = tuple[int, ...]
 UNBOUNDED = sys.maxsize
 
 
-def plan_range(
+def search_range(
     joint: Joint,
     budget: str | int,
-    plan_at: Callable[[Size], Chosen],
-    standing_at: Callable[[Size], int],
+    search_at: Callable[[Size], CutSearch],
+    resident_at: Callable[[Size], int],
     held: dict[str, Numbers],
-) -> Chosen:
-    """Plan a graph for the sizes at hand, and guard it where the plan would break the budget.
+) -> CutSearch:
+    """Search for the cut of a graph at the sizes at hand, and guard it where it would break the budget.
 
     Args:
         joint: the graph.
         budget: as of `lowtide.limit_memory`.
-        plan_at: plans it for sizes as numbers.
-        standing_at: bytes that stand beside what the graph allocates.
+        search_at: searches for sizes as numbers.
+        resident_at: bytes that are resident beside what the graph allocates.
         held: program -> sizes up to which its largest plan holds; this one's is noted.
 
     Raises:
@@ -64,19 +63,19 @@ def plan_range(
             "lowtide.limit_memory on the model itself sees the real ones"
         )
     if not free:
-        return plan_at(partitioning.hint)
+        return (yield from search_at(joint.size))
     before = held.get(joint.program, ())
     if len(before) != len(free):
         before = ()
-    planned, numbers = _first_that_fits(free, before, plan_at)
+    planned, numbers = yield from _first_that_fits(free, before, search_at)
 
     def room(numbers: Numbers) -> int:
         size_of = _sizes_at(free, numbers)
-        standing = standing_at(size_of)
+        resident = resident_at(size_of)
         limit = planned.plan.budget_bytes or 0
-        if isinstance(budget, str) and budget.strip().endswith("%"):
-            limit = budgets.parse(budget, _peak(planned.plain, size_of) + standing)
-        return limit - budgets.slack_bytes(limit) - _peak(planned.cuts, size_of) - standing
+        if budgets.is_share(budget):
+            limit = budgets.parse(budget, _peak(planned.plain, size_of) + resident)
+        return limit - budgets.slack_bytes(limit) - _peak(planned.cuts, size_of) - resident
 
     if any(one.declared for one in free):
         return planned  # made for the largest sizes there are
@@ -95,7 +94,7 @@ def plan_range(
     return planned
 
 
-def _peak(cuts: tuple[CandidateCut, ...], size_of: Size) -> int:
+def _peak(cuts: Cuts, size_of: Size) -> int:
     return max(part.peak_bytes for one in cuts for part in one.at(size_of))
 
 
@@ -117,12 +116,12 @@ def _reserve(free: list[FreeSize], before: Numbers) -> Numbers:
 
 
 def _first_that_fits(
-    free: list[FreeSize], before: Numbers, plan_at: Callable[[Size], Chosen]
-) -> tuple[Chosen, Numbers]:
+    free: list[FreeSize], before: Numbers, search_at: Callable[[Size], CutSearch]
+) -> Generator[Cuts | None, None, tuple[Chosen, Numbers]]:
     seen = tuple(one.seen for one in free)
     for numbers in dict.fromkeys((_reserve(free, before), seen)):
         try:
-            return plan_at(_sizes_at(free, numbers)), numbers
+            return (yield from search_at(_sizes_at(free, numbers))), numbers
         except BudgetError as error:
             declared = any(one.declared for one in free)
             if numbers == seen or declared:

@@ -1,15 +1,14 @@
 """The flow of a compiled step: capture its graphs, profile it, choose the cuts, compile.
 
-A graph that is a whole step, its loss included, needs no profile: what stands beside it is known when it is
-captured (`lowtide.compiled.alone`), so its cut is chosen and compiled at once. Of any other step the first
+A graph that is a whole step, its loss included, needs no profile: what there is beside it is known when it is
+captured (`lowtide.compiled.planning`), so its cut is chosen and compiled at once. Of any other step the first
 one runs every graph call by call under the cut that takes the least memory, and is recorded
-(`lowtide.compiled.timeline`). When its backward has ended the cuts of all its calls are chosen together
-(`lowtide.compiled.choose_cuts`), and from the next step on each call runs its graph compiled so.
+(`lowtide.compiled.timeline`). When its backward has ended it is planned for as the other was, all its calls
+together (`Flow._plan`), and from the next step on each call runs its graph compiled so.
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import operator
 import weakref
@@ -21,17 +20,16 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.alone import WholeStep
 from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes, try_cuts
-from lowtide.compiled.choose_cuts import Chosen, CutSearch, choice_of, search_within
+from lowtide.compiled.choose_cuts import Chosen, CutSearch
 from lowtide.compiled.dynamic import Numbers
-from lowtide.compiled.joint import Key
 from lowtide.compiled.moving import Way
-from lowtide.compiled.shelf import cuts_in, digest, facts_of, open_shelf
+from lowtide.compiled.planning import Beside, Found, RecordedStep, WholeStep, plan_step
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
-from lowtide.compiled.timeline import Recording, Timeline
+from lowtide.compiled.timeline import Recording
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
@@ -44,35 +42,15 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass
 class _Turn:
-    """How one call of a planned step runs: its graph, and the storages that its cut stores."""
+    """How one call of a planned step runs: its graph, and how that is cut."""
 
     graph: PartGraph
     sizes: Sizes
-    stored: frozenset[Key] | None
+    way: Way
 
     def serves(self, graph: PartGraph, sizes: Sizes) -> bool:
         """Whether a call is the one that was planned for, or a smaller one."""
         return graph is self.graph and all(map(operator.le, sizes, self.sizes))
-
-
-@dataclass
-class _Recorded:
-    """A step that was recorded.
-
-    Attributes:
-        timeline: what was taken down.
-        sizes: of its calls.
-        gradients: bytes of parameters' gradients that there were at its end.
-    """
-
-    timeline: Timeline
-    sizes: list[Sizes]
-    gradients: int
-
-    @property
-    def graphs(self) -> list[PartGraph]:
-        """Those of its calls."""
-        return [call.graph for call in self.timeline.calls]
 
 
 @dataclass
@@ -81,15 +59,13 @@ class _StepPlan:
 
     Attributes:
         step: the step.
-        plan: what was planned for it.
-        turns: how its calls run.
-        chosen: what it takes, call by call; ``None`` where the plan was found on disk.
+        found: how its calls are cut.
+        turns: how they run.
     """
 
-    step: _Recorded
-    plan: Plan
+    step: RecordedStep
+    found: Found
     turns: list[_Turn]
-    chosen: Chosen | None
 
 
 @dataclass
@@ -99,7 +75,7 @@ class _Known:
     Attributes:
         alone: the plans of graphs that are a whole step.
         step_graphs: the step graphs that these were made for, by `Plan.graph`.
-        held: program -> the open sizes up to which its largest plan holds.
+        held: as of `Beside`.
         planned: the plans of recorded steps, by their first graph.
         wanted: whether the next step is to be recorded, whatever it is given.
         missed: what steps were given that went another way than any plan.
@@ -169,7 +145,7 @@ class Surroundings:
 
     Attributes:
         device: whose memory counts.
-        standing: bytes that are resident when a step begins, its inputs apart.
+        resident: bytes that are resident when a step begins, its inputs apart.
         gradients: bytes of the parameters' gradients that there are now.
         after: the most live bytes when backward has ended; 0 for what is resident then.
         in_parts: says whether no graph is a whole step, whatever it returns.
@@ -177,7 +153,7 @@ class Surroundings:
     """
 
     device: torch.device
-    standing: Callable[[], int]
+    resident: Callable[[], int]
     gradients: Callable[[], int]
     after: Callable[[], int]
     in_parts: Callable[[], bool]
@@ -192,7 +168,7 @@ class Flow:
         options: Inductor's settings; ``None`` under ``aot_eager``.
         beside: what there is beside the graphs.
         tiers: where saved values may wait.
-        gradients_bytes: the gradients to plan for, where fewer stand when a step begins.
+        gradients_bytes: the gradients to plan for, where there are fewer when a step begins.
 
     Attributes:
         graphs: the graphs that are parts of a step.
@@ -223,12 +199,12 @@ class Flow:
     @property
     def plans(self) -> list[Plan]:
         """The plans that were made."""
-        return self._known.alone + [one.plan for one in self._known.planned.values()]
+        return self._known.alone + [one.found.plan for one in self._known.planned.values()]
 
     @property
     def step_graphs(self) -> dict[str, StepGraph]:
         """The step graphs that plans were made for in this process, by `Plan.graph`."""
-        made = [one.chosen for one in self._known.planned.values() if one.chosen is not None]
+        made = [chosen for one in self._known.planned.values() if (chosen := one.found.chosen) is not None]
         return self._known.step_graphs | {one.plan.graph: one.graph for one in made}
 
     @property
@@ -238,13 +214,13 @@ class Flow:
 
     def variants(self) -> list[int]:
         """In how many ways each graph is cut."""
-        used: dict[PartGraph, set[frozenset[Key] | None]] = {}
+        used: dict[PartGraph, set[Way]] = {}
         for turn in (turn for one in self._known.planned.values() for turn in one.turns):
-            used.setdefault(turn.graph, set()).add(turn.stored)
+            used.setdefault(turn.graph, set()).add(turn.way)
         return [len(ways) for ways in used.values()]
 
     def takes(self, gradients_bytes: int) -> bool:
-        """Whether it holds its budget where so many bytes of gradients stand when a step begins. If so its
+        """Whether it holds its budget where a step begins with so many bytes of gradients. If so its
         plans are for that from now on: those of whole graphs where there is room; steps of several graphs
         are planned for again, since that compiles only what is cut in another way.
 
@@ -260,7 +236,8 @@ class Flow:
         if not self.plans or open_sizes or above:
             return False
         for one in list(self._known.planned.values()):
-            self._plan(one.step, gradients_bytes)
+            now = replace(one.step, gradients_bytes=gradients_bytes, after_bytes=self._beside.after())
+            self._plan_recorded(now, one.found.chosen)
         self.gradients_bytes = gradients_bytes
         planned[:] = [
             replace(
@@ -287,15 +264,16 @@ class Flow:
         if not (self.graphs or self._beside.in_parts()) and captured.is_whole_step(module):
             with self.outside_step(), working("compiling", "compiled within the budget") as work:
                 beside, known = self._beside, self._known
-                resident = beside.standing() + max(0, self.gradients_bytes - beside.gradients())
-                step = WholeStep(self.budget, self.options, resident, self.tiers, beside.after())
-                run, plan, graph = step.compile(module, inputs, known.alone, known.held, self._find)
-                if plan is not None:
-                    known.alone.append(plan)
-                    work.done(in_one_line(plan))
-                if plan is not None and graph is not None:
-                    known.step_graphs[plan.graph] = graph
-                return run
+                resident = beside.resident() + max(0, self.gradients_bytes - beside.gradients())
+                graph = CapturedGraph(captured.Captured(module, inputs), self.options, wishes_of(module))
+                alone = Beside(self.options, resident, self.tiers, beside.after(), known.held)
+                if (found := self._plan(WholeStep(graph, alone))) is None:
+                    return graph.run_plain()
+                known.alone.append(found.plan)
+                if found.chosen is not None:
+                    known.step_graphs[found.plan.graph] = found.chosen.graph
+                work.done(in_one_line(found.plan))
+                return graph.run_as(found.ways[0])
         if self.tiers:
             raise PlanError(
                 "tiers are for a model that is one graph and returns its loss alone: leave tiers out, or "
@@ -350,9 +328,9 @@ class Flow:
             )
         elif action is Action.RECORD:
             gc.collect()  # garbage of before would be freed in between
-            stands = self._beside.standing() + step.bytes
+            resident = self._beside.resident() + step.bytes
             step.recording = Recording(
-                str(self.device), stands, self._beside.gradients, self._backward_ended, args
+                str(self.device), resident, self._beside.gradients, self._backward_ended, args
             )
 
     def _describe(self, args: Any) -> tuple[Shapes, int]:
@@ -373,7 +351,7 @@ class Flow:
         planned = turn is not None and turn.serves(graph, sizes)
         action = self._take(Evidence.GRAPH_CALLED, {"planned for": planned})
         if turn is not None and action is Action.RUN_PLANNED:
-            return graph.run_as(Way(turn.stored))
+            return graph.run_as(turn.way)
         if action is Action.MISS:
             self._known.missed.add(step.shapes)
         return graph.smallest
@@ -434,13 +412,14 @@ class Flow:
         if action is not Action.PLAN:
             return
         known.forwards = step.forwards
-        found = _Recorded(timeline, [*step.sizes], self._beside.gradients())
+        made, after = self._beside.gradients(), self._beside.after()
+        found = RecordedStep(timeline, [*step.sizes], made, self.gradients_bytes, after)
         if not self._serves(found):
-            self._plan(found, self.gradients_bytes)
+            self._plan_recorded(found)
         known.missed.discard(step.shapes)
         known.largest = max(known.largest, step.bytes)
 
-    def _serves(self, step: _Recorded) -> bool:
+    def _serves(self, step: RecordedStep) -> bool:
         """Whether there is a plan that serves a step."""
         planned = self._known.planned.get(step.graphs[0])
         turns = [] if planned is None else planned.turns
@@ -448,34 +427,20 @@ class Flow:
 
     # ---- planning --------------------------------------------------------------------------------
 
-    def _plan(self, step: _Recorded, gradients_bytes: int) -> None:
-        """Choose the cuts of a recorded step where so many bytes of gradients stand when it begins.
+    def _plan_recorded(self, step: RecordedStep, before: Chosen | None = None) -> None:
+        """Choose the cuts of a recorded step: from its next call on it runs so.
 
         Raises:
             BudgetError: no plan is found that fits.
         """
-        graphs, first = step.graphs, step.graphs[0]
-        timeline = step.timeline.adding_to(gradients_bytes, step.gradients).ending_with(self._beside.after())
-        candidates = list(map(PartGraph.candidates_at, graphs, step.sizes))
-        choice = functools.partial(choice_of, timeline, candidates)
-        before, known = [one.plan for one in self._known.planned.values()], self._known.planned.get(first)
-        facts = timeline.facts, [one.joint.facts for one in candidates], step.sizes
-        limits = [one.budget_bytes for one in before]  # a share may fall back to the largest
-        shelf = open_shelf(self.options)
-        key = digest(self.budget, self.options, timeline.standing_bytes, facts, limits) if shelf else ""
-        found = None
-        if known is not None and known.step is step and known.chosen is not None:
-            found = choice(self.budget).again(known.chosen)
-        kept = cuts_in(shelf.find(key), timeline.levels) if shelf is not None and found is None else None
-        if kept is not None:
-            plan, cuts = kept
-        else:
-            search = search_within(lambda budget: choice(budget).search(), self.budget, before)
-            found = found or self._find(graphs, search)
-            plan, cuts = found.plan, [one.way.stored for one in found.cuts]
-            if shelf is not None:
-                shelf.keep(key, facts_of(plan, cuts, timeline.levels))
-        self._known.planned[first] = _StepPlan(step, plan, list(map(_Turn, graphs, step.sizes, cuts)), found)
+        found = self._plan(step, None if before is None else step.choice(self.budget).again(before))
+        if found is not None:
+            turns = list(map(_Turn, step.graphs, step.sizes, found.ways))
+            self._known.planned[step.graphs[0]] = _StepPlan(step, found, turns)
+
+    def _plan(self, step: RecordedStep | WholeStep, chosen: Chosen | None = None) -> Found | None:
+        """As `plan_step`."""
+        return plan_step(step, self.budget, self.options, self.plans, self._find, chosen)
 
     def _find(self, graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
         """What a search finds for calls of these graphs; what it tries is compiled."""

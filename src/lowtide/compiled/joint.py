@@ -71,7 +71,7 @@ class Joint:
     Args:
         module: the graph, cleaned (`lowtide.private.partitioning.clean_joint`).
         forward_outputs: how many of its outputs are the forward's.
-        static: positions of inputs that stand at the same address in every step (parameters, buffers).
+        static: positions of inputs that lie at the same address in every step (parameters, buffers).
         fusible: whether a node is computed inside the kernels that read it, where that pays; ``None`` where
             every call runs by itself.
         size: a size as a number, where the graph leaves it open.
@@ -216,7 +216,7 @@ class Joint:
         """Nodes whose results no kernel writes to memory.
 
         A fusible result is written where an operation reads it that is no generated kernel, and where it is
-        returned. One of the forward is also written where a reader stands beyond such an operation: a plan
+        returned. One of the forward is also written where a reader comes beyond such an operation: a plan
         may store it for that reader. One of the backward is computed again there, unless that takes too much.
         """
         if self.fusible is None:

@@ -66,7 +66,7 @@ class HalfBytes:
     Attributes:
         peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
         end_bytes: what it returns, as far as it made or was given it.
-        copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
+        copied: names of inputs that are live anyway, of which it returns copies laid out anew -> their bytes.
         traffic: of its generated kernels.
     """
 
@@ -250,8 +250,8 @@ class _Ledger(TorchDispatchMode):
     def __init__(self, scratch: Ask, device: str) -> None:
         super().__init__()
         self.scratch, self.device = scratch, device
-        self.standing: set[int] = set()
-        self.lending = False  # what is made now stands anyway
+        self.resident: set[int] = set()
+        self.lending = False  # what is made now is live anyway
         self.lent: list[torch.Tensor] = []  # held: addresses of storages are used again
         self.holders: dict[int, int] = {}
         self.live = self.peak = 0
@@ -283,8 +283,8 @@ class _Ledger(TorchDispatchMode):
         """Count what a tensor lies in until nothing holds it."""
         key = partitioning.storage_of(tensor)
         if self.lending and key is not None:
-            self.standing.add(key)
-        if key is None or key in self.standing or tensor.device.type != self.device:
+            self.resident.add(key)
+        if key is None or key in self.resident or tensor.device.type != self.device:
             return
         bytes_ = tensor.untyped_storage().nbytes()
         if not self.holders.get(key):
@@ -332,7 +332,7 @@ def memory_of_generated(
         text: what `lowtide.private.inductor.generated` says.
         module: the graph that it was generated from.
         device: whose memory counts.
-        lent: names of inputs that stand anyway.
+        lent: names of inputs that are live anyway.
         scratch: bytes that a call of an ATen operation takes beyond its results.
         size_of: a size as a number, where the graph leaves it open.
         strides: of inputs that lie in another way than the graph says.
@@ -371,7 +371,7 @@ def _copies_of(names: list[str], kept: Any, lent: Collection[str], ledger: _Ledg
         for name, tensor in zip(names, kept, strict=True)
         if name in lent
         and isinstance(tensor, torch.Tensor)
-        and partitioning.storage_of(tensor) not in ledger.standing
+        and partitioning.storage_of(tensor) not in ledger.resident
     }
 
 
@@ -379,7 +379,7 @@ def _alike(
     value: torch.Tensor,
     seen: dict[int, torch.Tensor],
     ledger: _Ledger,
-    standing: bool,
+    resident: bool,
     size_of: Callable[[Any], int],
     other: tuple[int, ...] | None,
 ) -> torch.Tensor:
@@ -392,10 +392,10 @@ def _alike(
         count = -(-size_of(value.untyped_storage().nbytes()) // value.dtype.itemsize)
         if other is not None and all(shape):
             count = max(count, 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
-        ledger.lending = standing
+        ledger.lending = resident
         seen[address] = torch.empty(count, dtype=value.dtype, device=value.device)
         ledger.lending = False
-        if standing:
+        if resident:
             ledger.lent.append(seen[address])
         ledger.fill(seen[address])
     base = seen[address]

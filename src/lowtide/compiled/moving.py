@@ -245,6 +245,17 @@ class Way:
         stored = None if self.stored is None else sorted(self.stored)
         return [stored, [(key, one.tier, one.path) for key, one in self.tiers], self.window_bytes]
 
+    @classmethod
+    def of_facts(cls, facts: Any) -> Way:
+        """The way whose `facts` these are.
+
+        Raises:
+            TypeError, ValueError: they are none's.
+        """
+        stored, tiers, window_bytes = facts
+        moved = tuple((key, Offload(tier, path)) for key, tier, path in tiers)
+        return cls(None if stored is None else frozenset(stored), moved, window_bytes)
+
 
 def with_moves(
     forward: fx.GraphModule,

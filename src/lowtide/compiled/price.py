@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 from torch import fx
 
 from lowtide import accelerator
-from lowtide import budget as budgets
 from lowtide.compiled.cut import Halves
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, describe
 from lowtide.compiled.lower import Generated, HalfBytes, HalvesBytes, Size, Traffic
@@ -35,21 +34,17 @@ from lowtide.trace.costs.specs import OpSpec, described_call
 from lowtide.trace.costs.timing import measure_costs
 
 
-def room_for_timing(joint: Joint, budget: str | int | None = None, standing_bytes: int = 0) -> int:
-    """Bytes that a graph's calls may be timed in, before any of its activations are there: those of a budget
-    that is given in bytes; else what every budget has room for, the largest call and all that is returned.
+def room_for_timing(joint: Joint, free_bytes: int = 0) -> int:
+    """Bytes that a graph's calls may be timed in, before any of its activations are there.
 
     Args:
         joint: the graph.
-        budget: of the step that the graph is; ``None`` where it is a part of one.
-        standing_bytes: what stands beside what the graph allocates.
+        free_bytes: known to be free; else they are what every budget has room for, the largest call and all
+            that is returned.
     """
     returned = {joint.key_of.get(node) for node in joint.outputs[1] if isinstance(node, fx.Node)}
     least = sum(joint.bytes[key] for key in returned if key is not None)
-    least = max([least, *(joint.bytes_at(call, joint.size) for call in joint.calls)])
-    in_bytes = not budgets.asks_for(budget) and not (isinstance(budget, str) and "%" in budget)
-    given = budgets.parse(budget) - standing_bytes if budget is not None and in_bytes else 0
-    return max(given, least)
+    return max([free_bytes, least, *(joint.bytes_at(call, joint.size) for call in joint.calls)])
 
 
 def costs_of(
@@ -187,7 +182,7 @@ def memory_by_call(
     Args:
         module: forward or backward.
         device: whose memory counts.
-        lent: names of inputs that stand anyway, before and after: parameters, the user's tensors.
+        lent: names of inputs that are live anyway, before and after: parameters, the user's tensors.
         scratch: bytes that a call takes beyond its results while it runs.
         size_of: a size as a number, where the graph leaves it open.
         surplus: names of nodes -> what their storages take beyond what the graph says.
@@ -196,13 +191,13 @@ def memory_by_call(
     readers = {node: len(node.users) for node in nodes}  # that are still to run
     holders: Counter[int] = Counter()
     size: dict[int, int] = {}
-    standing: set[int] = set()
+    resident: set[int] = set()
     live = 0
 
     def take(node: fx.Node) -> None:
         nonlocal live
         for storage, count in _storages(node.meta.get("val"), size_of, device).items():
-            if storage not in standing:
+            if storage not in resident:
                 if not holders[storage]:
                     size[storage] = count + surplus.get(node.name, 0)
                     live += size[storage]
@@ -211,7 +206,7 @@ def memory_by_call(
     def let_go(node: fx.Node) -> None:
         nonlocal live
         for storage in _storages(node.meta.get("val"), size_of, device):
-            if storage not in standing:
+            if storage not in resident:
                 holders[storage] -= 1
                 if not holders[storage]:
                     live -= size[storage]
@@ -219,7 +214,7 @@ def memory_by_call(
     given = [node for node in nodes if node.op == "placeholder"]
     for node in given:
         if node.name in lent:
-            standing.update(_storages(node.meta.get("val"), size_of, device))
+            resident.update(_storages(node.meta.get("val"), size_of, device))
     for node in given:
         take(node)
     peak = live
@@ -330,7 +325,7 @@ class CandidateCut:
 
     @property
     def forward_bytes(self) -> int:
-        """The most live bytes while forward runs, above what stood."""
+        """The most live bytes while forward runs, above what was live."""
         return self.at(self.size)[0].peak_bytes
 
     def backward_bytes(self, lent: frozenset[Key] | None = None) -> int:
@@ -348,44 +343,35 @@ class CandidateCuts:
     Args:
         joint: the graph.
         options: Inductor's settings; ``None`` where graphs run call by call.
-        standing_bytes: what stands beside what the graph allocates, where the graph is a whole step;
-            ``None`` where it is a part of one, and its inputs and outputs are counted outside.
-        budget: that of a whole step.
-        after_bytes: the most live bytes when a whole step's backward has ended.
+        free_bytes: as of `room_for_timing`.
 
     Attributes:
         device: whose memory counts.
-        timeline: of a step that is the graph alone.
-        step: the same for the planner.
     """
 
-    def __init__(
-        self,
-        joint: Joint,
-        options: dict[str, object] | None,
-        standing_bytes: int | None = None,
-        budget: str | int | None = None,
-        after_bytes: int = 0,
-    ) -> None:
-        self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
-        self._room = room_for_timing(joint, budget, standing_bytes or 0)
+    def __init__(self, joint: Joint, options: dict[str, object] | None, free_bytes: int = 0) -> None:
+        self.joint, self.options = joint, options
+        self._room = room_for_timing(joint, free_bytes)
         self.device = str(joint.device)
         self._runs_on = str(partitioning.device_of(joint.nodes))
-        # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
-        tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
-        loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
-        self._zeros = frozenset(tangents) - {loss}
-        self.timeline = self._alone(standing_bytes or 0, tangents).ending_with(after_bytes)
         self._known_scratch: dict[str, int] = {}
         self._found: dict[Way, CandidateCut] = {}
         self._by_saved: dict[Way, CandidateCut] = {}
 
-    def _alone(self, standing: int, tangents: Sequence[Key]) -> Timeline:
-        """The step that is this graph, whose backward is the last to hold the gradients that it is given."""
+    def timeline_alone(self, resident_bytes: int = 0) -> Timeline:
+        """The step that is this graph, whose backward is the last to hold the gradients that it is given.
+
+        Args:
+            resident_bytes: what is resident beside what the graph allocates.
+        """
+        joint = self.joint
+        # autograd makes zeros for outputs without a gradient: all tangents are live when backward begins
+        tangents = sorted({key for node in joint.tangents if (key := joint.key_of.get(node))})
+        loss = min(tangents, key=joint.bytes.__getitem__, default="")  # the least one
         lies = {key: number for number, key in enumerate(tangents)}
-        backward = Moment("backward", 0, standing, alive=frozenset(lies.values()), own=lies)
-        calls, moments = [GraphCall(0, self, lies=lies)], [Moment("forward", 0, standing), backward]
-        return Timeline(self.device, standing, calls, moments)
+        backward = Moment("backward", 0, resident_bytes, alive=frozenset(lies.values()), own=lies)
+        calls, moments = [GraphCall(0, self, lies=lies)], [Moment("forward", 0, resident_bytes), backward]
+        return Timeline(self.device, resident_bytes, calls, moments, frozenset(tangents) - {loss})
 
     @property
     def priced(self) -> list[CandidateCut]:
@@ -398,8 +384,8 @@ class CandidateCuts:
         return costs_of(self.joint, memory_limit_bytes=self._room)
 
     @functools.cached_property
-    def step(self) -> Step:
-        return step_of([self.joint], [self.costs], self.timeline)
+    def _step(self) -> Step:
+        return step_of([self.joint], [self.costs], self.timeline_alone())
 
     @functools.cached_property
     def plain(self) -> CandidateCut:
@@ -409,14 +395,14 @@ class CandidateCuts:
     @functools.cached_property
     def smallest(self) -> frozenset[Key]:
         """What is stored where the graph alone takes the least memory."""
-        return frozenset(self.step.keys_of(make(self.step.graph, None, progress=False).stored, 0))
+        return frozenset(self._step.keys_of(make(self._step.graph, None, progress=False).stored, 0))
 
     def price_extremes(self) -> None:
         """Price the cut of `torch.compile`, the smallest one, and that which stores all that backward
         reads.
         """
-        everything = make(self.step.graph, policy="keep_all", progress=False)
-        for stored in (None, self.smallest, frozenset(self.step.keys_of(everything.stored, 0))):
+        everything = make(self._step.graph, policy="keep_all", progress=False)
+        for stored in (None, self.smallest, frozenset(self._step.keys_of(everything.stored, 0))):
             one = self.candidate(stored)
             one.at(one.size)
 
@@ -480,12 +466,10 @@ class CandidateCuts:
         both = zip(candidate.halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
         return sum(half_seconds(half, traffic, alone, self._runs_on, self._room) for half, traffic in both)
 
-    def zeros_bytes(self, candidate: CandidateCut) -> int:
+    def zeros_bytes(self, candidate: CandidateCut, zeros: frozenset[Key]) -> int:
         """What the gradients that autograd makes up for outputs beside the loss add to a cut's peak."""
-        if not self._zeros:
-            return 0
         inputs = {self.joint.key_of[node] for node in self.joint.primals if node in self.joint.key_of}
-        without = candidate.backward_bytes(frozenset(inputs) | self._zeros)
+        without = candidate.backward_bytes(frozenset(inputs) | zeros)
         return max(0, candidate.backward_bytes() - max(without, candidate.forward_bytes))
 
 

@@ -17,7 +17,7 @@ import torch
 
 from lowtide import accelerator
 from lowtide import budget as budgets
-from lowtide.compiled.joint import Key
+from lowtide.compiled.moving import Way
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
@@ -54,40 +54,31 @@ class Shelf:
         return self._folder / hashlib.sha256(key.encode()).hexdigest()
 
 
-def plan_in(facts: Any) -> tuple[Plan, str] | None:
-    """The plan of a graph that is a whole step, and the key of its code; ``None`` where a shelf kept none."""
-    try:
-        plan, key = facts
-        return Plan.from_json(plan), str(key)
-    except (PlanError, TypeError, ValueError):
-        return None
-
-
-def facts_of(plan: Plan, cuts: Sequence[frozenset[Key] | None], levels: Sequence[int]) -> list[Any]:
-    """A recorded step's plan and what the cut of each call stores, for a shelf.
+def facts_of(plan: Plan, ways: Sequence[Way], levels: Sequence[int]) -> list[Any]:
+    """A step's plan and how each call is cut, for a shelf.
 
     Args:
         plan: the plan.
-        cuts: of each call.
-        levels: the step's bytes, moment by moment.
+        ways: of each call.
+        levels: the bytes that were recorded, moment by moment.
     """
-    return [plan.to_json(), [None if one is None else sorted(one) for one in cuts], list(levels)]
+    return [plan.to_json(), [one.facts for one in ways], list(levels)]
 
 
-def cuts_in(facts: Any, levels: Sequence[int]) -> tuple[Plan, list[frozenset[Key] | None]] | None:
+def ways_in(facts: Any, levels: Sequence[int]) -> tuple[Plan, list[Way]] | None:
     """What `facts_of` was given; ``None`` where a shelf kept nothing, or where more bytes differ than a plan
     leaves for what no recording shows.
 
     Args:
         facts: as a shelf kept them.
-        levels: the step's bytes now, moment by moment.
+        levels: the bytes that were recorded now, moment by moment.
     """
     try:
-        plan, cuts, before = facts
+        plan, ways, before = facts
         plan = Plan.from_json(plan)
-        far = max(abs(one - other) for one, other in zip(levels, before, strict=True))
+        far = max((abs(one - other) for one, other in zip(levels, before, strict=True)), default=0)
         alike = far <= budgets.slack_bytes(plan.budget_bytes)
-        return (plan, [None if one is None else frozenset(one) for one in cuts]) if alike else None
+        return (plan, list(map(Way.of_facts, ways))) if alike else None
     except (PlanError, TypeError, ValueError):
         return None
 
@@ -102,27 +93,27 @@ def open_shelf(options: dict[str, Any] | None) -> Shelf | None:
     return None if folder is None else Shelf(folder / "lowtide")
 
 
-def digest(budget: str | int, options: dict[str, Any] | None, standing: int | None, *facts: Any) -> str:
+def digest(budget: str | int, options: dict[str, Any] | None, resident_bytes: int, *facts: Any) -> str:
     """What plans follow from, beside their graphs.
 
     Args:
         budget: as of `lowtide.limit_memory`.
         options: Inductor's settings.
-        standing: bytes that stand beside the graphs.
+        resident_bytes: what is resident beside the graphs.
         facts: anything else.
     """
     settings = sorted((options or {}).items())
     known = [own_facts(), str(budget), torch.get_num_threads(), settings]
-    said = json.dumps([*known, standing, _available(budget, standing or 0), facts], default=str)
+    said = json.dumps([*known, resident_bytes, _available(budget, resident_bytes), facts], default=str)
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _available(budget: str | int, standing: int) -> int | None:
+def _available(budget: str | int, resident_bytes: int) -> int | None:
     """What ``"auto"`` finds, to a twentieth: free memory is never the same twice."""
     if budgets.asks_for(budget) != "auto":
         return None
     device = torch.accelerator.current_accelerator() or "cpu"
-    return int(math.log(budgets.available_bytes(device, standing) or 1, 1.05))
+    return int(math.log(budgets.available_bytes(device, resident_bytes) or 1, 1.05))
 
 
 @functools.cache

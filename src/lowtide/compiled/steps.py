@@ -1,7 +1,7 @@
 """Write all compiled graphs of a step down as one `StepGraph`.
 
 Forwards and backwards stand in the order in which they ran; between them stands what ran outside. The graph's
-live bytes are those of the recorded step at every moment. What stands at a moment is one storage, written
+live bytes are those of the recorded step at every moment. What is live at a moment is one storage, written
 anew for each; a storage that goes in or out of graphs and dies within the step is written down by itself.
 """
 
@@ -53,7 +53,7 @@ def step_of(joints: Sequence[Joint], costs: Sequence[Mapping[str, CallCost]], ti
     Args:
         joints: its graphs, in the order of their forwards.
         costs: of each graph's calls, by the names of their nodes.
-        timeline: what happens in which order, and what stands meanwhile.
+        timeline: what happens in which order, and what is live meanwhile.
     """
     shared = _Shared(joints, costs, timeline)
     levels = [moment.bytes - shared.bytes_at(moment) for moment in timeline.moments]
@@ -142,7 +142,7 @@ class _Writer:
     Args:
         joints, costs: as of `step_of`.
         shared: storages that go in and out of graphs.
-        least: bytes that stand throughout.
+        least: bytes that are live throughout.
 
     Attributes:
         made: storage that a call makes -> value.
@@ -159,7 +159,7 @@ class _Writer:
         self.events: list[Event] = []
         self.made: dict[Place, int] = {}
         self._of: dict[Place, int] = {}
-        self._standing: int | None = None  # the storage of what stands at this moment
+        self._live: int | None = None  # the storage of what is live at this moment
         self._there: dict[int, int] = {}  # shared storages that are there: number -> storage
         self._ending: dict[Key, int] = {}  # those that end within the half that begins: name -> storage
         self._asked: dict[tuple[int, str], list[int]] = {}  # reader -> saved tensors
@@ -170,11 +170,11 @@ class _Writer:
 
         Args:
             moment: which.
-            level: the bytes that stand at it, without shared storages.
+            level: the bytes that are live at it, without shared storages.
             phase: the operations' of this moment.
         """
-        if self._standing is not None:
-            self._event("free", self._standing)
+        if self._live is not None:
+            self._event("free", self._live)
         own, reads = self.shared.own(moment), self._reads(moment)
         self._end(number for number in [*self._there] if number not in moment.alive)
         # what the half's own forward has made, and what no call reads, is there as far as the plan stores it
@@ -184,9 +184,9 @@ class _Writer:
             if number in self._there and (place in self.made or place[1] not in reads)
         )
         index = len(self.operations)
-        stands = self._new(level - self.least, phase, index)
-        self._standing = self.values[stands].storage
-        writes = [stands, *(self._enter(place, phase, index) for place in self.shared.inputs_of(moment))]
+        live = self._new(level - self.least, phase, index)
+        self._live = self.values[live].storage
+        writes = [live, *(self._enter(place, phase, index) for place in self.shared.inputs_of(moment))]
         self._operation(OUTSIDE, (), tuple(writes), phase, reason=OUTSIDE)
         self._ending = {
             key: self._there.pop(number) for (_, key), number in own.items() if number in self._there
@@ -300,7 +300,7 @@ class _Writer:
             self._event("free", *(own.pop(key) for key in ended if key in own))
         for key, storage in own.items():  # what is returned
             other = self.shared.number_of((number, key)) if forward else None
-            if other is None:  # counts as standing
+            if other is None:  # counts as resident
                 self._event("free", storage)
             else:
                 self._there[other] = storage
@@ -309,11 +309,11 @@ class _Writer:
         self.events += [Event(kind, number) for number in numbers]
 
     def _value(self, number: int, key: Key) -> int:
-        """The value of a storage; one that no call made and nobody was given stands throughout."""
+        """The value of a storage; one that no call made and nobody was given is live throughout."""
         place = (number, key)
         if place not in self._of:
             storage, self._of[place] = len(self.storages), len(self.values)
-            self.storages.append(Storage(storage, 0, "input", None, key))  # it counts as standing
+            self.storages.append(Storage(storage, 0, "input", None, key))  # it counts as resident
             self.values.append(Value(self._of[place], storage, 0, None))
         return self._of[place]
 

@@ -1,8 +1,8 @@
-"""One step, taken down: which compiled graphs ran forward and backward in which order, and what stood beside
-them.
+"""One step, taken down: which compiled graphs ran forward and backward in which order, and what was live
+beside them.
 
 Each graph runs under a cut that is known, so what it keeps for its backward is taken off what the meter
-reads; what is left stands whatever the plan decides.
+reads; what is left is live whatever the plan decides.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class Moment:
 
     def held_bytes(self, call: GraphCall, saved_bytes: Mapping[Key, int]) -> int:
         """Bytes that a call whose backward is to come holds at this moment, and that nobody else holds."""
-        standing = self.alive.difference(self.own.values())
-        return sum(count for key, count in saved_bytes.items() if call.lies.get(key) not in standing)
+        live = self.alive.difference(self.own.values())
+        return sum(count for key, count in saved_bytes.items() if call.lies.get(key) not in live)
 
     def lent_beside(self, others: Iterable[tuple[GraphCall, Mapping[Key, int]]]) -> frozenset[Key] | None:
         """The storages of a backward's inputs that others hold until the backward has ended.
@@ -102,15 +102,18 @@ class Timeline:
 
     Attributes:
         device: whose memory counts.
-        standing_bytes: what stands when it begins.
+        resident_bytes: what is resident when it begins.
         calls: of compiled graphs, in the order of their forwards.
         moments: its parts, in their order.
+        zeros: storages of gradients that autograd makes up for outputs beside the loss, of one graph that is
+            the whole step.
     """
 
     device: str
-    standing_bytes: int
+    resident_bytes: int
     calls: list[GraphCall] = field(default_factory=list)
     moments: list[Moment] = field(default_factory=list)
+    zeros: frozenset[Key] = frozenset()
 
     @property
     def facts(self) -> list[Any]:
@@ -124,7 +127,7 @@ class Timeline:
             )
             for one in self.moments
         ]
-        return [self.device, self.standing_bytes, calls, moments]
+        return [self.device, self.resident_bytes, calls, moments]
 
     @property
     def levels(self) -> list[int]:
@@ -138,22 +141,21 @@ class Timeline:
         return replace(self, moments=[*self.moments, Moment("gap", None, after_bytes)])
 
     def adding_to(self, gradients_bytes: int, made_bytes: int) -> Timeline:
-        """The same step where more gradients stand when it begins: its own are added to these, and freed at
-        once.
+        """The same step with more gradients when it begins: its own are added to these, and freed at once.
 
         Args:
-            gradients_bytes: those that stand.
+            gradients_bytes: those that there are.
             made_bytes: those that there were when the recorded step had ended.
         """
-        stood = self.moments[0].gradients
-        if gradients_bytes <= stood:
+        before = self.moments[0].gradients
+        if gradients_bytes <= before:
             return self
         known = gradients_bytes >= made_bytes  # else nobody knows which of them the step makes
         moments = [
-            replace(one, bytes=one.bytes + gradients_bytes - (one.gradients if known else stood))
+            replace(one, bytes=one.bytes + gradients_bytes - (one.gradients if known else before))
             for one in self.moments
         ]
-        return replace(self, standing_bytes=self.standing_bytes + gradients_bytes - stood, moments=moments)
+        return replace(self, resident_bytes=self.resident_bytes + gradients_bytes - before, moments=moments)
 
 
 class Recording:
@@ -161,10 +163,10 @@ class Recording:
 
     Args:
         device: whose memory counts.
-        standing_bytes: what stands when the step begins.
+        resident_bytes: what is resident when the step begins.
         gradients: says how many bytes of parameters' gradients there are.
         ended: called when a backward has ended and every call of the step has had its own.
-        inputs: what the step is given. It stands to the end, as no meter sees what was there before it go.
+        inputs: what the step is given. It is live to the end, as no meter sees what was there before it go.
 
     Attributes:
         timeline: what was taken down.
@@ -174,7 +176,7 @@ class Recording:
     def __init__(
         self,
         device: str,
-        standing_bytes: int,
+        resident_bytes: int,
         gradients: Callable[[], int],
         ended: Callable[[], None],
         inputs: Any = None,
@@ -184,14 +186,14 @@ class Recording:
         self._gradients, self._ended = gradients, ended
         self._queued = self._untidy = False
         self._thaw = _spare_old_garbage(self)
-        self.timeline = Timeline(device, standing_bytes)
+        self.timeline = Timeline(device, resident_bytes)
         self.backwards = 0
         self._waiting: dict[int, GraphCall] = {}
         self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
         self._handed: dict[Key, int] = {}  # to the backward that runs: storage -> bytes
-        self._live = standing_bytes
+        self._live = resident_bytes
         self._segment: Peak | None = None
         self._open()
 
@@ -270,7 +272,7 @@ class Recording:
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
         self._go_on()
-        # what it was given and let go of is its own, no part of what stands beside it
+        # what it was given and let go of is its own, no part of what is live beside it
         there, moments = set(self._numbers.values()), self.timeline.moments
         own = {key: call.lies[key] for key in self._handed if call.lies[key] not in there}
         lent = frozenset(key for key, number in call.lies.items() if number in there)
@@ -341,20 +343,20 @@ def _spare_old_garbage(recording: Recording) -> Callable[[], Any]:
     return weakref.finalize(recording, gc.unfreeze)
 
 
-# ---- what stands before a step ----------------------------------------------------------------------
+# ---- what is resident before a step -----------------------------------------------------------------
 
 
-class Stood:
-    """Counts the bytes that stand when a step begins: what is there in every step is counted once.
+class Resident:
+    """Counts the bytes that are resident when a step begins: what is there in every step is counted once.
 
     Args:
         model: whose gradients come and go.
         optimizer: whose state comes with its first step, or ``None``.
         device: whose memory counts.
-        standing: counts parameters, buffers, gradients and the optimizer's state.
+        count: counts parameters, buffers, gradients and the optimizer's state.
 
     Attributes:
-        gradient_bytes: of the gradients that stood before the latest step.
+        gradient_bytes: of the gradients that there were before the latest step.
     """
 
     def __init__(
@@ -362,25 +364,25 @@ class Stood:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         device: torch.device,
-        standing: Callable[[], int],
+        count: Callable[[], int],
     ) -> None:
         self._parameters = list(model.parameters())
-        self._optimizer, self._device, self._standing = optimizer, device, standing
+        self._optimizer, self._device, self._count = optimizer, device, count
         self.gradient_bytes = 0
         self._always: tuple[int, int] | None = None  # parameters with state, and the bytes that do not change
 
     def __call__(self, *given: Any) -> int:
-        """The bytes that stand when a step with these arguments begins."""
+        """The bytes that are resident when a step with these arguments begins."""
         gradients = self.gradients_now()
         states = len(self._optimizer.state) if self._optimizer is not None else 0
         if self._always is None or self._always[0] != states:
-            self._always = states, self._standing() - gradients
+            self._always = states, self._count() - gradients
         here = [one for one in tensors_inside(given) if one.device.type == self._device.type]
         self.gradient_bytes = gradients
         return self._always[1] + gradients + _bytes(here)
 
     def gradients_now(self) -> int:
-        """Bytes of the gradients that stand now."""
+        """Bytes of the gradients that there are now."""
         return _bytes([one for p in self._parameters if (one := gradient_of(p)) is not None])
 
 

@@ -119,7 +119,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
         LowtideError: the options do not fit the model, it does not compile as one graph, or no plan meets the
             budget.
     """
-    from lowtide.compiled.alone import forecast  # takes seconds, which other plans do without
+    from lowtide.compiled.planning import forecast  # takes seconds, which other plans do without
 
     spec = checked_spec(
         options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks

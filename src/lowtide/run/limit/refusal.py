@@ -212,7 +212,7 @@ def holds_reserved(reserved: bool | None, model: torch.nn.Module, budget: str | 
             "reserved=True holds what PyTorch's caching allocator for CUDA takes, and this model is "
             f"{found}, which has none: leave reserved out; the budget counts requested bytes"
         )
-    if not auto and isinstance(budget, str) and (budgets.asks_for(budget) or budget.strip().endswith("%")):
+    if not auto and (budgets.asks_for(budget) or budgets.is_share(budget)):
         raise PlanError(
             f"reserved=True takes a budget in bytes, such as '20GiB', or 'auto', not {budget!r}, which is "
             "measured in requested bytes"

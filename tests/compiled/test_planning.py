@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled import choose_cuts
+from lowtide.compiled import choose_cuts, planning
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
@@ -45,10 +45,10 @@ def compiled(budget: str | int) -> Compiled:
         step = lowtide.compile(model, budget)
         step(x).backward()
     model.zero_grad(set_to_none=True)
-    standing = resident_bytes(model) + x.nbytes
+    resident = resident_bytes(model) + x.nbytes
     with peak("cpu") as seen:
         step(x).backward()
-    return lowtide.handle_of(step), seen.peak_bytes + standing, lowered.call_count, model
+    return lowtide.handle_of(step), seen.peak_bytes + resident, lowered.call_count, model
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_a_guess_that_is_refused_is_followed_by_another_and_nothing_is_lowered_t
     monkeypatch.setattr(choose_cuts, "FIRST", first)
     with (
         mock.patch.object(inductor, "compile_half", side_effect=inductor.compile_half) as halves,
-        mock.patch.object(choose_cuts, "CandidateCuts", side_effect=choose_cuts.CandidateCuts) as timed,
+        mock.patch.object(planning, "CandidateCuts", side_effect=planning.CandidateCuts) as timed,
     ):
         handle, real, lowered, _ = compiled(int(0.8 * most))
     assert lowered == 0 and halves.call_count == 4, "each cut is lowered as it is compiled"
