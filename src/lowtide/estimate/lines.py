@@ -160,7 +160,7 @@ class Stage:
 
     @property
     def moments(self) -> dict[Moment, int]:
-        """Bytes that stand in the loss, in backward and in the optimizer's update."""
+        """Live bytes in the loss, in backward and in the optimizer's update."""
         return {name: sum(line.moments[name] for line in self.lines) for name in MOMENTS}
 
     @property

@@ -89,7 +89,7 @@ def sides(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -
 
 
 def static_inputs(module: fx.GraphModule, given: Iterable[int]) -> tuple[int, ...]:
-    """Positions among a joint graph's primals of what stands at one address in every step. PyTorch gives
+    """Positions among a joint graph's primals of what is at one address in every step. PyTorch gives
     those of the inputs before subclasses (DTensor) came apart, each into several.
     """
     given = tuple(given)
