@@ -20,6 +20,8 @@ def test_seconds_are_the_card_s() -> None:
     again = make_plan(PlanOptions(device="a100", **SMALL))  # type: ignore[arg-type]
     assert again.plain_seconds == plans["a100"].plain_seconds  # nothing is timed
     assert any("seconds are the a100's" in note for note in plans["a100"].notes)
+    (held,) = [note for note in plans["a100"].notes if note.startswith("at the peak stand ")]
+    assert held.count(" frees about ") == 3
     assert any("no optimizer is counted: AdamW's state takes" in note for note in plans["a100"].notes)
     assert plans["a100"].predicted_peak_bytes < plans["a100"].plain_peak_bytes
 

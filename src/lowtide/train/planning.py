@@ -23,7 +23,9 @@ from lowtide.models.build import untouched
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.plan.reserved_bytes import reserved_either_way
+from lowtide.plan.simulate.holders import planned_holders
 from lowtide.progress import working
+from lowtide.remedies import in_lines
 from lowtide.run.transforms import with_overhead
 from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import trace_fake
@@ -191,7 +193,8 @@ def trace_and_plan(options: PlanOptions) -> tuple[StepGraph, Plan]:
                 graph, replace(options, budget=_budget_on(card, model, options.budget)), policy
             )
             made = replace(made, notes=(*made.notes, _price_note(card)))
-        made = replace(made, notes=(*made.notes, *_reserve_note(graph, made, card), _no_optimizer(model)))
+        notes = (_most_held(graph, made, card), *_reserve_note(graph, made, card), _no_optimizer(model))
+        made = replace(made, notes=(*made.notes, *notes))
         work.done(in_one_line(made))
     return graph, made
 
@@ -211,6 +214,13 @@ def _price_note(card: Device) -> str:
         f"published runs (docs/estimate.md). cuBLAS's workspaces, {workspaces}, are counted; what other "
         "kernels allocate while they run is not"
     )
+
+
+def _most_held(graph: StepGraph, plan: Plan, card: Device | None) -> str:
+    """What holds most at the plan's peak, and what would free how much of it; workspaces are no tensors."""
+    if card is not None:
+        graph = replace(graph, resident_bytes=graph.resident_bytes - card.workspaces_bytes)
+    return "at the peak stand " + "; ".join(in_lines(planned_holders(graph, plan)))
 
 
 def _reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
