@@ -14,6 +14,7 @@ from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide import progress
+from lowtide.compiled import flow
 from lowtide.meter import peak, resident_bytes
 
 
@@ -278,6 +279,22 @@ def test_blocks_of_torch_nn_are_compiled_and_planned() -> None:
     model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(*layers))
     handle = check(model, torch.randn(256, 32), "min", regional=True)
     assert handle.plan.replayed
+
+
+@pytest.mark.parametrize(("kind", "held"), [(Model, True), (Broken, False)], ids=["one graph", "two graphs"])
+def test_without_a_meter_only_steps_of_several_graphs_are_said_not_to_be_held(
+    kind: type[Model], held: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """As on a CPU without a C++ compiler: one graph is planned for from its text, with nothing measured."""
+    monkeypatch.setattr(flow, "measurable", lambda device: False)
+    model, x = kind(layers=2), torch.randn(512, 32)
+    compiled = lowtide.compile(model, "70%", backend="aot_eager")
+    for _ in range(2):
+        real = peak_of(model, x, lambda: compiled(x).backward())
+    said = [str(one.message) for one in recwarn if "this budget is not held" in str(one.message)]
+    assert len(said) == (0 if held else 1)
+    plan = lowtide.handle_of(compiled).plan
+    assert real <= plan.budget_bytes if held else plan is None
 
 
 class Recurrent(nn.Module):

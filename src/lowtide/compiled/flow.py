@@ -1,10 +1,11 @@
 """The flow of a compiled step: capture its graphs, profile it, choose the cuts, compile.
 
 A graph that is a whole step, its loss included, needs no profile: what there is beside it is known when it is
-captured (`lowtide.compiled.planning`), so its cut is chosen and compiled at once. Of any other step the first
-one runs every graph call by call under the cut that takes the least memory, and is recorded
-(`lowtide.compiled.timeline`). When its backward has ended it is planned for as the other was, all its calls
-together (`Flow._plan`), and from the next step on each call runs its graph compiled so.
+captured (`lowtide.compiled.planning`), so its cut is chosen and compiled at once. Of any other kind of step
+the first one is recorded (`lowtide.compiled.timeline`): it runs every graph call by call, under the cut that
+takes the least memory. When its backward has ended it is planned for as a whole step is, all its calls
+together (`Flow._plan`), and from the next step on each call runs its graph compiled so. Which of both a model
+is shows only in its first forward: so a recording begins before it, and is dropped where one graph was all.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Known:
         missed: what steps were given that went another way than any plan.
         largest: bytes of what recorded steps were given.
         forwards: of the last recorded step.
-        several: whether a step had more backwards than any that is known had forwards.
+        several: whether backward began more often in a step than the last recorded step had forwards.
     """
 
     alone: list[Plan] = field(default_factory=list)
@@ -147,7 +148,7 @@ class Surroundings:
         device: whose memory counts.
         resident: bytes that are resident when a step begins, its inputs apart.
         gradients: bytes of the parameters' gradients that there are now.
-        after: the most live bytes when backward has ended; 0 for what is resident then.
+        after: the most live bytes when backward has ended; 0 where only what is resident is live then.
         in_parts: says whether no graph is a whole step, whatever it returns.
         in_words: the planner's refusal in a user's words.
     """
@@ -316,17 +317,9 @@ class Flow:
         if known.wanted or self.graphs:
             step.shapes, step.bytes = self._describe(args)
         wanted = known.wanted or step.shapes in known.missed or step.bytes > known.largest
-        unmeasurable = wanted and not measurable(self.device)
-        action = self._take(Evidence.STEP_BEGINS, {"wanted": wanted, "unmeasurable": unmeasurable})
         known.wanted &= not wanted
-        if action is Action.WARN:
-            self._warn_once(
-                "unmeasured",
-                f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
-                "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "
-                "this budget is not held",
-            )
-        elif action is Action.RECORD:
+        facts = {"wanted": wanted, "unmeasurable": wanted and not measurable(self.device)}
+        if self._take(Evidence.STEP_BEGINS, facts) is Action.RECORD:
             gc.collect()  # garbage of before would be freed in between
             resident = self._beside.resident() + step.bytes
             step.recording = Recording(
@@ -349,11 +342,19 @@ class Flow:
             step.turns = self._known.planned[graph].turns
         turn = step.turns[at] if at < len(step.turns) else None
         planned = turn is not None and turn.serves(graph, sizes)
-        action = self._take(Evidence.GRAPH_CALLED, {"planned for": planned})
+        unmeasurable = not (planned or measurable(self.device))
+        action = self._take(Evidence.GRAPH_CALLED, {"planned for": planned, "unmeasurable": unmeasurable})
         if turn is not None and action is Action.RUN_PLANNED:
             return graph.run_as(turn.way)
         if action is Action.MISS:
             self._known.missed.add(step.shapes)
+        elif action is Action.WARN:
+            self._warn_once(
+                "unmeasured",
+                f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
+                "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "
+                "this budget is not held",
+            )
         return graph.smallest
 
     def end(self, result: Any, limit_hit: bool = False) -> None:

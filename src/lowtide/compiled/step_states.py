@@ -1,12 +1,13 @@
 """The state machine of a step of compiled graphs: what follows from what happens in it.
 
-`TABLE` is all that is decided; `Table.transition` looks it up. `Flow` (`flow.py`) works out the
-facts, and does what follows.
+`TABLE` is all that is decided; `Table.row` looks it up. `Flow` (`flow.py`) works out the facts, and does what
+follows. A step that is one graph begins as any other: nothing is known of it before its graph is captured.
 
 ```text
- IDLE --> RECORDED --> IDLE              its backward has ended, and it is planned for; or it was left
- IDLE --> PLANNED --> IDLE               the next step begins
-          PLANNED --> STRAYED --> IDLE   it calls a graph that its plan does not have there
+ IDLE --> RECORDED --> IDLE           its backward has ended, and it is planned for; its forward has, and it is one
+                                      graph, planned for when that was captured; or it was left
+ IDLE --> RUNS --> IDLE               the next step begins
+          RUNS --> STRAYED --> IDLE   it calls a graph that no plan has there
 ```
 """
 
@@ -23,7 +24,7 @@ class State(Enum):
 
     IDLE = "no step runs"
     RECORDED = "in the least memory, and taken down"
-    PLANNED = "as it was planned for"
+    RUNS = "as it was planned for; nothing is taken down"
     STRAYED = "in the least memory, as it went another way than any plan"
 
 
@@ -49,7 +50,7 @@ Fact = Literal[
     "waits",  # the latest forward's result waits for its backward
     "unfinished",  # the plan has more calls than there were
     "wanted",  # a step like this one is to be recorded
-    "unmeasurable",  # it is wanted, and memory on this device cannot be measured
+    "unmeasurable",  # memory on this device cannot be measured, so no step is recorded
     "planned for",  # the call is the one that the plan has there, or a smaller one
     "uncalled",  # the step has called no graph
     "backward seen",  # the backward of a call has run
@@ -65,7 +66,7 @@ class Action(Enum):
     """Count another forward of the same step."""
     RECORD = auto()
     WARN = auto()
-    """Say that the step cannot be recorded."""
+    """Run in the least memory, and say that the step cannot be recorded: its budget is not held."""
     RUN_PLANNED = auto()
     RUN_SMALLEST = auto()
     MISS = auto()
@@ -85,15 +86,16 @@ _S, _E, _A = State, Evidence, Action
 TABLE: Table[State, Evidence, Fact, Action] = Table(
     (
         Row((_S.RECORDED,), _E.FORWARD_BEGINS, ("waits",), None, _A.GO_ON),
-        Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("waits", "unfinished"), None, _A.GO_ON),
-        Row((_S.IDLE,), _E.STEP_BEGINS, ("unmeasurable",), _S.PLANNED, _A.WARN),
+        Row((_S.RUNS,), _E.FORWARD_BEGINS, ("waits", "unfinished"), None, _A.GO_ON),
+        Row((_S.IDLE,), _E.STEP_BEGINS, ("unmeasurable",), _S.RUNS, _A.NOTHING),
         Row((_S.IDLE,), _E.STEP_BEGINS, ("wanted",), _S.RECORDED, _A.RECORD),
-        Row((_S.IDLE,), _E.STEP_BEGINS, (), _S.PLANNED, _A.NOTHING),
-        Row((_S.PLANNED,), _E.GRAPH_CALLED, ("planned for",), None, _A.RUN_PLANNED),
-        Row((_S.PLANNED,), _E.GRAPH_CALLED, (), _S.STRAYED, _A.MISS),
+        Row((_S.IDLE,), _E.STEP_BEGINS, (), _S.RUNS, _A.NOTHING),
+        Row((_S.RUNS,), _E.GRAPH_CALLED, ("planned for",), None, _A.RUN_PLANNED),
+        Row((_S.RUNS,), _E.GRAPH_CALLED, ("unmeasurable",), _S.STRAYED, _A.WARN),
+        Row((_S.RUNS,), _E.GRAPH_CALLED, (), _S.STRAYED, _A.MISS),
         Row((), _E.GRAPH_CALLED, (), None, _A.RUN_SMALLEST),
         Row((_S.RECORDED,), _E.FORWARD_ENDED, ("uncalled",), _S.IDLE, _A.DROP),
-        Row((_S.IDLE, _S.PLANNED, _S.STRAYED), _E.BACKWARD_BEGINS, ("more backwards",), None, _A.RECORD_NEXT),
+        Row((_S.IDLE, _S.RUNS, _S.STRAYED), _E.BACKWARD_BEGINS, ("more backwards",), None, _A.RECORD_NEXT),
         Row((_S.RECORDED,), _E.BACKWARD_ENDED, (), _S.IDLE, _A.PLAN),
         Row((_S.RECORDED,), _E.OVER, ("backward seen",), _S.IDLE, _A.PLAN),
         Row((_S.RECORDED,), _E.OVER, (), _S.IDLE, _A.DOUBT),
