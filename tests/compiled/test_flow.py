@@ -281,6 +281,14 @@ def test_blocks_of_torch_nn_are_compiled_and_planned() -> None:
     assert handle.plan.replayed
 
 
+def test_while_a_plan_is_compiled_progress_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """On a terminal the last label stands until the next one: that of the search stood for minutes."""
+    with caplog.at_level("DEBUG", "lowtide"):
+        lowtide.compile(Model(layers=2), "80%", backend="aot_eager")(torch.randn(256, 32)).backward()
+    labels = [one.getMessage() for one in caplog.records if (one.name, one.levelname) == ("lowtide", "DEBUG")]
+    assert len(labels) > 1 and labels[-1] == "compiling: compiling"
+
+
 @pytest.mark.parametrize(("kind", "held"), [(Model, True), (Broken, False)], ids=["one graph", "two graphs"])
 def test_without_a_meter_only_steps_of_several_graphs_are_said_not_to_be_held(
     kind: type[Model], held: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder

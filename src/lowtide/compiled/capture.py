@@ -30,6 +30,7 @@ from lowtide.compiled.timeline import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
+from lowtide.progress import current
 
 FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
 """Inductor's setting for all that a budget is held for: by itself it keeps a buffer that nobody reads any
@@ -275,6 +276,7 @@ class CapturedGraph:
             inner: as of `compile_graph`, where it is not compiled so yet.
         """
         if way not in self._compiled:
+            current().say("compiling")
             cutter = cutter_at(way, self.joint.program, self.options, self._key(way))
             self._compiled[way] = self._compile(cutter, inner)
         return self._compiled[way]

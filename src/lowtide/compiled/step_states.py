@@ -4,8 +4,8 @@
 follows. A step that is one graph begins as any other: nothing is known of it before its graph is captured.
 
 ```text
- IDLE --> RECORDED --> IDLE           its backward has ended, and it is planned for; its forward has, and it is one
-                                      graph, planned for when that was captured; or it was left
+ IDLE --> RECORDED --> IDLE           its backward has ended, and it is planned for; its forward has, and it
+                                      is one graph, planned for when captured; or it was left
  IDLE --> RUNS --> IDLE               the next step begins
           RUNS --> STRAYED --> IDLE   it calls a graph that no plan has there
 ```
