@@ -239,3 +239,22 @@ def test_a_policy_is_asked_once_for_steps_that_are_alike() -> None:
         model.zero_grad()
     assert len(asked) == 1 and handle.plan is not None
     assert all(torch.equal(one, other) for one, other in zip(gradients[0], gradients[2], strict=True))
+
+
+def test_after_a_refusal_a_step_is_no_longer_planned_for_from_a_siblings_graph(verified: list[bool]) -> None:
+    """Each later step was planned for, and refused, from the same graph of steps without gradients before."""
+
+    def policy(graph: lowtide.StepGraph, budget: int | None) -> lowtide.Plan:
+        if len(verified) == 1 and asked:
+            raise lowtide.BudgetError("no plan fits what adds to gradients")
+        asked.append(graph)
+        return lowtide.policies.sqrt()(graph, budget)
+
+    asked: list[lowtide.StepGraph] = []
+    net = Net()
+    lowtide.limit_memory(net, "100%", policy=policy)
+    net(rows(64)).backward()
+    with pytest.raises(lowtide.BudgetError, match="adds to gradients"):
+        net(rows(64)).backward()
+    net(rows(64)).backward()
+    assert len(verified) == len(asked) == 2, "profiled, and planned for from what it showed"

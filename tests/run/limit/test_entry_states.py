@@ -66,8 +66,7 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.STALE, E.PLAN_REFUSED, ("planned",), S.STALE, A.RAISE),
     (S.STALE, E.PLAN_REFUSED, ("peers wait", "planned"), S.STALE, A.RAISE),
     (S.STALE, E.PLAN_REFUSED, ("peers wait", "margin"), S.STALE, A.PLAN),
-    (S.STALE, E.PLAN_REFUSED, ("peers wait", "borrowed"), S.STALE, A.PLAN_SMALLEST),
-    (S.STALE, E.PLAN_REFUSED, ("borrowed",), S.NEW, A.RAISE),
+    (S.STALE, E.PLAN_REFUSED, ("peers wait",), S.STALE, A.PLAN_SMALLEST),
     (S.STALE, E.PLAN_REFUSED, (), S.REFUSED, A.RAISE),
     (S.PLANNED, E.BETTER_FOUND, (), S.PLANNED, A.RUN),
     # the forward of a planned step begins

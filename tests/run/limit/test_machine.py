@@ -370,7 +370,9 @@ def test_a_sibling_begins_with_what_is_known() -> None:
     assert adds.room.margin_bytes == entry.room.margin_bytes
     assert machine.on_called(adds, version=0) is A.PLAN
     assert machine.on_plan_refused(adds, version=0) is A.PLAN
-    assert machine.on_plan_refused(adds, version=0) is A.RAISE and adds.state is S.NEW
+    assert machine.on_plan_refused(adds, version=0) is A.RAISE
+    assert machine.on_called(adds, version=0) is A.PROFILE, "the sibling's graph was planned for once"
+    assert machine.on_called(adds, version=1) is A.PLAN
 
 
 # ---- on models ------------------------------------------------------------------------------------

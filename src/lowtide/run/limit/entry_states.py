@@ -35,8 +35,8 @@ from lowtide.transitions import Row, Table
 class State(Enum):
     """The state of an entry; the value says what its next step does."""
 
-    NEW = "is profiled, unless a plan can be made from the graph of a sibling"
-    REFUSED = "is profiled again, or planned for where another budget was given"
+    NEW = "is profiled, or planned for where it began with the step graph of a sibling"
+    REFUSED = "is profiled, or planned for where another budget was given"
     DOUBTED = "is profiled, since other operations ran than the plan in force has"
     STALE = "waits for a plan"
     PLANNED = "runs under the plan"
@@ -72,7 +72,7 @@ class Evidence(Enum):
 
 Fact = Literal[
     # of a call
-    "graph known",  # the entry has a step graph: its own, or a sibling's
+    "graph known",  # the entry has begun with the step graph of a sibling
     "other budget",  # the budget or optimizer is another one than no plan was found for
     "outdated",  # the plan was made for another budget, optimizer or margin
     "shared",  # other limited models take part in the step
@@ -90,7 +90,6 @@ Fact = Literal[
     "current plan",  # the plan in force is for this step graph, budget and optimizer
     "same budget",  # the plan in force was made for this budget and optimizer
     "planned",  # there is a plan in force
-    "borrowed",  # the entry's step graph is a sibling's
     "differed",  # two steps were seen to differ in what they ran
     # of a planned step that begins
     "can evict",  # it may evict on demand, and can
@@ -223,7 +222,6 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((_S.STALE,), _E.PLAN_REFUSED, ("margin",), None, _A.PLAN),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("peers wait",), None, _A.PLAN_SMALLEST),
-        Row((_S.STALE,), _E.PLAN_REFUSED, ("borrowed",), _S.NEW, _A.RAISE),
         Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
         Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
         Row((_S.VARYING,), _E.FORWARD_BEGINS, ("can evict",), None, _A.EVICT),

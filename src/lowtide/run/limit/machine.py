@@ -201,7 +201,6 @@ def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Act
         "margin": entry.room.margin_bytes > 0,
         "current plan": current and planned is not None and planned.profiled is entry.profiled,
         "planned": planned is not None,
-        "borrowed": entry.seen.profiles == 0,
         "differed": entry.traits.differed,
         "same budget": current,
         "peers wait": peers_wait,
