@@ -9,15 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from loops import data, mlp
-from torch import nn
+from loops import data, mlp, step
 
 import lowtide
-
-
-def step(model: nn.Module, number: int = 0) -> None:
-    """One forward and backward."""
-    model(data(number).to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
 class Autocast:

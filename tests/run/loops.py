@@ -1,7 +1,8 @@
-"""Small models, their batches, the plain loop, and a table of patterns."""
+"""Small models, their batches, one step and the plain loop, what is warned of, and a table of patterns."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -32,6 +33,18 @@ def mlp(
 def data(number: int, rows: int = 128, width: int = 16) -> torch.Tensor:
     """A batch, the same for the same number."""
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(number))
+
+
+def step(model: nn.Module, number: int = 0) -> None:
+    """One forward and backward."""
+    model(data(number).to(next(model.parameters()).dtype)).float().square().mean().backward()
+
+
+def said_by(run: Any) -> tuple[Any, list[warnings.WarningMessage]]:
+    """What a function returns, and everything that it warned of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        return run(), caught
 
 
 def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:

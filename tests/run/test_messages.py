@@ -2,32 +2,19 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import Limit, check
-from loops import data, mlp
+from loops import mlp, said_by, step
 from small_model import batch, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.budget import format_bytes
-
-
-def said_by(run: Any) -> tuple[Any, list[warnings.WarningMessage]]:
-    """What a function returns, and everything that it warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        return run(), caught
-
-
-def step(model: nn.Module, number: int = 0) -> None:
-    """One forward and backward."""
-    model(data(number).to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
 class Checkpointed(nn.Module):

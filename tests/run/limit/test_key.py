@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import check, peak_of
-from loops import data, mlp
+from loops import data, mlp, said_by
 from torch import nn
 
 import lowtide
@@ -63,13 +62,6 @@ def test_nested_tensors_of_other_lengths_are_steps_of_other_sizes() -> None:
         assert of([8, 4], layout) == large != of([6, 4], layout) and of([6, 4], layout).fits_in(large)
         assert not of([9, 4], layout).fits_in(large)
     assert not of([6, 4], torch.jagged).differs_in_size(of([6, 4], torch.strided))
-
-
-def said_by(run: Any) -> tuple[Any, list[warnings.WarningMessage]]:
-    """What a function returns, and everything that it warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        return run(), caught
 
 
 def test_a_model_that_is_cast_between_steps_is_another_kind_of_step() -> None:

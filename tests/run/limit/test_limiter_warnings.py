@@ -11,25 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import Limit, check, run_limited
-from loops import data, mlp, sgd
+from loops import data, mlp, said_by, sgd, step
 from torch import nn
 
 import lowtide
 
 LOOKED = " step, from which lowtide plans, took"
 """What a step that is looked at says above the budget: small models without blocks take their plain peak."""
-
-
-def said_by(run: Any) -> tuple[Any, list[warnings.WarningMessage]]:
-    """What a function returns, and everything that it warned of."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        return run(), caught
-
-
-def step(model: nn.Module, number: int = 0) -> None:
-    """One forward and backward."""
-    model(data(number).to(next(model.parameters()).dtype)).float().square().mean().backward()
 
 
 def test_the_look_leaves_compiled_submodules_without_hooks() -> None:
