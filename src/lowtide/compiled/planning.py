@@ -1,7 +1,7 @@
 """Plan a step of compiled graphs: one that was recorded, or one graph that is a whole step.
 
 A graph that returns the loss is a step with one call. What it is planned for is known when it is captured, so
-nothing is recorded, and where its plan and its code are on disk it is not even traced.
+no recorded step is waited for, and where its plan and its code are on disk it is not even traced.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class RecordedStep:
         return [self.timeline.facts, [graph.joint.facts for graph in self.graphs], self.sizes]
 
     def is_kept(self, ways: Sequence[Way]) -> bool:
-        """Whether nothing else has to be known of what was kept of it: what is not on disk is compiled."""
+        """Whether a plan on disk is enough to run it: always, for code that is not on disk is compiled."""
         return True
 
     def choice(self, budget: str | int) -> Choice:
