@@ -55,9 +55,9 @@ from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
     "a forward of this limited model begins while what an earlier one saved is still needed (its backward is "
-    "to come, or kept its graph): the budget holds for each of them, and together they may take more than "
-    "it. Run backward after each forward (gradients add up), or put the limit on a module that runs them "
-    "both; of a pipeline on its schedule"
+    "to come, or kept its graph): the budget holds for each of them, and together they take more than the "
+    "budget unless what both save fits into it. Run backward after each forward (gradients add up), or put "
+    "the limit on a module that runs them both; of a pipeline on its schedule"
 )
 
 
