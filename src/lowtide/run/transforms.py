@@ -1,8 +1,8 @@
 """Transforms of a profiled step before it is planned for, and numbers that are read off it.
 
-In: a step graph. Out: the same with bytes and seconds in it that the profile does not show (`with_...`); or a
-number: the bytes of checkpoints' random states, and what steps that run other operations need (seconds for a
-byte, and by how much live bytes rise).
+In: a step graph. Out: the same with bytes and seconds in it that the profile does not show (`with_...`, which
+`PlanMaker.transform` applies); or a number: the bytes of checkpoints' random states and of what the step does
+not use, and what steps that run other operations need (seconds for a byte, and by how much live bytes rise).
 """
 
 from __future__ import annotations
@@ -112,13 +112,15 @@ def with_resident(graph: StepGraph, more: int) -> StepGraph:
     return replace(graph, resident_bytes=graph.resident_bytes + more)
 
 
-def with_all_of(model: torch.nn.Module, graph: StepGraph) -> StepGraph:
-    """The step with all of the model resident, whether it uses it or not."""
+def unused_bytes(model: torch.nn.Module, graph: StepGraph) -> int:
+    """Bytes of the model's parameters, buffers and gradients that exist before the step, and that the step
+    does not use. Asked once backward has ended.
+    """
     seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
     there = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
     # gradients that the step made
     made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
-    return with_resident(graph, max(0, resident_bytes(model) - made - seen))
+    return max(0, resident_bytes(model) - made - seen)
 
 
 def with_unreplayable(graph: StepGraph, findings: Mapping[str, str]) -> StepGraph:

@@ -226,6 +226,21 @@ def test_what_is_logged_as_the_budget_does_not_move_with_the_kind_of_step(budget
     assert handle.budget_bytes is None
 
 
+def test_gradients_that_exist_before_are_counted_once() -> None:
+    """They were counted again in a graph that an entry had from a sibling which had it from another."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    data = torch.randn(256, 64)
+    handle = lowtide.limit_memory(model, "100%", progress=False)
+    for existing in ((), ("0.",), (), ("0.", "1.", "2.", "3.")):
+        for name, parameter in model.named_parameters():
+            if not name.startswith(existing):
+                parameter.grad = None
+        resident = resident_bytes(model) + data.nbytes
+        model(data).square().mean().backward()
+    assert len(handle.plans) == 3 and handle.graph is not None
+    assert handle.graph.resident_bytes == resident
+
+
 @needs_meter
 def test_preparing_lets_go_of_the_gradients_that_it_put_aside() -> None:
     model = small(width=64)

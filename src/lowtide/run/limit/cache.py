@@ -25,7 +25,7 @@ from lowtide.run.limit.refusal import keeps_plan, refuse_first_fsdp, refuse_seve
 from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.replay import Verify
-from lowtide.run.transforms import with_all_of, with_overhead
+from lowtide.run.transforms import unused_bytes
 
 MOST_ENTRIES = 24  # are remembered
 
@@ -253,6 +253,7 @@ class Cache:
             ran=profiler.ran,
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.collectives.overlapping_bytes,
+            unused_bytes=unused_bytes(maker.model, graph),
             forward_spans=profiler.forward_spans,
             nested=profiler.nested,
         )
@@ -274,7 +275,6 @@ class Cache:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
         refusal, peers = None, self.maker.peers
-        graph = with_overhead(with_all_of(self.maker.model, graph))
         graph, neighbours = peers.agree_on_step(graph, profiler.collectives.groups, profiler.given)
         machine.set_graph(entry, graph)
         self.maker.exchange_stage_peaks(entry)

@@ -59,8 +59,8 @@ class Planned:
 
     Attributes:
         key: of the step that was planned for.
-        profiled: the step that was planned for, the optimizer aside (`Entry.profiled` then).
-        step_graph: the same with all that exists beside it, which the plan is for.
+        profiled: the step that was planned for, as its profile shows it (`Entry.profiled` then).
+        step_graph: the same as the plan is for it, with all that the profile does not show.
         plan: its plan.
         forward_spans: as of `Entry`.
         history: of the steps under it.
@@ -129,6 +129,8 @@ class Room:
         margin_bytes: by how much a step took more than its plan predicted. The next plan leaves it free.
         hidden_bytes: what steps hold that no operation of their graph makes: the buffers of collectives that
             run beside other operations, and the random states of ``torch.utils.checkpoint``.
+        unused_bytes: parameters, buffers and gradients that the profiled step does not use: resident all the
+            same.
         reserve_bytes: what steps that vary leave free, since one took more.
         rise_bytes: by how much live bytes rise at most between two times that eviction on demand looks at
             them, of the profiled steps but those in ``unread``.
@@ -137,6 +139,7 @@ class Room:
 
     margin_bytes: int = 0
     hidden_bytes: int = 0
+    unused_bytes: int = 0
     reserve_bytes: int = 0
     rise_bytes: int = 0
     unread: tuple[StepGraph, ...] = field(default=(), repr=False)
@@ -203,7 +206,9 @@ class Entry:
     Attributes:
         key: the cache key.
         state: what its next step does.
-        profiled: the longest step that was profiled, the optimizer aside, or ``None`` before.
+        profiled: the longest step that was profiled, as its profile shows it, or ``None`` before. What is
+            planned for has more in it (`PlanMaker.transform`).
+        borrowed: whether ``profiled`` is a sibling's, before whose steps not all of the gradients exist.
         forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
         planned: the plan in force, or ``None``.
         planned_for: the version of budget and optimizer, and the margin, that the plan was made or accepted
@@ -218,6 +223,7 @@ class Entry:
     key: StepKey
     state: State = State.NEW
     profiled: StepGraph | None = None
+    borrowed: bool = False
     forward_spans: Sequence[tuple[int, int]] = ()
     planned: Planned | None = None
     planned_for: tuple[int, int] | None = None

@@ -37,11 +37,10 @@ def _advance(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = 
 
 
 def borrow(entry: Entry, sibling: Entry) -> None:
-    """A new entry begins with the step graph and the records of a sibling, whose steps began without
-    gradients.
+    """A new entry begins with the step graph and the records of a sibling: before the sibling's steps no
+    gradients exist, or others.
     """
-    assert sibling.profiled is not None
-    entry.profiled = transforms.with_earlier_gradients(sibling.profiled)
+    entry.profiled, entry.borrowed = sibling.profiled, True
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
 
 
@@ -129,6 +128,7 @@ def on_profiled(
     may_differ: bool = False,
     checkpoints: int = 0,
     collectives_bytes: int = 0,
+    unused_bytes: int = 0,
     forward_spans: Sequence[tuple[int, int]] = (),
     ran: tuple[int, int] | None = None,
     nested: str = "",
@@ -138,11 +138,12 @@ def on_profiled(
 
     Args:
         entry: of the step.
-        graph: the step, with all of the model.
+        graph: the step.
         verified: its operations were seen to reproduce, in this step or in one of the same program.
         backwards, makes_graph, may_differ, checkpoints, forward_spans, nested: of the step, as `Entry` names
             them.
         collectives_bytes: what collectives under way held beside other operations.
+        unused_bytes: as of `Room`.
         ran: how many operations its forward ran, without and with gradients.
     """
     entry.seen.profiles += 1
@@ -163,7 +164,9 @@ def on_profiled(
         entry.traits.backwards = max(entry.traits.backwards, backwards)
         entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
-        entry.profiled, entry.traits.checkpoints, entry.traits.makes_graph = graph, checkpoints, makes_graph
+        entry.profiled, entry.borrowed = graph, False
+        entry.traits.checkpoints, entry.traits.makes_graph = checkpoints, makes_graph
+        entry.room.unused_bytes = unused_bytes
         entry.room.hidden_bytes = collectives_bytes + transforms.checkpoint_bytes(graph, checkpoints)
         entry.forward_spans = tuple(forward_spans)
         entry.seen.profiled_ran = ran

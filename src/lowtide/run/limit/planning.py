@@ -34,7 +34,13 @@ from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import Peers
 from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, refuse_nested, too_much_reserved
 from lowtide.run.messages import Once
-from lowtide.run.transforms import spread, with_resident, with_unreplayable
+from lowtide.run.transforms import (
+    spread,
+    with_earlier_gradients,
+    with_overhead,
+    with_resident,
+    with_unreplayable,
+)
 from lowtide.words import count_text
 
 _SEARCH_SECONDS = 0.7
@@ -184,7 +190,7 @@ class PlanMaker:
         """
         assert entry.profiled is not None
         past = "planned again" if entry.planned is not None else "planned"
-        if not entry.seen.profiles:  # the step graph is a sibling's
+        if entry.borrowed:
             past = "planned for steps that add to gradients"
         device = model_device(self.model)
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
@@ -208,7 +214,7 @@ class PlanMaker:
         percentage is of what the fullest rank takes.
         """
         if entry.forward_spans and (ranks := self.peers.stages()) is not None:
-            own = plain(self._transform(entry)).peak_bytes + entry.room.hidden_bytes
+            own = plain(self.transform(entry)).peak_bytes + entry.room.hidden_bytes
             self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
 
     # ---- the path --------------------------------------------------------------------------------
@@ -225,7 +231,7 @@ class PlanMaker:
         """
         demand = None
         try:
-            graph = self._transform(entry)
+            graph = self.transform(entry)
             patience = self._patience(graph, budget)
             problem = Problem(graph, entry.room.free_bytes, patience)
             demand = self._demand(entry, problem, budget)
@@ -238,11 +244,16 @@ class PlanMaker:
         self._greatest_plain = demand.plain_peak_bytes
         return demand.graph, patience, plan, limit
 
-    def _transform(self, entry: Entry) -> StepGraph:
-        """An entry's step with what no plan recomputes, and with all of the optimizer's state."""
+    def transform(self, entry: Entry) -> StepGraph:
+        """An entry's step as it is planned for: its profile, and what that does not show. These are gradients
+        that exist before the step, the executor's own time, what never runs again, and what else is resident:
+        the rest of the model, and all of the optimizer's state.
+        """
         assert entry.profiled is not None
-        graph = with_unreplayable(entry.profiled, self.findings)
-        return with_resident(graph, self.counted.state_bytes + self.counted.moved_bytes)
+        graph = with_earlier_gradients(entry.profiled) if entry.borrowed else entry.profiled
+        graph = with_unreplayable(with_overhead(graph), self.findings)
+        state_bytes = self.counted.state_bytes + self.counted.moved_bytes
+        return with_resident(graph, entry.room.unused_bytes + state_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search."""
