@@ -35,6 +35,27 @@ ABANDONED = (
 a plan, and through which a backward runs now.
 """
 
+SHARED = (
+    "several limited models take part in one step: each is planned for its own part, and what they take "
+    "together is not held against a budget. To have one budget for all, put one limit on a module that runs "
+    "them"
+)
+"""The warning of a limited model that takes part in a step of another one."""
+
+UNREACHED = (
+    "the forward of this limited model returned no tensor that backward begins from (it is a generator, runs "
+    "backward itself, or the loss is made of what it left elsewhere): what its steps take is not held "
+    "against the budget. Return what the loss is made of"
+)
+"""The warning of a forward from which no backward can begin."""
+
+UNCALLED = (
+    "the forward of this limited model was called past its hooks, with which FSDP gathers its weights: such "
+    "steps run as they are, without a limit. Call the model itself, and limit_memory after "
+    "torch.distributed.init_process_group"
+)
+"""The warning of a forward that is called past the hooks of FSDP's root."""
+
 UNCOMPILED = (
     "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
     "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "

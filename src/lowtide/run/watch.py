@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -220,3 +221,16 @@ def _between(begin: Any, end: Any) -> float:
         return end - begin
     end.synchronize()
     return begin.elapsed_time(end) * 1e-3
+
+
+@contextmanager
+def meter_gathered(model: torch.nn.Module) -> Iterator[None]:
+    """Have main memory's meter count the storages that FSDP gathers a model's weights into. The meter is
+    their allocator, and a storage keeps the allocator of its first step, a step without a limit included.
+    """
+    seen = open_peak(torch.device("cpu")) if private.units(model) else None
+    try:
+        yield
+    finally:
+        if seen is not None:
+            seen.__exit__(None, None, None)

@@ -27,23 +27,15 @@ from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
+from lowtide.run.limit.calls import LIMITED, Calls, Delegate, Engine
+from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.refusal import out_of_memory
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
-from lowtide.run.limit.unlimited import (
-    LIMITED,
-    SHARED,
-    UNCALLED,
-    UNREACHED,
-    Delegate,
-    Engagement,
-    Engine,
-    UnlimitedCalls,
-)
-from lowtide.run.messages import ABANDONED, UNMEASURED, Overruns, warn
+from lowtide.run.messages import ABANDONED, SHARED, UNCALLED, UNMEASURED, UNREACHED, Overruns, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
@@ -90,7 +82,7 @@ class Limiter:
         maker: makes the plans.
         cache: the cached plans.
         delegate: gives the steps that `torch.compile` is around to the compiled engine.
-        unlimited: runs the calls that are no limited steps.
+        calls: tells limited steps from other calls, and runs those.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         shared: other limited models were seen to take part in the same steps; each is planned for its own
             part.
@@ -130,7 +122,7 @@ class Limiter:
         self.delegate = Delegate(self.engine, self.warn_once)
         self.local = _Local()
         self.engagement = Engagement(self.model)
-        self.unlimited = UnlimitedCalls(self.delegate, self.engagement, self.warn_once)
+        self.calls = Calls(self.delegate, self.engagement, self.warn_once)
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.shared = self.paused = self.called = False
 
@@ -222,12 +214,12 @@ class Limiter:
     @private.skipped_by_dynamo
     def _limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call within the limit: finish the last step, find the entry of this one, and run its next step.
-        What is no limited step after all runs without one (`UnlimitedCalls`).
+        What is no limited step after all runs without one (`Calls.run_unlimited`).
         """
         self.called = True
         with private.out_of_dynamo() as compiling:
             inputs = Inputs(self.model, args, kwargs, compiling is not None)
-            if (result := self.unlimited.run(self, inputs, compiling)) is not LIMITED:
+            if (result := self.calls.run_unlimited(self, inputs, compiling)) is not LIMITED:
                 return result
             if (profiled := self._finish_last()) is not None:
                 return self._run_within(profiled, inputs)
@@ -262,7 +254,7 @@ class Limiter:
         profiled and its backward is still to come.
         """
         self.engagement.end()
-        self.unlimited.forget_checkpoint()
+        self.calls.forget_checkpoint()
         drop_idle_key()  # else Dynamo would guard on what the last backward left on this thread
         step = self.local.step
         if step is None:

@@ -22,9 +22,9 @@ from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
-from lowtide.run.limit.unlimited import meter_gathered
 from lowtide.run.record.directors import Directors, PlanDirector
 from lowtide.run.record.recorder import Recorder
+from lowtide.run.watch import meter_gathered
 
 
 def module_of(stages: Sequence[Any]) -> torch.nn.Module:

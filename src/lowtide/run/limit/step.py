@@ -24,10 +24,10 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit import machine
+from lowtide.run.limit.calls import govern
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs
-from lowtide.run.limit.unlimited import govern
 from lowtide.run.messages import Overruns, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder

@@ -1,0 +1,262 @@
+"""A call of a limited model: whether it is a limited step, and how one that is none runs.
+
+In: what a call begins with (`Inputs`). Out: what the model returns, or `LIMITED` (`Calls.run_unlimited`). A
+call that is no limited step runs as it is (`why_plain` says which, with the warning), or is compiled where
+`torch.compile` is around it (`Delegate`). Calls of limited models within another one are none (`govern`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import PlanError
+from lowtide.interception import interceptors
+from lowtide.private import Compiling
+from lowtide.run.limit.engagement import Engagement
+from lowtide.run.limit.key import Inputs
+from lowtide.run.record.handles import unseen_by_checkpoint
+from lowtide.run.scope.scope import ScopeRecorder
+from lowtide.run.watch import meter_gathered
+from lowtide.trace.results import tensors_inside
+
+_IN_BACKWARD = (
+    "the forward of this limited model runs within a backward (torch.utils.checkpoint around it, an "
+    "invertible block, an adjoint method): such a forward runs as it is, without a limit. Take the "
+    "checkpoint off, lowtide decides what is recomputed, or put the limit on a module around it"
+)
+
+_TRANSFORMED = (
+    "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the like, "
+    "torch.cond): such steps run as they are, without a limit. Put the limit on a module whose forward "
+    "holds the transform, or use torch.autograd.grad"
+)
+_LAZY = (
+    "some parameters of this limited model are not initialized yet (lazy modules): this step runs as it "
+    "is, without a limit, and later ones within the budget. To limit it, too, run the model once under "
+    "torch.no_grad() before"
+)
+_UNTRAINED = (
+    "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps "
+    "for the gradients of its inputs is not limited. Put the limit on a module around it that has "
+    "parameters to train"
+)
+_IN_SCOPE = (
+    "this limited model runs inside lowtide.checkpoint or checkpointing(), which decides what is kept: its "
+    "budget is not held. Take the scope off, or put the limit on a module around both"
+)
+
+_EAGERLY = (
+    "torch.compile around this limited model is left out, and its steps run eagerly under the limit: {}. To "
+    "compile parts of it, compile its submodules, which stay so"
+)
+_NOTHING = (
+    "PyTorch compiled nothing of its forward (it compiles none of the recurrent layers, and nothing under "
+    "TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why)"
+)
+
+LIMITED = object()
+"""In place of a result: the call is a limited step, and has not run."""
+
+Engine = Callable[[Any, Compiling], Any]
+"""From a limiter, and from what compiles, to a handle with ``run``.
+
+Raises:
+    PlanError: the engine cannot hold this limit; says why.
+"""
+
+
+class Calls:
+    """Tells the limited steps among the calls of a limited model from others, and runs those.
+
+    Args:
+        delegate, engagement, warn_once: the limiter's.
+    """
+
+    def __init__(self, delegate: Delegate, engagement: Engagement, warn_once: Callable[[str], None]) -> None:
+        self._delegate, self._engagement, self._warn_once = delegate, engagement, warn_once
+        self._visible = False  # a checkpoint around the model sees what its latest forward saved
+
+    def run_unlimited(self, limiter: Any, inputs: Inputs, compiling: Compiling | None) -> Any:
+        """Run a call if it is no limited step.
+
+        Args:
+            limiter: of the model.
+            inputs: of the call.
+            compiling: what compiles the call, where `torch.compile` is around it.
+
+        Returns:
+            What the model returns; `LIMITED` for a limited step, which has not run.
+        """
+        if compiling is not None and self._may_compile(limiter.model):
+            with limiter.inside():
+                result = self._delegate.run(limiter, compiling, inputs.args, inputs.kwargs)
+            if result is not LIMITED:
+                return result
+        why = why_plain(inputs)
+        return LIMITED if why is None else self._run_plainly(limiter, inputs, why)
+
+    def forget_checkpoint(self) -> None:
+        """A limited step begins, and what it saves is not seen by a checkpoint around the model."""
+        self._visible = False
+
+    def _may_compile(self, model: torch.nn.Module) -> bool:
+        """Whether nothing around this model decides what its step keeps, and all its parameters are
+        initialized.
+        """
+        if is_governed() or torch.compiler.is_exporting():  # pyright: ignore
+            return False
+        if self._delegate.handle is None:
+            if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+                return False
+            self._engagement.end()
+        return True
+
+    def _run_plainly(self, limiter: Any, inputs: Inputs, why: PlainCall) -> Any:
+        """Run the forward as it is. Where a `torch.utils.checkpoint` around this model runs it again within
+        backward, that checkpoint sees what the second forward saves only if it saw what the first one saved.
+        """
+        if why.engages:
+            self._engagement.end()
+        if why.reason:
+            self._warn_once(why.reason)
+        hides = why.in_backward and not self._visible
+        self._visible |= not (why.in_backward or why.saves_nothing)
+        unseen = unseen_by_checkpoint() if hides else nullcontext()
+        with limiter.inside(), meter_gathered(limiter.model), unseen:
+            return limiter.own_step(*inputs.args, **inputs.kwargs)
+
+
+# ---- calls that run as they are -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """A call of a limited model that runs as it is.
+
+    Attributes:
+        reason: the warning, which is given once; empty where nobody would be surprised.
+        engages: whether `Engagement` stops waiting: the limit is of use, or ``reason`` says why it is not.
+        in_backward: a backward runs the forward again.
+        saves_nothing: autograd saves nothing, or the model is being exported.
+    """
+
+    reason: str = ""
+    engages: bool = True
+    in_backward: bool = False
+    saves_nothing: bool = False
+
+
+def why_plain(inputs: Inputs) -> PlainCall | None:
+    """Why a call is no limited step; ``None`` for one that is."""
+    if saves_nothing():
+        return PlainCall(engages=False, saves_nothing=True)
+    if is_governed():
+        return PlainCall(why_governed())
+    if private.in_backward():
+        return PlainCall("" if private.torch_checkpoint() is not None else _IN_BACKWARD, in_backward=True)
+    if private.is_transformed():
+        return PlainCall(_TRANSFORMED)
+    if inputs.members.lazy:
+        return PlainCall(_LAZY)
+    if any(parameter.requires_grad for parameter in inputs.members.parameters):
+        return None
+    trains = any(tensor.requires_grad for tensor in tensors_inside((inputs.args, inputs.kwargs)))
+    return PlainCall(_UNTRAINED) if trains else PlainCall(engages=False)
+
+
+def saves_nothing() -> bool:
+    """Whether autograd saves nothing here, or the model is being exported (`torch.export`,
+    `torch.jit.trace`).
+    """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return True
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore
+
+
+# ---- limited models within others, and within scopes ----------------------------------------------
+
+
+class _Governing(threading.local):
+    """How many limited models run on this thread as they are, since their plans change nothing."""
+
+    depth = 0
+
+
+_governing = cache(_Governing)
+
+
+@contextmanager
+def govern() -> Iterator[None]:
+    """Within the block a limited model runs unrecorded, as its plan changes nothing. Limited models inside it
+    run unrecorded, too: its plan is theirs.
+    """
+    here = _governing()
+    here.depth += 1
+    try:
+        yield
+    finally:
+        here.depth -= 1
+
+
+def is_governed() -> bool:
+    """Whether a limited model around this one, or a scope, decides what is kept."""
+    return _governing().depth > 0 or any(one.governs for one in interceptors())
+
+
+def why_governed() -> str:
+    """The warning of a step for which something else decides; empty where nobody would be surprised."""
+    governing = [one for one in interceptors() if one.governs]
+    scoped = governing and all(isinstance(one, ScopeRecorder) for one in governing)
+    return _IN_SCOPE if scoped and not _governing().depth else ""
+
+
+# ---- calls with torch.compile around --------------------------------------------------------------
+
+
+class Delegate:
+    """Gives the steps that `torch.compile` is around to the compiled engine, or says why it does not.
+
+    A trainer compiles the model that it is given (``torch_compile=True``, accelerate's plugin), or the user
+    does. Dynamo does not look into a limiter. So the limiter's call learns what compiles, and with what, and
+    the model's own forward is compiled within the budget with the same.
+
+    Args:
+        engine: makes the handle; ``None`` takes no step.
+        warn_once: warns of something once.
+
+    Attributes:
+        handle: the compiled engine's, once it holds the limit.
+    """
+
+    def __init__(self, engine: Engine | None, warn_once: Callable[[str], None]) -> None:
+        self.engine = engine
+        self.handle: Any = None
+        self._warn_once = warn_once
+        self._refused = engine is None
+
+    def run(self, limiter: Any, compiling: Compiling, args: Any, kwargs: Any) -> Any:
+        """The forward of a step, compiled; `LIMITED` where the step has to run eagerly."""
+        if self._refused or self.engine is None:
+            return LIMITED
+        try:
+            if self.handle is None:
+                self.handle = self.engine(limiter, compiling)
+            result = self.handle.run(*args, **kwargs)
+        except PlanError as why:
+            self._refuse(str(why))
+            return LIMITED
+        if self.handle.compiles_nothing:
+            self._refuse(_NOTHING)
+        return result
+
+    def _refuse(self, why: str) -> None:
+        self.handle, self._refused = None, True
+        self._warn_once(_EAGERLY.format(why))
