@@ -311,6 +311,7 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     assert machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(0, 9))).action is A.NOTHING
     assert machine.on_ended(entry, ran(entry, LIMIT // 2, ran=(2, 7), can_evict=False)).action is A.NOTHING
     assert machine.on_ended(entry, ran(entry, OVER, ran=(2, 7))).action is A.LEAVE_MARGIN, "the same again"
+    assert machine.on_ended(entry, ran(entry, LIMIT, resized=True, can_evict=False)).action is A.NOTHING
     assert "other operations each time" in machine.on_ended(entry, ran(entry, OVER, ran=(0, 8))).warning
     assert entry.state is S.VARYING and machine.on_called(entry, version=0) is A.RUN
     assert machine.on_ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))).action is A.LEAVE_RESERVE
@@ -323,6 +324,12 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
     assert adds.traits.differed and adds.room.reserve_bytes == entry.room.reserve_bytes
+
+
+def test_steps_whose_sizes_values_decide_evict_on_demand() -> None:
+    entry = planned_entry()
+    assert machine.on_ended(entry, ran(entry, LIMIT // 2, resized=True)).action is A.VARY
+    assert entry.state is S.VARYING and entry.traits.differed
 
 
 def test_varying_steps_whose_longest_fits_no_plan_are_planned_for_once() -> None:

@@ -20,7 +20,7 @@ from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.entry_states import UNPLANNED, State
 from lowtide.run.limit.key import StepKey
 from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
-from lowtide.run.transforms import rates
+from lowtide.run.transforms import rates, sized_by_values
 from lowtide.run.watch import StepWatch
 
 _MOST_PROFILES = 4  # of one entry whose steps differ, before the budget of the longest stays
@@ -85,6 +85,11 @@ class Planned:
         places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in self.forward_spans]
         parts = [self.plan.program[begin:end] for begin, end in places]
         return [(part, cpp_program(part)) for part in parts]
+
+    @cached_property
+    def sized_by_values(self) -> bool:
+        """Whether values decide how large results of the step are."""
+        return sized_by_values(self.step_graph)
 
     @cached_property
     def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
@@ -158,7 +163,7 @@ class Traits:
         checkpoints: how many calls of ``torch.utils.checkpoint`` the step that is planned for made itself.
         makes_graph: a backward of that step was run with ``create_graph=True``.
         backwards: the most backwards that ran through a step that was profiled.
-        differed: two steps were seen to differ in what they ran.
+        differed: two steps were seen to differ in what they ran, or in sizes that values decide.
         nested: where a step that was profiled made a nested tensor whose bytes nobody counts, if it did.
     """
 

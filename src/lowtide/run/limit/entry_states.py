@@ -15,7 +15,7 @@ write down what follows. Who carries an action out:
 | CLOSE | `machine.on_removed` |
 
 ```text
- NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps ran other operations
+ NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps differed
  STALE --> REFUSED                       no plan fits
  REFUSED, PLANNED, VARYING --> STALE     another budget or optimizer; or a planned step took more
  PLANNED, VARYING --> DOUBTED            a step ran operations that the plan does not have
@@ -40,7 +40,7 @@ class State(Enum):
     DOUBTED = "is profiled, since other operations ran than the plan in force has"
     STALE = "waits for a plan"
     PLANNED = "runs under the plan"
-    VARYING = "evicts when memory is short, since its steps run other operations each time"
+    VARYING = "evicts when memory is short, since its steps differ in operations or in sizes"
     GONE = "runs under the plan that it began with; nothing follows"
 
 
@@ -90,7 +90,7 @@ Fact = Literal[
     "current plan",  # the plan in force is for this step graph, budget and optimizer
     "same budget",  # the plan in force was made for this budget and optimizer
     "planned",  # there is a plan in force
-    "differed",  # two steps were seen to differ in what they ran
+    "differed",  # two steps were seen to differ
     # of a planned step that begins
     "can evict",  # it may evict on demand, and can
     "untried",  # no step has run since the first was profiled
@@ -109,7 +109,7 @@ Fact = Literal[
     "departed",  # it ran other operations than the plan has
     "longer",  # it ran many operations that the plan does not have
     "tried",  # it, the first after the profiled one, evicted on demand, since steps may differ
-    "differs",  # it can evict on demand, and ran other operations than the one before, or took more
+    "differs",  # it can evict on demand, and took more, or differed in operations or in sizes
     "profiles left",  # few steps were profiled so far
 ]
 
@@ -172,8 +172,8 @@ _UNRECORDED = (
     "lowtide profiles the next one"
 )
 _VARYING = (
-    "its steps run other operations each time, so from now on they evict what is cheapest to bring back when "
-    "memory is short, without a plan"
+    "its steps run other operations each time, or values decide how large results are, so from now on they "
+    "evict what is cheapest to bring back when memory is short, without a plan"
 )
 _DEPARTED = "it ran other operations than the step that was planned for, and lowtide profiles the next one"
 _RESERVE = "later steps leave that much more free"

@@ -329,6 +329,7 @@ class Ended(NamedTuple):
         departed: it ran other operations than the plan has.
         extra: how many that the plan does not have.
         ran: how many its forward ran, without and with gradients; ``None`` where that is not known.
+        resized: it took more or less than its plan predicts, since values decide sizes.
         backwards: how many backwards through it have ended.
         makes_graph: one of these was run with ``create_graph=True``.
         can_evict, tried: as of `PlannedStep`.
@@ -342,6 +343,7 @@ class Ended(NamedTuple):
     departed: bool = False
     extra: int = 0
     ran: tuple[int, int] | None = None
+    resized: bool = False
     backwards: int = 1
     makes_graph: bool = False
     can_evict: bool = True
@@ -430,7 +432,7 @@ def _facts_at_end(entry: Entry, ended: Ended) -> dict[Fact, bool]:
     above = limit is not None and took is not None and took > limit + budgets.slack_bytes(limit)
     other_program = seen.ran is not None and ended.ran is not None and ended.ran != seen.ran
     # the first step of a model may be unlike all others, which its next profile shows
-    differs = other_program or (above and seen.may_differ and seen.profiles > 1)
+    differs = other_program or ended.resized or (above and seen.may_differ and seen.profiles > 1)
     late = above and not seen.was_late and took is not None and _may_be_late(ended.planned, took)
     return {
         "above": above,

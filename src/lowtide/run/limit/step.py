@@ -214,6 +214,7 @@ class PlannedStep(StepWatch):
             departed=self.departed,
             extra=self.extra,
             ran=self.ran,
+            resized=self._resized,
             backwards=self.backwards,
             makes_graph=self.makes_graph,
             can_evict=self.can_evict,
@@ -234,6 +235,16 @@ class PlannedStep(StepWatch):
         if self._on_demand:
             return self.ran is not None and self.ran != self.entry.seen.profiled_ran
         return self.director is not None and self.director.departed
+
+    @property
+    def _resized(self) -> bool:
+        """Whether it took more or less than its plan predicts for such arguments: values decide sizes."""
+        took, plan = self.measured_bytes, self.planned.plan
+        over = self.backwards >= self.entry.traits.backwards
+        foresees = over and not (self._on_demand or self._smaller or plan.changes_nothing)
+        if took is None or not (foresees and self.planned.sized_by_values):
+            return False
+        return abs(took - plan.predicted_peak_bytes) > budgets.slack_bytes(plan.budget_bytes)
 
     def _may_evict(self, sharded: bool) -> bool:
         """Whether it has a budget and can tell by itself when memory is short; what FSDP shards, other ranks
