@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -237,10 +238,20 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
     assert twin.remedies[0] == "turn it off" and len(twin.remedies) == 4
 
 
+def test_a_refusal_without_a_message_has_words_wherever_it_is_shown() -> None:
+    error = BudgetError(None, 2 * GIB, budget_bytes=GIB)
+    short = "the budget of 1.0 GiB is too small: at least 2.0 GiB are needed"
+    for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert one.args == (short,) and repr(one) == f"BudgetError({short!r})"
+        assert str(one).startswith(f"{short}\nWhat to do") and one.message is None
+
+
 def test_a_text_follows_the_facts_and_a_message_stays() -> None:
     error = BudgetError(None, 2 * GIB, budget_bytes=GIB, policy="full")
     assert "for the policy 'full'" in str(error) and "use the policy 'optimal'" in str(error)
-    error.smallest_bytes = 3 * GIB
+    error.add("It was the last one.")
+    error = error.stating(smallest_bytes=3 * GIB)
     assert "at least 3.0 GiB are needed" in str(error) and "3GiB" in error.remedies[0]
+    assert error.policy == "full" and str(error).endswith("It was the last one.")
     given = BudgetError("no layout", 2 * GIB, budget_bytes=GIB)
     assert str(given) == "no layout" and not given.remedies

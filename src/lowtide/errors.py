@@ -7,6 +7,7 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
+from typing import Any
 
 from lowtide.remedies import Holder, in_lines, in_short, largest, what_to_do
 
@@ -18,8 +19,8 @@ class LowtideError(Exception):
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
-    Where no plan can, it is raised with facts and no message. Its text is made from them when it is shown:
-    what the step takes at least, then what to do, then what is live at the peak.
+    Where no plan can, it is raised with facts and no message. Its text is made from them: what the step takes
+    at least (``args[0]``), then what to do, then what is live at the peak.
 
     Args:
         message: what is wrong, in words; ``None`` where the facts say it.
@@ -62,10 +63,14 @@ class BudgetError(LowtideError):
         remedies: Sequence[str] = (),
         made: Sequence[Holder] = (),
     ) -> None:
-        super().__init__(message)
+        parts = dict(parts or {})
+        if message is None:
+            super().__init__(in_short(budget_bytes or 0, smallest_bytes or 0, parts, subject, policy))
+        else:
+            super().__init__(message)
         self.message = message
         self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
-        self.parts, self.made = dict(parts or {}), tuple(made)
+        self.parts, self.made = parts, tuple(made)
         self.plain_peak_bytes, self.policy, self.subject = plain_peak_bytes, policy, subject
         self.detail, self._first_remedies = detail, tuple(remedies)
 
@@ -83,14 +88,11 @@ class BudgetError(LowtideError):
         return tuple(in_lines(largest(self.made, self.parts))) if self.made else ()
 
     def __str__(self) -> str:
-        message, remedies, holders = self.message, self.remedies, self.holders
-        if message is None:
-            facts = self.budget_bytes or 0, self.smallest_bytes or 0, self.parts, self.subject, self.policy
-            message = in_short(*facts)
+        short, remedies, holders = str(self.args[0]), self.remedies, self.holders
         if not remedies:
-            return f"{message} {self.detail}".strip()
+            return f"{short} {self.detail}".strip()
         lines = [
-            message,
+            short,
             "What to do, any one of these:",
             *(f"  - {remedy}" for remedy in remedies),
             *(["What holds most at its peak, and what frees how much:"] if holders else []),
@@ -98,6 +100,15 @@ class BudgetError(LowtideError):
             self.detail,
         ]
         return "\n".join(line for line in lines if line)
+
+    def stating(self, **facts: Any) -> BudgetError:
+        """The same refusal with other facts: ``budget_bytes``, ``smallest_bytes``, ``parts``,
+        ``plain_peak_bytes``.
+        """
+        own = {"budget_bytes": self.budget_bytes, "smallest_bytes": self.smallest_bytes, "parts": self.parts}
+        own |= {"plain_peak_bytes": self.plain_peak_bytes, "policy": self.policy, "subject": self.subject}
+        own |= {"detail": self.detail, "remedies": self._first_remedies, "made": self.made}
+        return BudgetError(self.message, **(own | facts))
 
     def add(self, more: str) -> None:
         """Another sentence of detail."""

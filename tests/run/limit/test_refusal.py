@@ -39,6 +39,10 @@ def test_a_refused_budget_is_one_error(policy: str | None) -> None:
     with pytest.raises(BudgetError) as refused:
         model(batch()).backward()
     assert refused.value.smallest_bytes is not None and not chained(refused.value)
+    inner = refused.value.__context__
+    while inner is not None:
+        assert inner.__traceback__ is None, "it would hold the planner's frames, and all that these hold"
+        inner = inner.__context__
 
 
 @pytest.mark.parametrize("loss_fn", [None, torch.sum])

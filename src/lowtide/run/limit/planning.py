@@ -345,8 +345,8 @@ class PlanMaker:
             try:
                 return problem.plan_within(limit)
             except BudgetError as error:
-                error.budget_bytes = limit  # what was left free is the user's, too
-                raise
+                error.with_traceback(None)  # as `in_words`
+                raise error.stating(budget_bytes=limit) from None  # what was left free is the user's, too
 
         agreement = self.peers.agreement
         return solve(limit) if agreement is None else agreement.solve(solve, problem.graph, limit)

@@ -257,6 +257,7 @@ def in_words(
         state_bytes: of the optimizer.
         demand: the step and its budget, once these are known.
     """
+    error.with_traceback(None)  # a user needs no frames of the planner, nor what they hold
     if demand is not None and error.message is None:
         error = _of_step_or_optimizer(error, model, state_bytes, demand)
     made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
@@ -271,7 +272,7 @@ def in_words(
         error.add(f"Its {OF_GRAPH}.")
     if entry.traits.checkpoints:
         error.add_first_remedy(OWN_OFF)
-    return error.with_traceback(None)  # a user needs no frames of the planner, nor what they hold
+    return error
 
 
 def _of_step_or_optimizer(
@@ -290,8 +291,11 @@ def _of_step_or_optimizer(
             shown[_OF_GRAPH[storage.kind]] += storage.bytes
     gradients = bytes_under([g for p in model.parameters() if (g := gradient_of(p)) is not None])
     device = torch.device(graph.device)
-    error.parts = _resident_by_name(error.parts, model, gradients, state_bytes, device, shown)
-    error.smallest_bytes, error.plain_peak_bytes = least, demand.whole_peak_bytes
+    error = error.stating(
+        smallest_bytes=least,
+        parts=_resident_by_name(error.parts, model, gradients, state_bytes, device, shown),
+        plain_peak_bytes=demand.whole_peak_bytes,
+    )
     if short is not None:
         error.add(OPTIMIZER_TOO)
     return error
@@ -322,6 +326,7 @@ def compiled_in_words(
     """
     if error.message is not None or error.smallest_bytes is None:
         return error
+    error.with_traceback(None)  # as above
     parts = error.parts
     if after_bytes and error.smallest_bytes <= budgets.with_slack(after_bytes) + 1:  # the peak is there
         resident = after_bytes - reduced_bytes
@@ -330,23 +335,23 @@ def compiled_in_words(
     parts = _resident_by_name(parts, model, gradient_bytes, state_bytes, device)
     if inputs := parts.pop(RESIDENT, 0):
         parts[INPUTS] = inputs
-    error.parts = parts
-    return error.with_traceback(None)  # as above
+    return error.stating(parts=parts)
 
 
 def on_rank(error: BudgetError, more_bytes: int) -> BudgetError:
     """Another rank's refusal of a step, with this rank's facts: so many more bytes are resident here."""
     if error.budget_bytes is None or error.smallest_bytes is None:
         return error
-    error.budget_bytes += more_bytes
-    error.smallest_bytes += more_bytes
-    rest = more_bytes
-    for name in (RESIDENT, PARAMETERS, BUFFERS, GRADIENTS) if error.parts else ():
-        count = error.parts.get(name, 0)
-        error.parts[name] = max(0, count + rest)  # of fewer bytes than have no name others go, too
-        rest -= error.parts[name] - count
-    error.parts = {name: count for name, count in error.parts.items() if count}
-    return error
+    parts, rest = dict(error.parts), more_bytes
+    for name in (RESIDENT, PARAMETERS, BUFFERS, GRADIENTS) if parts else ():
+        count = parts.get(name, 0)
+        parts[name] = max(0, count + rest)  # of fewer bytes than have no name others go, too
+        rest -= parts[name] - count
+    return error.stating(
+        budget_bytes=error.budget_bytes + more_bytes,
+        smallest_bytes=error.smallest_bytes + more_bytes,
+        parts={name: count for name, count in parts.items() if count},
+    )
 
 
 def runs_least(error: BudgetError) -> str:
