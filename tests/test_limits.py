@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -85,3 +87,22 @@ def test_a_handle_whose_limit_is_gone_says_so() -> None:
     new.set_budget("85%")
     old.remove()
     assert lowtide.handle_of(model) is not None, "the limit in force stays"
+
+
+AHEAD = """
+import torch, lowtide
+from lowtide import interception
+interception.cpp_module()  # compiled, where it can be
+model = torch.nn.Linear(4, 4)
+lowtide.limit_memory(model, "100%", progress=False)
+def fails(*_):
+    raise AssertionError("the first step waits for it")
+interception._put_kernels = fails
+model(torch.randn(2, 4)).sum().backward()
+"""
+
+
+def test_a_first_step_does_not_wait_for_what_a_process_does_once() -> None:
+    """Kernels for thousands of operations took ten times as long as the step of a small model."""
+    done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-1500:]

@@ -50,6 +50,23 @@ def test_where_there_is_a_compiler_each_file_compiles(name: str) -> None:
         assert cpp_module() is not None, "it compiles, and Python cannot load it"
 
 
+def test_whether_a_file_is_to_be_compiled_is_known_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert not native.takes_long(ALLOCATOR, "c10"), "it is not compiled at all"
+    monkeypatch.delenv("CXX")
+    source = PACKAGE / "run" / "tensor_bytes.cpp"
+    try:
+        native.compiler()
+    except BuildError as without:
+        pytest.skip(str(without))
+    assert native.takes_long(source)
+    native.build(source)
+    assert not native.takes_long(source)
+
+
 def test_a_source_that_is_missing_is_no_missing_compiler() -> None:
     """A file was renamed, and what it compiled to ran in Python from then on, without a word."""
     with pytest.raises(AssertionError, match="is missing"):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from lowtide import private, writes
-from lowtide.native import extension
+from lowtide.native import extension, takes_long
 from lowtide.ops import has_plain_storage, op_info, operation_named, returns_views, written_tensors
 
 _KEY = "Fake"
@@ -415,10 +415,20 @@ def _register() -> None:
     registered.definitions = definitions
 
 
+def register_ahead() -> None:
+    """Do now what the first interceptor of a process would wait for, a tenth of a second. Where the C++
+    recorder has to be compiled first, that is left to the first that needs it.
+    """
+    with _LOCK:
+        if _registration.cache_info().currsize or not takes_long(_RECORDER, "torch"):
+            _register()
+
+
 def _put_kernels(registered: _Registered, new: set[str]) -> None:
     """Put kernels at the keys for these overloads, where none of ours is yet."""
     libraries, has = registered.libraries, private.has_kernel_at
-    views, mutable = _views(), _overloads_where(lambda schema: schema.is_mutable)
+    views = _views()
+    mutable = _overloads_where(lambda schema: schema.is_mutable) if registered.native is None else ()
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
         if name in views or name.startswith(_MARKS) or is_made_of_others(name):

@@ -11,6 +11,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.interception import register_ahead
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
 from lowtide.run.limit.handle import Handle, handle_of
@@ -152,6 +153,7 @@ def limit_memory(
         private.called_by(model, limiter.enter)
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
+    register_ahead()
     if why_eager is not None:
         limiter.warn_once(why_eager)
     if says_it_checkpoints(model):  # others show it in their first step

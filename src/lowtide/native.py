@@ -103,13 +103,8 @@ def build(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
     Raises:
         BuildError: it cannot be compiled.
     """
-    assert source.is_file(), f"{source} is missing: without it all would run, slower, in Python"
-    flags, libraries, facts = _options(source, uses)
-    command, name = [*compiler(), *flags], source.name
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    known = (*texts, platform.machine(), " ".join([*command, *libraries]), *facts)
-    key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
-    target = cache_dir() / f"{source.stem}-{key}.so"
+    target, command, libraries = _how(source, uses)
+    name = source.name
     if target.exists():
         return target
     try:
@@ -136,6 +131,29 @@ def build(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"compiling {name} failed: {error}") from error
     return target
+
+
+def takes_long(source: Path, uses: Literal["", "c10", "torch"] = "") -> bool:
+    """Whether `build` would compile the file now."""
+    try:
+        return not _how(source, uses)[0].exists()
+    except (BuildError, OSError):
+        return False
+
+
+def _how(source: Path, uses: str) -> tuple[Path, list[str], tuple[str, ...]]:
+    """The compiled file's place, and the command that makes it: what comes before the source, and after it.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    assert source.is_file(), f"{source} is missing: without it all would run, slower, in Python"
+    flags, libraries, facts = _options(source, uses)
+    command = [*compiler(), *flags]
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    known = (*texts, platform.machine(), " ".join([*command, *libraries]), *facts)
+    key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
+    return cache_dir() / f"{source.stem}-{key}.so", command, libraries
 
 
 def _options(source: Path, uses: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
