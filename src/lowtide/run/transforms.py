@@ -8,7 +8,7 @@ not use, and what steps that run other operations need (seconds for a byte, and 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -134,6 +134,29 @@ def with_unreplayable(graph: StepGraph, findings: Mapping[str, str]) -> StepGrap
         lambda op: replace(op, replayable=False, reason=findings[op.name]) if op.name in findings else op
     )
 
+
+def with_crossing(graph: StepGraph, spans: Sequence[tuple[int, int]]) -> StepGraph:
+    """The step with values that one of its forwards makes and another reads kept: each is recorded by itself.
+
+    Args:
+        graph: the step.
+        spans: of each forward, its first operation and the first one after it.
+    """
+    if len(spans) < 2:
+        return graph
+    of = {index: number for number, (begin, end) in enumerate(spans) for index in range(begin, end)}
+    crossing = {
+        producer
+        for op in graph.operations
+        for value in op.reads
+        if (producer := graph.values[value].producer) in of and of.get(op.index, of[producer]) != of[producer]
+    }
+    return graph.with_operations(
+        lambda op: replace(op, replayable=False, reason=_CROSSING) if op.index in crossing else op
+    )
+
+
+_CROSSING = "another forward of the step reads it"
 
 _SIZED_BY_VALUES = ("aten.nonzero.", "aten.masked_select.", "aten._unique", "aten.unique_")
 """Operations the sizes of whose results depend on values."""

@@ -36,7 +36,7 @@ def weakly(method: Callable[..., object], *first: object) -> Callable[..., None]
 
 
 class StepWatch:
-    """Follows one step of a limited model, from its forward to the end of each of its backwards.
+    """Follows one step of a limited model, from its first forward to the end of each of its backwards.
 
     Args:
         on_end: called with the watch each time that a backward through the step has ended. Autograd's graph
@@ -70,9 +70,11 @@ class StepWatch:
         self.replays: list[Any] = []
         self._replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
-        self._awaited: weakref.ref[_Mark] | None = None
+        self._awaited: list[weakref.ref[_Mark]] = []  # by forward
+        self._unreached: set[int] = set()  # forwards that no backward has reached
         self._peak = open_peak(device)
-        self._marks = [_now(device)]
+        self._marks = [_now(device)]  # begin and end of each forward, and of the first backward behind them
+        self._timed: bool | None = None  # whether that backward is over; None before it begins
 
     @property
     def peak_bytes(self) -> int | None:
@@ -91,22 +93,29 @@ class StepWatch:
         """Time that replays and fetches took; meaningless on a GPU."""
         return self._replay_seconds + sum(replays.seconds for replays in self.replays)
 
-    def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The forward has returned ``outputs``; backward will begin there."""
-        if len(self._marks) == 1:
+    def forward_begins(self) -> None:
+        """Another forward of the step begins."""
+        if self._timed is None:
             self._marks.append(_now(self.device))
-        mark = _Mark()
-        self._awaited = weakref.ref(mark, self._check_gone)
+
+    def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
+        """A forward has returned ``outputs``; backward will begin there."""
+        if self._timed is None:
+            self._marks.append(_now(self.device))
+        number, mark = len(self._awaited), _Mark()
+        self._awaited.append(weakref.ref(mark, self._check_gone))
+        self._unreached.add(number)
         for output in outputs:
             if output.grad_fn is not None:
-                output.grad_fn.register_prehook(self.backward_begins)
-                output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
+                output.grad_fn.register_prehook(lambda *_: self._reaches(number))
+                output.grad_fn.metadata["lowtide", id(self), number] = mark  # pyright: ignore
 
     def ends(self) -> None:
         """End the step by hand: its caller ran the backwards without telling the watch, as the schedule of a
         pipeline does.
         """
-        self._marks += [_now(self.device)] * (4 - len(self._marks))
+        self._marks.append(_now(self.device))
+        self._timed = True
         self.backwards = 1
         self._on_end(self)
         self.close()
@@ -132,8 +141,11 @@ class StepWatch:
 
     def is_pending(self) -> bool:
         """Whether no backward has begun, and one still can."""
-        alive = self._awaited is not None and self._awaited() is not None
-        return alive and not (self.backwards or self.began)
+        return self._is_alive() and not (self.backwards or self.began)
+
+    def is_needed(self) -> bool:
+        """Whether a backward through one of its forwards has not come, and still can."""
+        return any(self._awaited[number]() is not None for number in self._unreached)
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
@@ -151,7 +163,8 @@ class StepWatch:
             return
         self.began = True
         self.makes_graph |= torch.is_grad_enabled()  # autograd's engine sets it so
-        if len(self._marks) == 2:
+        if self._timed is None and len(self._marks) % 2 == 0:
+            self._timed = False
             self._marks.append(_now(self.device))
         # once more: others (FSDP) have queued theirs by then, and tidy up before this one
         private.at_backward_end(lambda: private.at_backward_end(self._backward_ends))
@@ -167,30 +180,41 @@ class StepWatch:
     def _backward_ends(self) -> None:
         self.began = False
         self.backwards += 1
-        if len(self._marks) == 3:
+        if self._timed is False:
+            self._timed = True
             self._marks.append(_now(self.device))
         self._on_end(self)
         self._check_gone()
 
     def _check_gone(self, *_: object) -> None:
         under_way = self.began and not self.has_failed()
-        if not under_way and self._awaited is not None and self._awaited() is None:
+        if not under_way and self._awaited and not self._is_alive():
             (self._on_gone or self.close)()
+
+    def _is_alive(self) -> bool:
+        """Whether a backward can reach any of its forwards."""
+        return any(mark() is not None for mark in self._awaited)
+
+    def _reaches(self, number: int) -> None:
+        """Backward reaches a forward of the step."""
+        if private.in_backward():
+            self._unreached.discard(number)
+        self.backward_begins()
 
     def over(self) -> bool:
         """Whether the device has done the backward, so that `seconds` does not wait."""
         return isinstance(self._marks[-1], float) or self._marks[-1].query()
 
     def seconds(self) -> float | None:
-        """Time of forward and backward, without what the caller does between them; ``None`` before backward
-        has ended.
+        """Time of the forwards and the first backward, without what the caller does between them; ``None``
+        before backward has ended.
 
         On a GPU this waits for the backward's end: ask when it is `over`.
         """
-        if len(self._marks) != 4:
+        if not self._timed:
             return None
-        begin, forward_end, backward_begin, end = self._marks
-        return _between(begin, forward_end) + _between(backward_begin, end)
+        marks = iter(self._marks)
+        return sum(_between(begin, end) for begin, end in zip(marks, marks, strict=True))
 
     def close(self) -> None:
         """Stop measuring memory."""

@@ -123,7 +123,7 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     assert limiter.cache.latest is not first
-    assert limiter.cache.latest.program[1] is not first.program[1]
+    assert limiter.cache.latest.programs[0][1] is not first.programs[0][1]
 
 
 @pytest.mark.parametrize("policy", ["full", evict_gelu])
@@ -140,7 +140,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 
     compiled_peak = peak()
     monkeypatch.setattr(entry, "cpp_program", lambda steps: None)
-    pair.limited.__dict__["forward"].cache.latest.__dict__.pop("program")
+    pair.limited.__dict__["forward"].cache.latest.__dict__.pop("programs")
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak

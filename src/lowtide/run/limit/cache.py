@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -103,11 +104,11 @@ class Cache:
 
     def _sibling(self, key: StepKey) -> Entry | None:
         """An entry whose step graph is known, of steps that differ from those with this key only in gradients
-        that exist before. Not of a pipeline's: one of its steps has many backwards.
+        that exist before.
         """
         alike = key.without_gradients()
-        known = (entry for entry in self.known.values() if entry.profiled and not entry.forward_spans)
-        others = (entry for entry in known if entry.key.without_gradients() == alike)
+        lend = (entry for entry in self.known.values() if entry.lends)
+        others = (entry for entry in lend if entry.key.without_gradients() == alike)
         return next(others, None) if key.gradients else None
 
     def stop(self) -> None:
@@ -218,7 +219,14 @@ class Cache:
         others = self.known.values()
         return not any(other.seen.profiles and other.key.differs_in_size(entry.key) for other in others)
 
-    def plan_from(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> int | None:
+    def plan_from(
+        self,
+        entry: Entry,
+        profiler: Profiler,
+        graph: StepGraph,
+        users: bool,
+        later_keys: Sequence[StepKey] = (),
+    ) -> int | None:
         """Plan from a profiled step.
 
         Args:
@@ -226,6 +234,7 @@ class Cache:
             profiler: wrote the step down.
             graph: the step.
             users: it was a step of the user's, and what it took is held against the budget.
+            later_keys: as of `Entry`.
 
         Returns:
             What a step of the user's took; ``None`` where that is not known.
@@ -247,7 +256,7 @@ class Cache:
             entry,
             graph,
             verified=profiler.verified or self.verify == "never" or self._reproduces(graph),
-            backwards=profiler.watch.backwards,
+            backwards=profiler.watch.backwards + profiler.early,
             makes_graph=profiler.watch.makes_graph,
             may_differ=profiler.reads_values,
             ran=profiler.ran,
@@ -255,6 +264,7 @@ class Cache:
             collectives_bytes=profiler.collectives.overlapping_bytes,
             unused_bytes=unused_bytes(maker.model, graph),
             forward_spans=profiler.forward_spans,
+            later_keys=later_keys,
             nested=profiler.nested,
         )
         if action is Action.PLAN:
@@ -277,7 +287,8 @@ class Cache:
         refusal, peers = None, self.maker.peers
         graph, neighbours = peers.agree_on_step(graph, profiler.collectives.groups, profiler.given)
         machine.set_graph(entry, graph)
-        self.maker.exchange_stage_peaks(entry)
+        if profiler.runs_backwards:
+            self.maker.exchange_stage_peaks(entry)
         try:
             self._plan(entry, Action.PLAN)
         except BudgetError as error:

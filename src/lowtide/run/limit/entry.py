@@ -62,7 +62,7 @@ class Planned:
         profiled: the step that was planned for, as its profile shows it (`Entry.profiled` then).
         step_graph: the same as the plan is for it, with all that the profile does not show.
         plan: its plan.
-        forward_spans: as of `Entry`.
+        forward_spans, later_keys: as of `Entry`.
         history: of the steps under it.
     """
 
@@ -71,16 +71,12 @@ class Planned:
     step_graph: StepGraph
     plan: Plan
     forward_spans: Sequence[tuple[int, int]] = ()
+    later_keys: Sequence[StepKey] = ()
     history: History = field(default_factory=History)
 
     @cached_property
-    def program(self) -> Program:
-        """The program of the whole step."""
-        return self.plan.program, cpp_program(self.plan.program)
-
-    @cached_property
     def programs(self) -> list[Program]:
-        """Of each forward of a step that has several, its part of the plan's program."""
+        """Of each forward, its part of the plan's program."""
         of = [op.index for op in self.step_graph.operations if op.phase == "forward"]
         places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in self.forward_spans]
         parts = [self.plan.program[begin:end] for begin, end in places]
@@ -90,6 +86,18 @@ class Planned:
     def sized_by_values(self) -> bool:
         """Whether values decide how large results of the step are."""
         return sized_by_values(self.step_graph)
+
+    @cached_property
+    def no_program(self) -> Program:
+        """That of a forward that the plan does not have."""
+        return (), cpp_program(())
+
+    def has_forward(self, number: int, key: StepKey) -> bool:
+        """Whether the plan has a part for the ``number``-th forward of a step, with this key or larger."""
+        if not 0 < number <= len(self.later_keys):  # the first is found by its key; of a pipeline all are
+            return number < len(self.forward_spans) - len(self.later_keys)
+        planned = self.later_keys[number - 1]
+        return key == planned or key.fits_in(planned)
 
     @cached_property
     def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
@@ -214,7 +222,8 @@ class Entry:
         profiled: the longest step that was profiled, as its profile shows it, or ``None`` before. What is
             planned for has more in it (`PlanMaker.transform`).
         borrowed: whether ``profiled`` is a sibling's, before whose steps not all of the gradients exist.
-        forward_spans: of each forward of a pipeline's step, its first operation and the first one after it.
+        forward_spans: of each forward of that step, its first operation and the first one after it.
+        later_keys: of each forward but the first, what would be its key.
         planned: the plan in force, or ``None``.
         planned_for: the version of budget and optimizer, and the margin, that the plan was made or accepted
             for.
@@ -230,6 +239,7 @@ class Entry:
     profiled: StepGraph | None = None
     borrowed: bool = False
     forward_spans: Sequence[tuple[int, int]] = ()
+    later_keys: Sequence[StepKey] = ()
     planned: Planned | None = None
     planned_for: tuple[int, int] | None = None
     accepted_bytes: int = 0
@@ -242,6 +252,15 @@ class Entry:
     def wants_profile(self) -> bool:
         """Whether its next step is profiled."""
         return self.state in UNPLANNED
+
+    @property
+    def lends(self) -> bool:
+        """Whether an entry may begin with its step graph: not of steps with many backwards, whose gradients
+        add up within the step, as a pipeline's do.
+        """
+        of_users = len(self.forward_spans) == 1 + len(self.later_keys)
+        one = not self.later_keys or self.traits.backwards == 1
+        return self.profiled is not None and of_users and one
 
     @property
     def may_profile(self) -> bool:

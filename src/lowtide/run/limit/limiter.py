@@ -11,7 +11,7 @@ import copy
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType
@@ -31,7 +31,7 @@ from lowtide.run.limit.calls import LIMITED, Calls, Delegate, Engine
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
-from lowtide.run.limit.key import Inputs
+from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.refusal import out_of_memory
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
@@ -39,17 +39,17 @@ from lowtide.run.messages import ABANDONED, SHARED, UNCALLED, UNMEASURED, UNREAC
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
-from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.replay import Verify
 from lowtide.run.watch import weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
-    "a forward of this limited model begins while what an earlier one saved is still needed (its backward is "
-    "to come, or kept its graph): the budget holds for each of them, and together they take more than the "
-    "budget unless what both save fits into it. Run backward after each forward (gradients add up), or put "
-    "the limit on a module that runs them both; of a pipeline on its schedule"
+    "a forward of this limited model begins while what an earlier one saved is still needed (a backward has "
+    "run, and another is to come or it kept its graph, or several limited models take part): the budget "
+    "holds for each of them, and together they take more than the budget unless what both save fits into "
+    "it. Run all backwards before the next forward, or put the limit on a module that runs them; of a "
+    "pipeline on its schedule"
 )
 
 
@@ -221,8 +221,8 @@ class Limiter:
             inputs = Inputs(self.model, args, kwargs, compiling is not None)
             if (result := self.calls.run_unlimited(self, inputs, compiling)) is not LIMITED:
                 return result
-            if (profiled := self._finish_last()) is not None:
-                return self._run_within(profiled, inputs)
+            if (step := self._finish_last()) is not None:
+                return self._run_another(step, inputs)
             return self._run_next(self.cache.find(inputs.key), inputs)
 
     def _limits_forward(self) -> bool:
@@ -249,9 +249,9 @@ class Limiter:
         finally:
             self.local.inside = False
 
-    def _finish_last(self) -> ProfiledStep | None:
-        """Finish this thread's last step, whose graph its caller may have kept; returns it if it is being
-        profiled and its backward is still to come.
+    def _finish_last(self) -> ProfiledStep | PlannedStep | None:
+        """Finish this thread's last step, whose graph its caller may have kept; returns it if what begins is
+        another forward of it.
         """
         self.engagement.end()
         self.calls.forget_checkpoint()
@@ -259,20 +259,21 @@ class Limiter:
         step = self.local.step
         if step is None:
             return None
-        if isinstance(step, ProfiledStep) and step.is_pending():
+        if step.takes_another():
             return step
         self.local.step = None
-        if step.is_needed():
+        if step.is_abandoned():
+            self.warn_once(ABANDONED)
+        elif step.is_needed():
             self.warn_once(_TOGETHER)
         step.finish()
         return None
 
-    def _run_within(self, profiled: ProfiledStep, inputs: Inputs) -> Any:
-        """Run another forward of a step that is being profiled."""
-        with unseen_by_checkpoint(), self.inside():
-            result = self.own_step(*inputs.args, **inputs.kwargs)
-        profiled.profiler.abandon_for(result, partial(self.warn_once, ABANDONED))
-        return result
+    def _run_another(self, step: ProfiledStep | PlannedStep, inputs: Inputs) -> Any:
+        """Run another forward of a step whose backward is to come."""
+        self._join(steps_of_others(inputs))
+        with self.inside():
+            return step.run_another(self.own_step, inputs)
 
     # ---- the next step of an entry ---------------------------------------------------------------
 
@@ -397,12 +398,19 @@ class Limiter:
         twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         with no_collection():  # of the many small objects that describe the step, none is garbage
-            self._plan_from(entry, profiler, profiler.graph(), users=True)
+            self._plan_from(entry, profiler, profiler.graph(), users=True, later_keys=step.later_keys)
 
-    def _plan_from(self, entry: Entry, profiler: Profiler, graph: StepGraph, users: bool) -> None:
+    def _plan_from(
+        self,
+        entry: Entry,
+        profiler: Profiler,
+        graph: StepGraph,
+        users: bool,
+        later_keys: Sequence[StepKey] = (),
+    ) -> None:
         """Plan from a profiled step; see `Cache.plan_from`."""
         with self.cache.lock:
-            taken = self.cache.plan_from(entry, profiler, graph, users)
+            taken = self.cache.plan_from(entry, profiler, graph, users, later_keys)
         if users and entry.planned is not None:
             self.measured_bytes = taken
 

@@ -18,6 +18,7 @@ from lowtide.graph import StepGraph
 from lowtide.run import transforms
 from lowtide.run.limit.entry import Entry, History, Planned
 from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact
+from lowtide.run.limit.key import StepKey
 from lowtide.run.watch import StepWatch
 
 _LONGER = 0.1  # a step with a larger share of operations that its plan lacks is profiled
@@ -42,6 +43,7 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     """
     entry.profiled, entry.borrowed = sibling.profiled, True
     entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
+    entry.forward_spans, entry.later_keys = sibling.forward_spans, sibling.later_keys
 
 
 # ---- a step begins -------------------------------------------------------------------------------
@@ -130,6 +132,7 @@ def on_profiled(
     collectives_bytes: int = 0,
     unused_bytes: int = 0,
     forward_spans: Sequence[tuple[int, int]] = (),
+    later_keys: Sequence[StepKey] = (),
     ran: tuple[int, int] | None = None,
     nested: str = "",
 ) -> Action:
@@ -140,8 +143,8 @@ def on_profiled(
         entry: of the step.
         graph: the step.
         verified: its operations were seen to reproduce, in this step or in one of the same program.
-        backwards, makes_graph, may_differ, checkpoints, forward_spans, nested: of the step, as `Entry` names
-            them.
+        backwards, makes_graph, may_differ, checkpoints, forward_spans, later_keys, nested: of the step, as
+            `Entry` names them.
         collectives_bytes: what collectives under way held beside other operations.
         unused_bytes: as of `Room`.
         ran: how many operations its forward ran, without and with gradients.
@@ -151,7 +154,7 @@ def on_profiled(
     if entry.seen.ran is not None and ran is not None:
         entry.traits.differed |= entry.seen.can_evict and ran != entry.seen.ran
         entry.seen.ran = ran
-    longest = entry.profiled is None or len(graph.operations) > len(entry.profiled.operations)
+    longest = entry.profiled is None or _length(graph, later_keys) > _length(entry.profiled, entry.later_keys)
     facts: dict[Fact, bool] = {
         "unverified": not verified,
         "planned": entry.planned is not None,
@@ -168,9 +171,16 @@ def on_profiled(
         entry.traits.checkpoints, entry.traits.makes_graph = checkpoints, makes_graph
         entry.room.unused_bytes = unused_bytes
         entry.room.hidden_bytes = collectives_bytes + transforms.checkpoint_bytes(graph, checkpoints)
-        entry.forward_spans = tuple(forward_spans)
+        entry.forward_spans, entry.later_keys = tuple(forward_spans), tuple(later_keys)
         entry.seen.profiled_ran = ran
     return action
+
+
+def _length(graph: StepGraph, later_keys: Sequence[StepKey]) -> tuple[int, int]:
+    """By this one profiled step of an entry is longer than another: operations, and what its later forwards
+    are given.
+    """
+    return len(graph.operations), sum(key.elements() for key in later_keys)
 
 
 def set_graph(entry: Entry, graph: StepGraph) -> None:

@@ -22,8 +22,6 @@ from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
-from lowtide.run.record.directors import Directors, PlanDirector
-from lowtide.run.record.recorder import Recorder
 from lowtide.run.watch import meter_gathered
 
 
@@ -106,46 +104,39 @@ class PipelineLimiter(Limiter):
 
 
 class PipelineStep(PlannedStep):
-    """A step of a pipeline under a plan: each forward in it has a recorder of its own, and its part of the
-    plan's program. The step has ended when the schedule returns.
+    """A step of a pipeline under a plan: the schedule runs its forwards. The step has ended when the schedule
+    returns.
 
     Args:
         forwards: the step's.
         given: what `PlannedStep` takes.
     """
 
-    one_recorder = False  # each forward has its own
-
     def __init__(self, forwards: Forwards, *given: Any) -> None:
         super().__init__(*given)
         self._forwards = forwards
 
-    def _record(
-        self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
-    ) -> tuple[Any, float]:
-        programs = iter(self.planned.programs)
-        directors = self.director = Directors()
-        ran, seconds = [0, 0], [0.0]
+    def _may_evict(self, sharded: bool) -> bool:
+        """Never: what a schedule sends and receives, other ranks wait for."""
+        return False
+
+    def _record(self, forward: Callable[..., Any], inputs: Inputs) -> tuple[Any, float]:
+        seconds = [0.0]
 
         @contextmanager
         def recording() -> Iterator[None]:
             begin = time.perf_counter()
-            program, cpp_program = next(programs, ((), None))
-            director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
-            directors.followed.append(director)
-            made = recorder(director, cpp_program)
+            made = self._recorder(inputs)
             with made.recording(), left_alone(inputs.members.compiled):
                 inside = time.perf_counter()
                 yield
                 outside = time.perf_counter()
-            for place, count in enumerate(made.ran):
-                ran[place] += count
+            self._count(made)
             seconds[0] += inside - begin + time.perf_counter() - outside
 
         begin = time.perf_counter()
         with self._forwards.within(recording):
             result = forward(*inputs.args, **inputs.kwargs)
-        self.ran = (ran[0], ran[1])
         return result, time.perf_counter() - begin - seconds[0]
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:

@@ -36,6 +36,7 @@ from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, refuse_n
 from lowtide.run.messages import Once
 from lowtide.run.transforms import (
     spread,
+    with_crossing,
     with_earlier_gradients,
     with_overhead,
     with_resident,
@@ -207,13 +208,14 @@ class PlanMaker:
         # ranks that share a plan take a better one together, which the first of them finds
         history = History(search=search, awaits_better=goes_on and agreement is not None)
         plan = replace(plan, budget_bytes=limit)
-        return Planned(entry.key, entry.profiled, graph, plan, entry.forward_spans, history)
+        forwards = entry.forward_spans, entry.later_keys
+        return Planned(entry.key, entry.profiled, graph, plan, *forwards, history)
 
     def exchange_stage_peaks(self, entry: Entry) -> None:
         """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
         percentage is of what the fullest rank takes.
         """
-        if entry.forward_spans and (ranks := self.peers.stages()) is not None:
+        if (ranks := self.peers.stages()) is not None:
             own = plain(self.transform(entry)).peak_bytes + entry.room.hidden_bytes
             self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
 
@@ -251,7 +253,8 @@ class PlanMaker:
         """
         assert entry.profiled is not None
         graph = with_earlier_gradients(entry.profiled) if entry.borrowed else entry.profiled
-        graph = with_unreplayable(with_overhead(graph), self.findings)
+        graph = with_crossing(with_overhead(graph), entry.forward_spans)
+        graph = with_unreplayable(graph, self.findings)
         state_bytes = self.counted.state_bytes + self.counted.moved_bytes
         return with_resident(graph, entry.room.unused_bytes + state_bytes)
 

@@ -27,11 +27,11 @@ from lowtide.run.limit import machine
 from lowtide.run.limit.calls import govern
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.entry_states import Action
-from lowtide.run.limit.key import Inputs
+from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.messages import Overruns, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
-from lowtide.run.record.directors import Directors, PlanDirector
+from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.replay import Verify
@@ -74,6 +74,7 @@ class ProfiledStep:
         model: refers weakly to the limited model.
         profiler: writes it down.
         others: other limited models that take part in the step.
+        later_keys: of each forward but the first, what would be its key.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ProfiledStep:
     ) -> None:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
         self.others: WeakSet[Any] = WeakSet()
+        self.later_keys: list[StepKey] = []
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
         self.profiler = Profiler(model, device, verify=verify, on_end=self._profile_ends, forwards=forwards)
@@ -97,10 +99,25 @@ class ProfiledStep:
         assert inputs is not None, "a step runs once"
         return self.profiler.run(forward, inputs.args, inputs.kwargs)
 
+    def run_another(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        """Run another forward of the step, whose backward is to come."""
+        self.later_keys.append(inputs.key)
+        return self.profiler.run_another(forward, inputs.args, inputs.kwargs)
+
     def is_pending(self) -> bool:
         """Whether its backward is still to come."""
         profiler, watch = self.profiler, self.profiler.watch
         return not (profiler.ended or watch.backwards or profiler.tracer.closed or watch.has_failed())
+
+    def takes_another(self) -> bool:
+        """Whether a forward that begins now is one of this step: no backward has come through any of it."""
+        return self.is_pending() and not self.profiler.early
+
+    def is_abandoned(self) -> bool:
+        """Whether no backward came through its first forward, and one through another: that was a step of its
+        own.
+        """
+        return self.is_pending() and self.profiler.early > 0
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
@@ -132,6 +149,8 @@ class ProfiledStep:
 class PlannedStep(StepWatch):
     """A step that runs under a plan, and the watch over it.
 
+    A step of several forwards has a recorder for each, and its part of the plan's program.
+
     Args:
         entry: of the step.
         inputs: of the step; its plan may be for larger ones.
@@ -146,19 +165,15 @@ class PlannedStep(StepWatch):
         model: refers weakly to the limited model.
         others: other limited models that took part in the step after its forward.
         planned: what it runs under.
-        director: follows its operations (several do, one after the other, those of a pipeline's step), or
-            ``None`` where it is not recorded.
+        directors: of each forward that is recorded what follows its operations.
         measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
         added_bytes: what it added to its entry's margin.
         can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
-            own, nothing moves, no other rank has to evict the same, and there is one C++ recorder.
+            own, nothing moves, no other rank has to evict the same, and there is a C++ recorder.
         tried: whether it evicts on demand to see whether steps differ, though it has a plan.
         ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
             recorded.
-        one_recorder: whether one recorder runs all of it.
     """
-
-    one_recorder = True
 
     def __init__(
         self,
@@ -179,7 +194,10 @@ class PlannedStep(StepWatch):
         self.entry, self.planned, self.shared = entry, entry.planned, shared
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Any] = WeakSet()
-        self.director: PlanDirector | Directors | None = None
+        self.directors: list[PlanDirector] = []
+        self._passes = self._first = self._times = False
+        self._mover: TransferEngine | None = None
+        self._evicting: Any = None
         self.added_bytes = 0
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
@@ -188,9 +206,15 @@ class PlannedStep(StepWatch):
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[str, int] | None = None
 
-    def is_needed(self) -> bool:
-        """Whether autograd still holds what the step saved: its backward is to come."""
-        return self.is_pending()
+    def takes_another(self) -> bool:
+        """Whether a forward that begins now is one of this step: its backward is to come, and it was planned
+        for as the user runs it.
+        """
+        return self.is_pending() and not (self.shared or self.others or self.entry.seen.backward_unseen)
+
+    def is_abandoned(self) -> bool:
+        """Never: each forward has a backward of its own, or takes part in the step's."""
+        return False
 
     def finish(self) -> None:
         """End a step whose thread begins another one."""
@@ -210,7 +234,7 @@ class PlannedStep(StepWatch):
         return machine.Ended(
             self.planned,
             self.measured_bytes,
-            recorded=self.director is not None,
+            recorded=bool(self.directors),
             departed=self.departed,
             extra=self.extra,
             ran=self.ran,
@@ -227,14 +251,14 @@ class PlannedStep(StepWatch):
         """How many operations its forward ran that the plan does not have."""
         if self._on_demand:
             return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
-        return self.director.extra if self.director is not None else 0
+        return sum(director.extra for director in self.directors)
 
     @property
     def departed(self) -> bool:
         """Whether it ran other operations than the step that was planned for."""
         if self._on_demand:
             return self.ran is not None and self.ran != self.entry.seen.profiled_ran
-        return self.director is not None and self.director.departed
+        return any(director.departed for director in self.directors)
 
     @property
     def _resized(self) -> bool:
@@ -252,7 +276,7 @@ class PlannedStep(StepWatch):
         """
         plan, seen = self.planned.plan, self.entry.seen
         held = plan.budget_bytes is not None and self.peak_bytes is not None and not plan.moves
-        return held and self.one_recorder and not (self.shared or sharded or seen.backward_unseen)
+        return held and not (self.shared or sharded or seen.backward_unseen)
 
     def run(self, action: Action, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward under the plan.
@@ -265,66 +289,91 @@ class PlannedStep(StepWatch):
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
         self._on_demand, self.tried = action in (Action.EVICT, Action.TRY), action is Action.TRY
-        if action is Action.PASS:
+        self._passes = action is Action.PASS
+        if not self._passes:
+            self._begin_recording(inputs)
+        result = self._run_forward(forward, inputs)
+        machine.count_step(self.planned)
+        return result
+
+    def run_another(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        """Run another forward of the step, whose backward is to come. One that the plan does not have, or has
+        for smaller inputs, evicts on demand, or all that it can.
+        """
+        self.forward_begins()
+        return self._run_forward(forward, inputs)
+
+    def _run_forward(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        if self._passes:
             with govern(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
             result = self._run_recorded(forward, inputs)
-        machine.count_step(self.planned)
         self.forward_ends(tensors_returned(result))
         return result
 
-    def _run_recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        members = inputs.members
+    def _begin_recording(self, inputs: Inputs) -> None:
+        """Make what the recorders of all forwards share."""
         planned, plan = self.planned, self.planned.plan
-        first, timed = planned.history.steps == 0, planned.times_next
-        if timed:
+        self._first, self._times = planned.history.steps == 0, planned.times_next
+        if self._times:
             machine.time_step(planned, self)
-        compares = first and self._verify != "never"
-        mover = TransferEngine(plan, self._stores, compares, members.device) if plan.moves else None
-        on_demand = self._eviction_on_demand() if self._on_demand else None
-        around = self.unpacks if timed or self._several else None
-        gathered = {private.storage_key(tensor) for _, tensor in private.gathered(members.modules[0])}
+        if plan.moves:
+            compares = self._first and self._verify != "never"
+            self._mover = TransferEngine(plan, self._stores, compares, inputs.members.device)
 
-        def recorder(director: PlanDirector, cpp_program: Any) -> Recorder:
-            made = Recorder(
-                director,
-                tape=Tape(gathered=gathered),
-                check=self._verify == "always",
-                around_unpack=around,
-                mover=mover,
-                program=cpp_program,
-                on_demand=on_demand,
-            )
-            if made.cpp is not None:
-                self.follow(made.cpp.replays, self._several)
-            return made
-
-        result, seconds = self._record(forward, inputs, recorder)
-        if mover is not None and mover.notes and first:
+    def _run_recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        result, seconds = self._record(forward, inputs)
+        if self._mover is not None and self._mover.notes and self._first:
+            notes, self._first = self._mover.notes, False
             warn(
-                f"codecs do not fit {count_text(len(mover.notes), 'value')}, kept as they are on top of the "
-                f"predicted peak ({mover.notes[0]})"
+                f"codecs do not fit {count_text(len(notes), 'value')}, kept as they are on top of the "
+                f"predicted peak ({notes[0]})"
             )
         self.recording_seconds += time.perf_counter() - inputs.begin - seconds
         return result
 
-    def _record(
-        self, forward: Callable[..., Any], inputs: Inputs, recorder: Callable[[PlanDirector, Any], Recorder]
-    ) -> tuple[Any, float]:
-        """Run the forward within a recorder: what it returns, and how long it took."""
-        if self._on_demand:
-            self.director, cpp_program = PlanDirector(()), self.planned.for_varying[1].compiled
-        else:
-            program, cpp_program = self.planned.program
-            self.director = PlanDirector(program, self.planned.plan.moves, smaller=self._smaller)
-        made = recorder(self.director, cpp_program)
+    def _record(self, forward: Callable[..., Any], inputs: Inputs) -> tuple[Any, float]:
+        """Run a forward within a recorder: what it returns, and how long it took."""
+        made = self._recorder(inputs)
         with made.recording(), left_alone(inputs.members.compiled):
             inside = time.perf_counter()
             result = forward(*inputs.args, **inputs.kwargs)
             seconds = time.perf_counter() - inside
-        self.ran = made.ran
+        self._count(made)
         return result, seconds
+
+    def _recorder(self, inputs: Inputs) -> Recorder:
+        """A recorder for the next forward, with its part of the plan."""
+        planned, number = self.planned, len(self.directors)
+        known, on_demand = not self._on_demand and planned.has_forward(number, inputs.key), None
+        if known:
+            program, cpp_program = planned.programs[number]
+        elif self.can_evict:
+            program, cpp_program = (), planned.for_varying[1].compiled
+            on_demand = self._evicting = self._evicting or self._eviction_on_demand()
+        else:
+            program, cpp_program = planned.no_program
+        director = PlanDirector(program, planned.plan.moves, smaller=self._smaller or number > 0)
+        self.directors.append(director)
+        gathered = {private.storage_key(tensor) for _, tensor in private.gathered(inputs.members.modules[0])}
+        made = Recorder(
+            director,
+            tape=Tape(gathered=gathered),
+            check=self._verify == "always",
+            around_unpack=self.unpacks if self._times or self._several else None,
+            mover=self._mover,
+            program=cpp_program,
+            on_demand=on_demand,
+        )
+        if made.cpp is not None:
+            self.follow(made.cpp.replays, self._several)
+        return made
+
+    def _count(self, recorder: Recorder) -> None:
+        """A forward has run within a recorder: count its operations."""
+        ran, more = self.ran or (0, 0), recorder.ran
+        self.ran = ran[0] + more[0], ran[1] + more[1]
 
     def _eviction_on_demand(self) -> Any:
         """The C++ recorder's ``OnDemand`` for this step."""

@@ -85,8 +85,8 @@ class Profiler(Interceptor):
         verify: run each operation twice and compare, until it has reproduced five times at the same sizes.
         on_end: called with this once backward has ended.
         gradients: as of `lowtide.trace.tracer.Tracer`.
-        forwards: those of a step that has several, and runs their backwards itself: what `run` runs is then
-            the whole step. ``None`` where it is one forward, and its caller runs backward.
+        forwards: those of a step that runs their backwards itself: what `run` runs is then the whole step.
+            ``None`` where that is the first forward, and its caller runs others (`run_another`) and backward.
 
     Raises:
         PlanError: a CUDA graph is being captured.
@@ -102,14 +102,15 @@ class Profiler(Interceptor):
             measured, or the step is not over.
         backward_unseen: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
+        runs_backwards: the step runs its backwards itself, as a pipeline's does.
         began: when the step began, by `time.perf_counter`.
         reads_values: whether the forward asked for values, which may change what it does from step to step.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         nested: where the forward first made a nested tensor whose bytes nobody counts, if it did.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
         collectives: the collectives that have begun, and what they hold beside other operations.
-        forward_spans: of each forward of a step that has several, its first operation and the first one after
-            it.
+        forward_spans: of each forward, its first operation and the first one after it.
+        early: how many outputs of later forwards a backward has come through, and none through the first.
     """
 
     def __init__(
@@ -138,8 +139,10 @@ class Profiler(Interceptor):
         self.given: tuple[int, ...] = ()
         self.collectives = OpenCollectives()
         self.forward_spans: list[tuple[int, int]] = []
+        self.early = 0
+        self._first_saved: int | None = None  # by the first forward, so many tensors; once another begins
         self._forwards = forwards
-        self._goes_on = forwards is not None  # a step of several forwards ends when `run` does
+        self.runs_backwards = self._goes_on = forwards is not None  # such a step ends when `run` does
         self._on_end = on_end
         self._stack = ExitStack()
         self.saved = SavedTensors(self.tracer)
@@ -157,38 +160,74 @@ class Profiler(Interceptor):
         """Run the forward, which can be planned. What its caller does until backward has ended belongs to the
         step, too.
         """
-        tracer = self.tracer
-        try:
+        with self._closed_by_errors():
             with ExitStack() as stack:
                 given = list(tensors_inside((args, kwargs)))
                 if private.may_shard():
                     self.given = tuple(map(digest_of_shown, given))
                 for tensor in given:
-                    tracer.note_given(tensor)
+                    self.tracer.note_given(tensor)
                 del given
                 if self._forwards is None:
                     stack.enter_context(self._forward())
                 else:
-                    stack.enter_context(self._forwards.within(self._one_of_several))
+                    stack.enter_context(self._forwards.within(self._forward))
                 self.start()
                 self._stack.callback(self.stop)
                 self._stack.callback(collect_rarely())
                 self._stack.callback(private.before_storage_resizes(self.saved.before_resize))
                 result = forward(*args, **kwargs)
             self.watch.forward_ends(tensors_returned(result))
-        except BaseException as error:
-            self.close()
-            if (refused := unsupported_forward(error)) is not None:
-                raise refused from error
-            raise
         if self._forwards is not None:
             self._goes_on = False
             self.watch.ends()
         return result
 
+    def run_another(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run another forward of the step, before any backward through its first one."""
+        watch = self.watch
+
+        def reaches(*_: object) -> None:
+            if watch.backwards:  # none has to wait for the first forward
+                watch.backward_begins()
+            else:
+                private.at_backward_end(ends)
+
+        def ends() -> None:
+            self.early += not (watch.backwards or watch.began)
+
+        if self._first_saved is None:
+            self._first_saved = len(self.tracer.saved)
+        with self._closed_by_errors(), self._forward():
+            result = forward(*args, **kwargs)
+        for tensor in tensors_returned(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(reaches)
+        return result
+
+    @contextmanager
+    def _closed_by_errors(self) -> Iterator[None]:
+        """A step whose forward raises is given up."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if (refused := unsupported_forward(error)) is not None:
+                raise refused from error
+            raise
+
     @contextmanager
     def _forward(self) -> Iterator[None]:
-        """What runs in the block is the forward that can be planned."""
+        """What runs in the block is a forward that can be planned."""
+        begin = len(self.tracer.operations)
+        try:
+            with self._recorded():
+                yield
+        finally:
+            self.forward_spans.append((begin, len(self.tracer.operations)))
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
         tracer, tape = self.tracer, self.tape
         with tracer.forward(), ExitStack() as stack:
             stack.callback(tape.close)
@@ -207,16 +246,6 @@ class Profiler(Interceptor):
                 self.cpp.hooks_found()
                 stack.callback(self.cpp.hooks_end)
             yield
-
-    @contextmanager
-    def _one_of_several(self) -> Iterator[None]:
-        """One forward of a step that has several."""
-        begin = len(self.tracer.operations)
-        try:
-            with self._forward():
-                yield
-        finally:
-            self.forward_spans.append((begin, len(self.tracer.operations)))
 
     def _note_gathered(self) -> None:
         """A unit of FSDP may begin: note the storages that the model's weights are gathered into by now."""
@@ -405,6 +434,11 @@ class Profiler(Interceptor):
             packed = self.saved.add(SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable)))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
+    def unpacks(self, number: int) -> None:
+        """Backward asks for a saved tensor: it has begun, if one of the first forward."""
+        if self._first_saved is None or number < self._first_saved:
+            self.watch.backward_begins()
+
     def release(self, number: int) -> None:
         """Autograd has released a saved tensor."""
         self.tracer.releases(number)
@@ -412,25 +446,11 @@ class Profiler(Interceptor):
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def abandon_for(self, result: Any, note: Callable[[], None]) -> None:
-        """If a backward comes that runs through ``result``, which another forward returned, and not through
-        the profiled step, abandon this profile and call ``note``.
-        """
-
-        def ends() -> None:
-            if not (self.watch.backwards or self.watch.began):
-                self.close()
-                note()
-
-        for tensor in tensors_returned(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
-
     def _backward_ends(self, _: StepWatch) -> None:
         if self.tracer.closed:
             return
         self.backward_unseen |= self not in interceptors()
-        # of a step of several forwards autograd's graph may be kept: it is over all the same
+        # of a step that runs its backwards itself autograd's graph may be kept: it is over all the same
         released = self.tracer.unreleased == 0 or self._forwards is not None
         if released and not self._goes_on:
             self.ends()

@@ -44,7 +44,7 @@ class SavedTensor:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
-        self.profiler.watch.backward_begins()
+        self.profiler.unpacks(self.number)
         self.profiler.saved.keep_overwritten()
         try:
             with unseen():

@@ -134,25 +134,4 @@ class PlanDirector:
         return step.stored
 
 
-class Directors:
-    """The directors of a step that has several forwards, seen as one.
-
-    Attributes:
-        followed: one for each forward.
-    """
-
-    def __init__(self) -> None:
-        self.followed: list[PlanDirector] = []
-
-    @property
-    def extra(self) -> int:
-        """How many operations ran that the plan does not have."""
-        return sum(director.extra for director in self.followed)
-
-    @property
-    def departed(self) -> bool:
-        """Whether the step has run other operations than the plan."""
-        return any(director.departed for director in self.followed)
-
-
 Director = ScopeDirector | PlanDirector
