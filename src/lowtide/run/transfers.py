@@ -1,8 +1,8 @@
 """Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need.
 
 The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one, by an
-operation without inputs (`lowtide.run.record.tape.Fetch`). That holds what is stored (`StoredTensor`), and is
-deleted when autograd has released the last saved tensor that depends on it.
+operation without inputs (`lowtide.run.record.tape.Fetch`). The fetch holds the stored value (`StoredTensor`),
+and is deleted when autograd has released the last saved tensor that depends on the value.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from lowtide.store.stores import Gather, Replicas, Stores, with_index
 from lowtide.store.tier import Tier
 
 Destination = Callable[[Sequence[int]], list[torch.Tensor]]
-"""Gives flat bytes of these sizes for parts that come back."""
+"""From sizes in bytes to flat tensors of so many bytes, into which the parts of a value come back."""
 
 
 class OnDevice:
-    """The parts of a value that stay on the device.
+    """Where the parts of a value are that stay on the device.
 
-    This and the classes after it are where parts come from. Of each, `begin` starts what can be done ahead of
-    need, and `get` waits and gives the parts, flat tensors of bytes.
+    This class, `InTier`, `Gathered` and `Decoded` are the sources that a value comes back from, as a whole or
+    in parts. Of each, `begin` starts what can be done ahead of need, and `get` waits and gives the parts:
+    flat tensors of bytes.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor]) -> None:
@@ -48,7 +49,14 @@ class OnDevice:
 
 
 class InTier:
-    """Parts that are copied to a tier, and back each time that they are asked for."""
+    """Parts of a value that are copied to a tier, and back each time that they are asked for.
+
+    Args:
+        parts: flat tensors.
+        tier: where they go.
+        number: the place of the value's move among the plan's moves.
+        destination: gives the memory that the parts come back into.
+    """
 
     def __init__(
         self, parts: Sequence[torch.Tensor], tier: Tier, number: int, destination: Destination
@@ -88,7 +96,7 @@ class InTier:
 
 
 class Gathered:
-    """The whole of a value of which ``source`` has this rank's part."""
+    """The whole of a sharded value: each rank of ``group`` has a part of it, this rank's from ``source``."""
 
     def __init__(self, source: OnDevice | InTier, group: Replicas, destination: Destination) -> None:
         self._source, self._group, self._destination = source, group, destination
@@ -114,7 +122,15 @@ class Gathered:
 
 
 class Decoded:
-    """A value that is decoded from the parts in ``source``."""
+    """A compressed value, decoded from the parts that ``source`` gives.
+
+    Args:
+        source: gives the parts, as bytes.
+        codec: decodes them.
+        parts: the encoded parts, for their dtypes.
+        flat: the value, for its size and dtype.
+        destination: gives the memory that the value is decoded into.
+    """
 
     def __init__(
         self,
@@ -146,17 +162,17 @@ class StoredTensor:
 
     Args:
         move: the plan's move of the value.
-        number: its place among the plan's moves.
+        number: the move's place among the plan's moves.
         tensor: a tensor on the value.
-        stores: the stores it goes to.
-        verify: check that what is sharded is replicated.
+        stores: the stores that the value goes to.
+        verify: check that a value that is sharded is the same on all ranks.
 
     Attributes:
         move: as given.
         exact: whether every bit comes back.
         replayable_from: whether operations may be replayed from what comes back.
-        note: why it is kept unchanged after all, else empty.
-        leaving: what is copied to a tier of it, if any is.
+        note: why the value is kept unchanged after all; empty where it is not.
+        leaving: the parts that are copied to a tier; ``None`` where none are.
     """
 
     __slots__ = ("__weakref__", "_dtype", "_source", "exact", "leaving", "move", "note", "replayable_from")
@@ -200,7 +216,7 @@ class StoredTensor:
             self._source = Decoded(source, codec, parts, flat, here)
 
     def begin(self) -> None:
-        """Start fetching, if it is not under way."""
+        """Start fetching the value, if that is not under way."""
         self._source.begin()
 
     def fetch(self) -> torch.Tensor:
@@ -214,10 +230,10 @@ class TransferEngine:
 
     Args:
         plan: has moves.
-        stores: the stores to use; what a step under the plan needs there is reserved once.
-        verify: check that what is sharded is replicated.
-        device: where the step runs; the plan's, which may have been made on another one of that kind, where
-            it is not known before. Tiers and slab are laid out for it, once.
+        stores: the stores to use; the memory that a step under the plan needs there is reserved once.
+        verify: as of `StoredTensor`.
+        device: where the step runs; tiers and slab are laid out for it, once. ``None`` is the plan's device,
+            or another one of its kind, which the first value shows.
 
     Raises:
         StoreError: the stores have too little memory.
@@ -235,11 +251,11 @@ class TransferEngine:
         self.verify = verify
         self.notes: list[str] = []
         self._waiting: deque[tuple[int, InTier]] = deque()
-        """(bytes that are held, copy out under way), the oldest first"""
+        """for each copy out that is under way, the bytes that it holds and its parts; the oldest first"""
         self._order: weakref.WeakValueDictionary[int, StoredTensor] = weakref.WeakValueDictionary()
         """place in the order of fetching -> value that is stored and not in use yet"""
-        self._next = 0
-        self._early: dict[int, int] = {}
+        self._next = 0  # the place of the first value that was not fetched ahead so far
+        self._early: dict[int, int] = {}  # id of a value that is fetched ahead of need -> its bytes
         self._began = False
 
     def out(self, number: int, tensor: torch.Tensor) -> StoredTensor:
@@ -273,7 +289,7 @@ class TransferEngine:
             self._waiting.popleft()[1].settle()
 
     def ahead(self) -> None:
-        """Rule 4: start fetching what comes next, as far as the window allows."""
+        """Start fetching the values that come next, as far as the window allows (rule 4)."""
         if not self._began:
             return
         free = self.plan.window_bytes - sum(self._early.values())
@@ -290,14 +306,14 @@ class TransferEngine:
             self._next += 1
 
     def note_use(self, stored: StoredTensor) -> None:
-        """A value that was fetched is in use now: neither it nor any fetched before it is ahead of need."""
+        """A value that was fetched is in use now, and no longer ahead of need."""
         self._early.pop(id(stored), None)
         self._order.pop(stored.move.fetched, None)
 
 
 def lay_out(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out and reserve what every step under ``plan`` stores, once. A step that is measured begins after
-    that, so the slab counts as resident.
+    """Lay out and reserve the memory of what every step under ``plan`` stores, once. A step is measured from
+    after that on, so the slab counts as resident.
     """
     if stores.prepared is not None and stores.prepared[0] is plan and stores.prepared[1] == device:
         return
@@ -323,6 +339,6 @@ def lay_out(plan: Plan, stores: Stores, device: torch.device) -> None:
 
 @lru_cache(maxsize=64)
 def _offsets(lives: tuple[tuple[int, int, int], ...], align: int) -> list[int]:
-    """The offset of each (from, until, bytes); cached, since kinds of steps take turns."""
+    """The offset of each (from, until, bytes) in one memory; cached, since several plans take turns."""
     lower, upper, size = zip(*lives, strict=True)
     return find(lower, upper, size, align=align, seconds=2.0).offsets.tolist()

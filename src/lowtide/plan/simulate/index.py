@@ -1,5 +1,6 @@
-"""A step graph's indices: who makes and reads each value, what happens to it at which event, and live bytes
-when everything is evicted. A planner asks for them thousands of times."""
+"""A step graph's indices: which operations make and read each value, what happens to each value at which
+event, and live bytes when everything is evicted. A planner asks for them thousands of times.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +20,10 @@ from lowtide.plan.simulate.crossing import crossing
 Bytes = NDArray[np.int64]
 
 Happening = tuple[int, str, int]
-"""An event, what happens to a value's copy then, and the value. What happens: a tensor of it is unpacked for
-the first time (``unpack``) or once more (``again``), is ``done`` (``done again``), or who might have asked is
-``gone``."""
+"""An event, what happens to the copy of an evicted value then, and the value. A saved tensor on the value is
+unpacked for the first time (``unpack``) or once more (``again``); what was handed out then is gone (``done``,
+``done again``); or a saved tensor that nobody unpacks is released (``gone``).
+"""
 
 
 def bytes_over_time(changes: Iterable[tuple[int, int]], end: int) -> Bytes:
@@ -38,14 +40,14 @@ def replay_set(
     reads: Sequence[Sequence[int]],
     there: Sequence[object],
 ) -> set[int]:
-    """The operations that run again to bring ``values`` back; -1 is among them where that rests on something
-    that nothing made.
+    """The operations that run again to bring ``values`` back; -1 is among them where a value is missing that
+    no operation makes.
 
     Args:
         values: ids of the values.
         producer: value -> the operation that makes it, or -1.
         reads: operation -> the values that it reads.
-        there: value -> whether it need not be brought back where it is read.
+        there: value -> whether the value is live anyway wherever a replay reads it.
 
     Example:
         Operation 0 makes value 1 from 0, operation 1 makes 2 from 1.
@@ -74,15 +76,17 @@ class Sources:
     """Where evicted values come back from: their producers, which run again, or fetches.
 
     Attributes:
-        operations: the step's, and behind them for each value that moves one that reads nothing: its fetch.
+        operations: the step's operations, and behind them the fetch of each value that moves: an operation
+            that reads nothing.
         own: how many operations are the step's own.
-        producer: value -> the operation that brings it back, or -1.
-        reads: operation -> what it reads that may be missing.
-        held_reads: operation -> what it reads that the program itself may let go of.
-        moved: value -> its move.
-        window_bytes: the most that waits for its copy out at one time, and the most that is fetched ahead.
-        made: of each value that moves, the operation that made it.
-        slab: whether what is fetched takes no memory of its own: a slab holds it.
+        producer: value -> the operation that brings the value back, or -1.
+        reads: operation -> the values that it reads, but those that are always live (`StepIndex.base_flags`).
+        held_reads: operation -> the values that it reads and that the program may have let go of.
+        moved: value -> the value's move.
+        window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
+            ahead.
+        made: of each value that moves, the operation that made it in the forward.
+        slab: whether fetched values lie in a slab, and take no memory of their own.
     """
 
     operations: Sequence[Operation]
@@ -96,15 +100,16 @@ class Sources:
     slab: bool = False
 
     def in_order(self, operations: Iterable[int]) -> list[int]:
-        """Operations in the order of the forward; what fetches a value stands right behind what made it."""
+        """Operations in the order of the forward; a value's fetch stands right behind what made the value."""
         if not self.moved:
             return sorted(operations)
         return sorted(operations, key=lambda k: k if k < self.own else self.made[k - self.own] + 0.5)
 
 
 def _fetches(graph: StepGraph, moved: Sequence[Move], slab: bool) -> list[Operation]:
-    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
-    With a slab encoded forms arrive there."""
+    """The fetches of moved values: operations that write one value and read nothing, numbered behind those of
+    the graph. With a slab, encoded forms arrive in the slab.
+    """
     return [
         Operation(
             index=len(graph.operations) + k,
@@ -132,11 +137,11 @@ class StepIndex:
         self.sources = Sources(
             graph.operations, len(graph.operations), self.producer, self.reads, self.held_reads
         )
-        """where values come back from when none moves"""
+        """where evicted values come back from when none moves"""
 
     def with_moves(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Sources:
-        """Where values come back from when some move. With ``slab`` those take no memory of their own, and
-        `Simulation.spans` says when they would.
+        """Where evicted values come back from when some move. With ``slab`` what moves takes no memory of its
+        own when it comes back, and `Simulation.spans` says when it would.
         """
         moved = {m.value: m for m in moves}
         if not moved:
@@ -171,7 +176,7 @@ class StepIndex:
         self.reads: list[Sequence[int]] = [
             [u for u in op.reads if not self.base_flags[u]] for op in graph.operations
         ]
-        """operation -> what it reads that may be missing"""
+        """operation -> the values that it reads, but those that are always live"""
         self.readers: list[list[int]] = [[] for _ in graph.values]
         for op in graph.operations:
             for value in op.reads if op.phase == "forward" else ():
@@ -245,7 +250,7 @@ class StepIndex:
         self.happenings: dict[int, list[Happening]] = {}
         """value -> what happens to its copy, where it is unpacked"""
         self.unasked: list[Happening] = []
-        """when values' tensors are ``gone`` that nobody unpacks, and that go while backward runs or later"""
+        """the releases (``gone``) of saved tensors that nobody unpacks, of those after `first_unpack`"""
         for v, tensors in self.saved_of.items():
             self.saved_release[v] = max(release[t] for t in tensors)
             self.saved_hold[v] = max(hold[t] for t in tensors)
@@ -281,7 +286,7 @@ class StepIndex:
             [u for u in op.reads if not self.base_flags[u] or self.natural_end[self.storage_of[u]] < end]
             for op in graph.operations
         ]
-        """operation -> what it reads that the program itself may let go of"""
+        """operation -> the values that it reads and that the program may have let go of"""
         made = [s for s in graph.storages if s.producer is not None]
         gone = [s for s in graph.storages if s.producer is not None or s.kind == "input"]
         changes = [(self.op_event[s.producer or 0], s.bytes) for s in made]
@@ -301,8 +306,8 @@ class StepIndex:
 
     @cached_property
     def kept_by_scopes(self) -> frozenset[int]:
-        """Values that checkpointing scopes hold by themselves: what enters a region and is saved there, or
-        read by what runs again there.
+        """Values that checkpointing scopes hold by themselves: they enter a region, and are saved there, or
+        read by operations that run again there.
         """
         operations, values = self.graph.operations, self.graph.values
         kept = {tensor.value for tensor in self.graph.saved if not tensor.forced}
@@ -323,8 +328,8 @@ class StepIndex:
 
     @cached_property
     def evicted_by_scopes(self) -> frozenset[int]:
-        """Values that checkpointing scopes evict by themselves, where they can come back: what a region makes
-        and no other one holds. No plan keeps one.
+        """Values that checkpointing scopes evict by themselves, where they can come back: a region makes them
+        and no other region holds them. No plan keeps one.
         """
         made = {w for op in self.graph.operations if op.region is not None for w in op.writes}
         made |= {tensor.value for tensor in self.graph.saved if tensor.forced}
@@ -353,13 +358,13 @@ class StepIndex:
 
     @cached_property
     def must(self) -> bytearray:
-        """Per value: whether it stays wherever it is needed, for nothing may bring it back, or what brings it
-        back would read a gathered storage while that is empty.
+        """Per value: whether it stays wherever it is needed, since no operation may bring it back, or one
+        would read a gathered storage then while that is empty.
         """
         found = bytearray(v.producer is None or not self.feasible[v.producer] for v in self.graph.values)
         if self.has_gathered:
             sizes, storable = self.value_bytes, self.storable
-            # and what nobody asks for, but for what cannot be begun from
+            # of a value that nobody unpacks (-1) it counts only whether its replay has what to begin from
             asked = [
                 *self.unpacks_of(self.droppable),
                 *((v, -1) for v in self.droppable if v not in self.last_unpack),
@@ -369,12 +374,12 @@ class StepIndex:
 
     @cached_property
     def has_gathered(self) -> bool:
-        """Whether replays may read what is not always there."""
+        """Whether replays may read gathered storages, which are empty for a part of the step."""
         return any(storage.kind == "gathered" for storage in self.graph.storages)
 
     @cached_property
     def latest_fill(self) -> list[int]:
-        """Event -> the latest one up to it that filled or emptied a gathered storage, or the first of all."""
+        """Event -> the latest event up to it that filled or emptied a gathered storage, else 0."""
         kinds, found, latest = [s.kind for s in self.graph.storages], list[int](), 0
         for at, (kind, index) in enumerate(self.graph.events):
             latest = at if kind in ("empty", "fill") and kinds[index] == "gathered" else latest

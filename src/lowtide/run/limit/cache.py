@@ -1,7 +1,7 @@
 """The cached plans of a limited model: the one owner of its entries.
 
-In: the key of a step that begins, or a step that was profiled. Out: its entry, with a plan where one can be
-made. What follows is the state machine's to say (`machine.py`); here plans are made when it says so.
+In: the key of a step that begins, or a step that was profiled. Out: the entry of such steps, with a plan
+where one can be made. The state machine says what follows (`machine.py`); plans are made here when it asks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _BetterPlan(NamedTuple):
     Attributes:
         json: the plan.
         resident_bytes: what is resident before a step on that rank.
-        saved_bytes: by how much its budget is smaller than that of the plan in force.
+        saved_bytes: by how many bytes the plan's budget is smaller than that of the plan in force.
     """
 
     json: str
@@ -61,8 +61,8 @@ class Cache:
     Attributes:
         known: the entries by key, the latest used last.
         latest: the plan of the latest step, or ``None``.
-        lock: held while an entry changes its state. What its running step alone writes down, how often a plan
-            ran and how long, needs none.
+        lock: held while an entry changes its state. How often and how long steps ran under a plan is written
+            down by the running step alone, without the lock.
     """
 
     def __init__(self, maker: PlanMaker, verify: Verify) -> None:
@@ -71,7 +71,7 @@ class Cache:
         self.known: dict[StepKey, Entry] = {}
         self.latest: Planned | None = None
         self.lock = threading.RLock()
-        self._verified: deque[StepGraph] = deque(maxlen=MOST_ENTRIES)  # their operations reproduce
+        self._verified: deque[StepGraph] = deque(maxlen=MOST_ENTRIES)  # steps whose operations reproduce
 
     # ---- a step begins ---------------------------------------------------------------------------
 
@@ -120,8 +120,8 @@ class Cache:
     def begin_step(
         self, entry: Entry, shared: bool = False, backward_unseen: bool = False, prepared: bool = False
     ) -> Action:
-        """Begin the next step of an entry: whether it is profiled, or runs under a plan. Where that needs a
-        plan, it is made here.
+        """Begin the next step of an entry. Returns whether the step is profiled or runs under a plan; that is
+        made here where there is none.
 
         Args:
             entry, shared, backward_unseen, prepared: as of `machine.on_called`.
@@ -133,16 +133,16 @@ class Cache:
             self._ask_peers(entry)
             asked = machine.on_called(entry, self.maker.version, shared, backward_unseen, prepared)
             action = self._plan(entry, asked)
-            # no fact of the entry: ranks that share a plan take a better one together (`_ask_peers`)
+            # ranks that share a plan take a better one together (`_ask_peers`)
             alone, planned = self.maker.peers.agreement is None, entry.planned
             if alone and action is Action.RUN and planned and (better := machine.end_search(planned)):
                 machine.on_better_found(entry, better)
             self.latest = entry.planned or self.latest
-            self._warn_above(entry)  # of one whose budget was refused
+            self._warn_above(entry)  # of a profiled step whose budget was refused, so that no plan came then
             return action
 
     def _plan(self, entry: Entry, action: Action) -> Action:
-        """Plan as long as the state machine asks for it; the action that is left.
+        """Make plans as long as the state machine asks for one. Returns the action that it ends with.
 
         Raises:
             BudgetError: no plan fits.
@@ -169,12 +169,12 @@ class Cache:
         return Action.RUN if action in (Action.ACCEPT, Action.VARY) else action
 
     def _ask_peers(self, entry: Entry) -> None:
-        """All ranks that share the plan exchange what the last step showed: if one has to profile or to plan
-        again, all do. They take a better plan that the first of them has found.
+        """The ranks that share the plan exchange what the last step showed: if one of them has to profile or
+        to plan again, all do. They take a better plan together once the first rank has found it.
         """
         maker, planned, agreement = self.maker, entry.planned, self.maker.peers.agreement
         history = None if planned is None else planned.history
-        # no fact of the entry, but whether ranks meet: they count the same steps, and stop at the same one
+        # ranks exchange nothing more after so many steps; they count the same ones, and stop at the same one
         learned = history is not None and history.steps > LEARNING_STEPS and not history.awaits_better
         if agreement is None or learned:
             return
@@ -231,9 +231,9 @@ class Cache:
 
         Args:
             entry: of the step.
-            profiler: wrote the step down.
-            graph: the step.
-            users: it was a step of the user's, and what it took is held against the budget.
+            profiler: of the step.
+            graph: the step, as the profile shows it.
+            users: whether it was a step of the user's, whose peak is compared with the budget.
             later_keys: as of `Entry`.
 
         Returns:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -73,6 +73,19 @@ Raises:
 """
 
 
+class Limiting(Protocol):
+    """What running a call asks of the limiter: the model, its own step, and a block within which calls of the
+    model run unchanged.
+    """
+
+    @property
+    def model(self) -> torch.nn.Module: ...
+    @property
+    def own_step(self) -> Callable[..., Any]: ...
+
+    def inside(self) -> AbstractContextManager[None]: ...
+
+
 class Calls:
     """Tells the limited steps among the calls of a limited model from others, and runs those.
 
@@ -84,7 +97,7 @@ class Calls:
         self._delegate, self._engagement, self._warn_once = delegate, engagement, warn_once
         self._visible = False  # a checkpoint around the model sees what its latest forward saved
 
-    def run_unlimited(self, limiter: Any, inputs: Inputs, compiling: Compiling | None) -> Any:
+    def run_unlimited(self, limiter: Limiting, inputs: Inputs, compiling: Compiling | None) -> Any:
         """Run a call if it is no limited step.
 
         Args:
@@ -119,7 +132,7 @@ class Calls:
             self._engagement.end()
         return True
 
-    def _run_plainly(self, limiter: Any, inputs: Inputs, why: PlainCall) -> Any:
+    def _run_plainly(self, limiter: Limiting, inputs: Inputs, why: PlainCall) -> Any:
         """Run the forward as it is. Where a `torch.utils.checkpoint` around this model runs it again within
         backward, that checkpoint sees what the second forward saves only if it saw what the first one saved.
         """
@@ -242,7 +255,7 @@ class Delegate:
         self._warn_once = warn_once
         self._refused = engine is None
 
-    def run(self, limiter: Any, compiling: Compiling, args: Any, kwargs: Any) -> Any:
+    def run(self, limiter: Limiting, compiling: Compiling, args: Any, kwargs: Any) -> Any:
         """The forward of a step, compiled; `LIMITED` where the step has to run eagerly."""
         if self._refused or self.engine is None:
             return LIMITED

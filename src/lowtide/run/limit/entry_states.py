@@ -35,33 +35,33 @@ from lowtide.transitions import Row, Table
 class State(Enum):
     """The state of an entry; the value says what its next step does."""
 
-    NEW = "is profiled, or planned for where it began with the step graph of a sibling"
-    REFUSED = "is profiled, or planned for where another budget was given"
-    DOUBTED = "is profiled, since other operations ran than the plan in force has"
+    NEW = "is profiled; where the entry has the step graph of a sibling, planned for"
+    REFUSED = "is profiled; where another budget was given, planned for"
+    DOUBTED = "is profiled, since a step ran other operations than the plan in force has"
     STALE = "waits for a plan"
     PLANNED = "runs under the plan"
     VARYING = "evicts when memory is short, since its steps differ in operations or in sizes"
-    GONE = "runs under the plan that it began with; nothing follows"
+    GONE = "is none: a step under way ends under the plan that it began with, and nothing follows"
 
 
 class Evidence(Enum):
     """What happened to an entry."""
 
     CALLED = auto()
-    """A step of it begins."""
+    """A step of the entry begins."""
     PEERS = auto()
-    """The ranks that share its plan have told what their steps showed."""
+    """The ranks that share the entry's plan have told what their steps showed."""
     NO_LOSS = auto()
     """A step of lowtide's own, in place of the user's, had no loss that could be found or made up."""
     PROFILE_ENDED = auto()
     """The backward of a profiled step of the user's has ended."""
     PROFILED = auto()
-    """A step was profiled, and its step graph is there."""
+    """A step was profiled, and its step graph is known."""
     PLAN_MADE = auto()
     PLAN_REFUSED = auto()
     """No plan fits."""
     BETTER_FOUND = auto()
-    """A search that went on has found a better plan."""
+    """A search that went on beside later steps has found a better plan."""
     FORWARD_BEGINS = auto()
     """The forward of a planned step begins."""
     ENDED = auto()
@@ -73,38 +73,38 @@ class Evidence(Enum):
 Fact = Literal[
     # of a call
     "graph known",  # the entry has begun with the step graph of a sibling
-    "other budget",  # the budget or optimizer is another one than no plan was found for
-    "outdated",  # the plan was made for another budget, optimizer or margin
+    "other budget",  # the budget or optimizer is not the one for which no plan was found
+    "outdated",  # the plan in force was made for another budget, optimizer or margin
     "shared",  # other limited models take part in the step
-    "backward unseen",  # its backward runs where no operation is intercepted
-    "prepared",  # it is none yet: a plan is made ahead, from a step of lowtide's own
+    "backward unseen",  # the backward of the step runs where no operation is intercepted
+    "prepared",  # no step of the user's begins: a plan is made ahead, from one of lowtide's own
     # of other ranks
-    "peers wait",  # some wait in this step until there is a plan, and of a smaller budget there is one
-    "peer profiles",  # one of them profiles its next step
-    "peer outdated",  # one of them has an outdated plan
+    "peers wait",  # some ranks wait for a plan in this step, and the smallest budget that has one is known
+    "peer profiles",  # one of the ranks profiles its next step
+    "peer outdated",  # the plan of one of the ranks is outdated
     # of a profiled step
-    "unverified",  # its operations ran once, in a program that was never seen to reproduce
-    "shorter",  # it has no more operations than the one that is planned for
+    "unverified",  # each operation ran once, and no step of the same program was verified
+    "shorter",  # the step has no more operations than the one that is planned for
     # of a plan, made or refused
-    "margin",  # earlier steps took more than predicted, and the plan was to leave that free
+    "margin",  # the plan was to leave a margin free, since earlier steps took more than predicted
     "current plan",  # the plan in force is for this step graph, budget and optimizer
     "same budget",  # the plan in force was made for this budget and optimizer
     "planned",  # there is a plan in force
     "differed",  # two steps were seen to differ
     # of a planned step that begins
-    "can evict",  # it may evict on demand, and can
+    "can evict",  # the step may evict on demand, and has what that takes
     "untried",  # no step has run since the first was profiled
-    "may differ",  # steps may run other operations: one did, or the forward reads values
-    "unkeyed arguments",  # something among its arguments has no part in the cache key: a number, or an object
-    "changes nothing",  # the step fits as it is
-    "unwatched",  # whether it departs from its plan is of no use: no step did so far, or there is no budget
-    # of a planned step whose backward has ended
+    "may differ",  # steps may run other operations: one step did, or the forward reads values
+    "unkeyed arguments",  # an argument has no part in the cache key: a number, or an object
+    "changes nothing",  # the plan evicts nothing: the step fits as it is
+    "unwatched",  # nobody asks whether the step departs from the plan: none did so far, or without a budget
+    # of a planned step whose backward has ended, "it"
     "above",  # it took more than its budget
     "replaced",  # it ran under an earlier plan than the one in force
     "second derivatives",  # a backward ran with create_graph=True, and none of the profiled step did
     "accepted",  # it took no more than was accepted, since no plan leaves that much free
     "more backwards",  # more backwards ran through it than through the profiled one
-    "late buffer",  # what it took more may be a collective's buffer that a thread held for longer
+    "late buffer",  # the bytes above may be a collective's buffer, which a thread held for longer
     "unrecorded",  # its operations were not recorded, since nothing had to be recomputed
     "departed",  # it ran other operations than the plan has
     "longer",  # it ran many operations that the plan does not have
@@ -125,33 +125,33 @@ class Action(Enum):
     PLAN = auto()
     """Make a plan from the step graph."""
     PLAN_SMALLEST = auto()
-    """Make one for the smallest budget that holds, and warn that it is another than the user's."""
+    """Make a plan for the smallest budget that has one, and warn that this is not the user's budget."""
     RUN = auto()
     """Run the step under the plan."""
     EVICT = auto()
-    """Run it without the plan: evict what is cheapest to bring back when memory is short."""
+    """Run the step without the plan: evict what is cheapest to bring back when memory is short."""
     TRY = auto()
-    """The same, to see whether steps run other operations each time."""
+    """As EVICT, to see whether steps run other operations each time."""
     PASS = auto()
-    """Run it as it is, and record nothing."""
+    """Run the step as it is, and record nothing."""
     RAISE = auto()
     """Raise the refusal."""
     ACCEPT = auto()
     """Warn that the plan stays, and run the step under it."""
     VARY = auto()
-    """Run the step and later ones: they have a reserve in place of a margin, and no use for a better plan."""
+    """Run the step and later ones; these leave a reserve free, and no margin, and take no better plan."""
     DISCARD = auto()
-    """Plan nothing from the profiled step: some of it was not seen, or was not its own."""
+    """Plan nothing from the profiled step: some operations were not seen, or were other models'."""
     CLOSE = auto()
-    """End what goes on for it."""
+    """End the search that goes on for the entry."""
     DOUBT = auto()
     """Note that steps may run other operations."""
     LEAVE_MARGIN = auto()
-    """Leave what the step took more free by the next plan."""
+    """Have the next plan leave free what the step took above its prediction."""
     LEAVE_RESERVE = auto()
-    """Leave it free in steps that vary."""
+    """Have steps that vary leave free what this one took above its budget."""
     WAIT = auto()
-    """Take no margin for this step, unless the same comes again."""
+    """Leave no margin because of this step, unless the next one takes more, too."""
     LEAVE_NOTHING = auto()
     """Leave nothing free because of this step, nor what an earlier backward of it added to the margin: what
     its backward kept made it take more.

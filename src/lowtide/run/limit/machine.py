@@ -96,12 +96,12 @@ def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) ->
 
 
 def note_peak(entry: Entry, taken_bytes: int) -> None:
-    """A profiled step of the user's took so many bytes; `pop_peak` hands them out once a budget is known."""
+    """A profiled step of the user's took so many bytes; `pop_peak` gives the most, once a budget is known."""
     entry.seen.unwarned_bytes = max(entry.seen.unwarned_bytes, taken_bytes)
 
 
 def pop_peak(entry: Entry) -> int:
-    """The most bytes that profiled steps took since the last call of this function, or 0."""
+    """The most bytes that `note_peak` noted since the last call of this function, or 0."""
     taken, entry.seen.unwarned_bytes = entry.seen.unwarned_bytes, 0
     return taken
 
@@ -142,12 +142,12 @@ def on_profiled(
     Args:
         entry: of the step.
         graph: the step.
-        verified: its operations were seen to reproduce, in this step or in one of the same program.
+        verified: the step's operations were seen to reproduce, now or in a step of the same program.
         backwards, makes_graph, may_differ, checkpoints, forward_spans, later_keys, nested: of the step, as
             `Entry` names them.
         collectives_bytes: what collectives under way held beside other operations.
         unused_bytes: as of `Room`.
-        ran: how many operations its forward ran, without and with gradients.
+        ran: how many operations the step's forward ran, without and with gradients.
     """
     entry.seen.profiles += 1
     entry.traits.nested = entry.traits.nested or nested
@@ -192,7 +192,7 @@ def set_graph(entry: Entry, graph: StepGraph) -> None:
 
 
 def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
-    """A plan was made for this version of budget and optimizer, less the margin."""
+    """A plan was made for this version of budget and optimizer; it leaves the margin free."""
     if entry.planned is not None:
         stop_search(entry.planned)
     entry.planned, entry.planned_for = planned, (version, entry.room.margin_bytes)
@@ -201,12 +201,12 @@ def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
 
 
 def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Action:
-    """No plan fits this version of budget and optimizer, less the margin.
+    """No plan that leaves the margin free fits this version of budget and optimizer.
 
     Args:
         entry: of the step.
         version: of budget and optimizer.
-        peers_wait: other ranks wait in this step until there is a plan, and of a smaller budget there is one.
+        peers_wait: other ranks wait for a plan in this step, and the smallest budget that has one is known.
     """
     planned = entry.planned
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
@@ -278,9 +278,9 @@ def on_forward_begins(entry: Entry, planned: Planned, can_evict: bool, unkeyed_a
 
     Args:
         entry: of the step.
-        planned: the plan that it runs under.
-        can_evict: it may evict on demand, and can.
-        unkeyed_arguments: something among its arguments has no part in the key: a number, or an object.
+        planned: the plan that the step runs under.
+        can_evict: as of `PlannedStep`.
+        unkeyed_arguments: an argument has no part in the cache key: a number, or an object.
     """
     facts: dict[Fact, bool] = {
         "can evict": can_evict,
@@ -334,17 +334,17 @@ class Ended(NamedTuple):
     """What a planned step has shown when a backward of it has ended.
 
     Attributes:
-        planned: what it ran under.
-        recorded: its operations were recorded.
-        departed: it ran other operations than the plan has.
-        extra: how many that the plan does not have.
-        ran: how many its forward ran, without and with gradients; ``None`` where that is not known.
-        resized: it took more or less than its plan predicts, since values decide sizes.
-        backwards: how many backwards through it have ended.
+        planned: the plan that the step ran under.
+        recorded: the step's operations were recorded.
+        departed: the step ran other operations than the plan has.
+        extra: how many operations the step ran that the plan does not have.
+        ran: how many operations the forward ran, without and with gradients; ``None`` where that is unknown.
+        resized: the step took more or less than its plan predicts, since values decide sizes.
+        backwards: how many backwards through the step have ended.
         makes_graph: one of these was run with ``create_graph=True``.
         can_evict, tried: as of `PlannedStep`.
-        measured_bytes: its peak so far, resident bytes included; ``None`` where that is not known.
-        added_bytes: what earlier backwards of it added to the margin (`Teaching.added_bytes`).
+        measured_bytes: the step's peak so far, resident bytes included; ``None`` where that is not known.
+        added_bytes: what earlier backwards of the step added to the margin (`Teaching.added_bytes`).
     """
 
     planned: Planned
@@ -367,7 +367,7 @@ class Teaching(NamedTuple):
     Attributes:
         action: what follows.
         warning: what users are told where the step took more than its budget.
-        added_bytes: what the step has added to the margin by now: the next backward of it counts anew.
+        added_bytes: what the step has added to the margin by now; the next backward of the step counts anew.
     """
 
     action: Action

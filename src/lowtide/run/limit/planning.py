@@ -66,7 +66,7 @@ class Patience:
 
     Attributes:
         policy: makes the plan; its search ends in time.
-        goes_on: makes a better one, in a process of its own beside later steps; or ``None``.
+        goes_on: makes a better plan, in a process of its own beside later steps; or ``None``.
         finds_budget: the budget is ``"min"``, and other ranks wait: what the search finds in that time is the
             budget, until the longer one has found less.
     """
@@ -81,9 +81,9 @@ class Problem:
     """A step to plan for.
 
     Attributes:
-        graph: the step, with all that exists beside it.
-        free_bytes: what its plan leaves free of the budget.
-        patience: how long it waits for a search.
+        graph: the step, as transformed (`PlanMaker.transform`).
+        free_bytes: what a plan leaves free of the budget.
+        patience: how long the step waits for a search.
     """
 
     graph: StepGraph
@@ -91,13 +91,13 @@ class Problem:
     patience: Patience
 
     def with_resident(self, more: int) -> Problem:
-        """The same with so many more resident bytes."""
+        """The same problem with so many more resident bytes."""
         return replace(self, graph=with_resident(self.graph, more))
 
     def plan_within(self, limit: int | None) -> Plan:
-        """A plan within a limit, less what it leaves free.
+        """A plan within a limit of so many bytes, less ``free_bytes``. ``None`` is no limit.
 
-        A step that needs eviction is planned for a little less, or for all of it if less does not work.
+        A step that needs eviction is planned for a little less than that, or for all of it if less fails.
 
         Raises:
             BudgetError: no plan fits; says the smallest peak of any.
@@ -118,13 +118,13 @@ class Problem:
             return math.inf
 
     def fits(self, limit: int) -> bool:
-        """Whether a plan fits a limit that the optimizer's own step sets."""
+        """Whether some plan keeps within so many bytes, such as those that the optimizer's own step takes."""
         reaches = limit >= self.graph.resident_bytes + self.free_bytes
         return bool(limit) and reaches and self.extra_seconds(limit) < math.inf
 
     def budget_for(self, peak_bytes: int) -> float:
-        """The budget in bytes for a plan of this peak: with what the plan leaves free, sizes that vary
-        included.
+        """The budget in bytes for a plan of this peak: with ``free_bytes``, and with a share for sizes that
+        depend on values.
         """
         return (peak_bytes + self.free_bytes) / (1 - spread(self.graph))
 
@@ -184,7 +184,7 @@ class PlanMaker:
 
         Args:
             entry: of the step.
-            budget: the user's, or the bytes that a refusal named.
+            budget: the user's, or the smallest one in bytes that an earlier refusal named.
 
         Raises:
             BudgetError: no plan fits.
@@ -222,11 +222,11 @@ class PlanMaker:
     # ---- the path --------------------------------------------------------------------------------
 
     def _choose(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Patience, Plan, int | None]:
-        """A plan for an entry's step within a budget: of users, or in bytes what a refusal named.
+        """A plan for an entry's step within a budget. The arguments are those of `make`.
 
         Returns:
-            The step with all that exists beside it; how its plan was searched for; the plan, whose budget is
-            what the policy was given; and the budget in bytes.
+            The step that is planned for, as transformed; how its plan was searched for; the plan, which names
+            as its budget what the policy was given; and the budget in bytes.
 
         Raises:
             BudgetError: no plan fits; in a user's words.
@@ -342,14 +342,14 @@ class PlanMaker:
         return plan, limit
 
     def _solve(self, problem: Problem, limit: int | None) -> Plan:
-        """A plan of this rank's own, or one for all ranks that share the model."""
+        """A plan of this rank's own, or where ranks share the model, one for all of them."""
 
         def solve(limit: int | None) -> Plan:
             try:
                 return problem.plan_within(limit)
             except BudgetError as error:
                 error.with_traceback(None)  # as `in_words`
-                raise error.stating(budget_bytes=limit) from None  # what was left free is the user's, too
+                raise error.stating(budget_bytes=limit) from None  # the planner was given less (`free_bytes`)
 
         agreement = self.peers.agreement
         return solve(limit) if agreement is None else agreement.solve(solve, problem.graph, limit)

@@ -1,13 +1,13 @@
 """One step of a limited model: profiled, or under a plan.
 
 In: an entry and the model's forward. Out: the forward's result; when a backward of the step has ended, what
-it took. A step owns all that it opened (watch, recorder, profiler), and is held by its thread until the next
-one begins, and by autograd's graph.
+the step took. A step owns all that it opened (watch, recorder, profiler). It is held by its thread until the
+next step begins, and by autograd's graph.
 
 How a step ends: backward reaches an output of the forward (`StepWatch.backward_begins`), which has autograd
 call the watch when that backward is over. A planned step then tells its limiter (``on_end``). A profiled step
-does so once autograd has also released all that it saved; one whose graph somebody keeps is ended by its
-thread's next step (`finish`). The watch of a step that no backward can reach any more closes by itself.
+tells it once autograd has also released all saved tensors; where somebody keeps the graph, the thread's next
+step ends the profiled one (`finish`). The watch of a step that no backward can reach any more closes itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 from lowtide import budget as budgets
@@ -41,6 +41,16 @@ from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_returned
 from lowtide.words import count_text
+
+
+class Sharing(Protocol):
+    """A limited model that takes part in a step of another one: its limiter.
+
+    Attributes:
+        shared: whether its steps are known to be shared; what a shared step takes is not its own.
+    """
+
+    shared: bool
 
 
 class _LatestSteps(threading.local):
@@ -72,7 +82,7 @@ class ProfiledStep:
 
     Attributes:
         model: refers weakly to the limited model.
-        profiler: writes it down.
+        profiler: writes the step down.
         others: other limited models that take part in the step.
         later_keys: of each forward but the first, what would be its key.
     """
@@ -86,7 +96,7 @@ class ProfiledStep:
         forwards: Forwards | None = None,
     ) -> None:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
-        self.others: WeakSet[Any] = WeakSet()
+        self.others: WeakSet[Sharing] = WeakSet()
         self.later_keys: list[StepKey] = []
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
@@ -105,7 +115,7 @@ class ProfiledStep:
         return self.profiler.run_another(forward, inputs.args, inputs.kwargs)
 
     def is_pending(self) -> bool:
-        """Whether its backward is still to come."""
+        """Whether the step's backward is still to come."""
         profiler, watch = self.profiler, self.profiler.watch
         return not (profiler.ended or watch.backwards or profiler.tracer.closed or watch.has_failed())
 
@@ -131,7 +141,7 @@ class ProfiledStep:
         return self._has_ended and self.profiler.tracer.unreleased > 0
 
     def finish(self) -> None:
-        """End a step whose thread begins another one: take in what its backward has shown."""
+        """End a step whose thread begins another one; if its backward has ended, hand its profile on."""
         if self._has_ended:
             self.profiler.ends()
         else:
@@ -142,7 +152,7 @@ class ProfiledStep:
 
     @property
     def _has_ended(self) -> bool:
-        """Whether a backward of it has ended, and nobody has taken it in."""
+        """Whether a backward of the step has ended, and its profile was not handed on yet."""
         return self.profiler.watch.backwards > 0 and not self.profiler.ended
 
 
@@ -153,25 +163,25 @@ class PlannedStep(StepWatch):
 
     Args:
         entry: of the step.
-        inputs: of the step; its plan may be for larger ones.
+        inputs: of the step; the plan may be for larger inputs.
         stores: hold values that the plan moves.
         verify: as of `lowtide.limit_memory`.
-        shared: other limited models take part in the step, so its peak is not its own.
-        alone: no other rank shares the plan, which would wait for one that evicts.
+        shared: other limited models take part in the step, so that its peak is that of all of them.
+        alone: no other rank shares the plan. Ranks that do run the same collectives: none evicts by itself.
         on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
             step, so ``on_end`` must not hold the model.
 
     Attributes:
         model: refers weakly to the limited model.
         others: other limited models that took part in the step after its forward.
-        planned: what it runs under.
+        planned: the plan that the step runs under.
         directors: of each forward that is recorded what follows its operations.
-        measured_bytes: its peak, resident bytes included; ``None`` where that is not known.
-        added_bytes: what it added to its entry's margin.
+        measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
+        added_bytes: what the step added to its entry's margin.
         can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
             own, nothing moves, no other rank has to evict the same, and there is a C++ recorder.
         tried: whether it evicts on demand to see whether steps differ, though it has a plan.
-        ran: how many operations its forward ran, without and with gradients; ``None`` where it is not
+        ran: how many operations the forward ran, without and with gradients; ``None`` where the step is not
             recorded.
     """
 
@@ -193,7 +203,7 @@ class PlannedStep(StepWatch):
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
         self.entry, self.planned, self.shared = entry, entry.planned, shared
         self.model = weakref.ref(inputs.members.modules[0])
-        self.others: WeakSet[Any] = WeakSet()
+        self.others: WeakSet[Sharing] = WeakSet()
         self.directors: list[PlanDirector] = []
         self._passes = self._first = self._times = False
         self._mover: TransferEngine | None = None
@@ -226,11 +236,11 @@ class PlannedStep(StepWatch):
         """The step's peak so far, resident bytes included; ``None`` where that is not known."""
         peak, planned = self.peak_bytes, self.planned
         if peak is None or self.shared or self.others:
-            return None  # it is that of all models together
+            return None  # the peak is that of all models together
         return planned.step_graph.resident_bytes + planned.plan.slab_bytes + peak
 
     def shown(self) -> machine.Ended:
-        """What it has shown by now: a backward of it has ended."""
+        """What the step has shown by now, when a backward of it has ended."""
         return machine.Ended(
             self.planned,
             self.measured_bytes,

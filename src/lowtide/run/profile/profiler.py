@@ -129,13 +129,10 @@ class Profiler(Interceptor):
         self.tracer = Tracer(model, device, gradients, weakly(self._storage_ends))
         self.tape = SegmentedTape(self.tracer, verify)
         self.costs = CostMeter(device)
-        self.verified = verify
-        self.began = time.perf_counter()
+        self.verified, self.began = verify, time.perf_counter()
         self.peak_bytes: int | None = None
         self.backward_unseen = self.ended = self.reads_values = False
-        self._ran_here = [0, 0]
-        self.checkpoints = 0
-        self.nested = ""
+        self.checkpoints, self.nested, self._ran_here = 0, "", [0, 0]
         self.given: tuple[int, ...] = ()
         self.collectives = OpenCollectives()
         self.forward_spans: list[tuple[int, int]] = []
@@ -434,10 +431,16 @@ class Profiler(Interceptor):
             packed = self.saved.add(SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable)))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
-    def unpacks(self, number: int) -> None:
+    def backward_asks(self, number: int) -> None:
         """Backward asks for a saved tensor: it has begun, if one of the first forward."""
         if self._first_saved is None or number < self._first_saved:
             self.watch.backward_begins()
+        self.saved.keep_overwritten()
+
+    def unpacks(self, number: int) -> None:
+        """The saved tensor of this number is about to come back."""
+        self.tracer.unpacks(number)
+        self.collectives.operation_begins()
 
     def release(self, number: int) -> None:
         """Autograd has released a saved tensor."""

@@ -8,7 +8,7 @@ step reads what was written.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -19,12 +19,37 @@ from lowtide.run.tensor_bytes import Geometry
 from lowtide.trace.tracer import Tracer
 
 
+class Profiling(Protocol):
+    """What a saved tensor asks of the profiler of its step."""
+
+    @property
+    def tracer(self) -> Tracer: ...
+
+    def backward_asks(self, number: int) -> None:
+        """Backward asks for the saved tensor of this number."""
+
+    def unpacks(self, number: int) -> None:
+        """The saved tensor of this number is about to come back."""
+
+    def release(self, number: int) -> None:
+        """Autograd has released the saved tensor of this number."""
+
+    def close(self) -> None:
+        """Give the profile up."""
+
+
 class SavedTensor:
-    """What autograd holds in place of a saved tensor of a profiled step, and deletes when it releases it."""
+    """What autograd holds in place of a saved tensor of a profiled step, and deletes when it releases that.
+
+    Args:
+        profiler: profiles the step.
+        number: of the saved tensor, in the tracer.
+        packed: the saved tensor, as the tape has kept or evicted it.
+    """
 
     __slots__ = ("__weakref__", "number", "packed", "profiler")
 
-    def __init__(self, profiler: Any, number: int, packed: Kept | Evicted) -> None:
+    def __init__(self, profiler: Profiling, number: int, packed: Kept | Evicted) -> None:
         self.profiler, self.number, self.packed = profiler, number, packed
 
     def is_behind(self) -> bool:
@@ -44,8 +69,7 @@ class SavedTensor:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
-        self.profiler.unpacks(self.number)
-        self.profiler.saved.keep_overwritten()
+        self.profiler.backward_asks(self.number)
         try:
             with unseen():
                 return self._unpack()
@@ -55,8 +79,7 @@ class SavedTensor:
 
     def _unpack(self) -> torch.Tensor:
         tracer = self.profiler.tracer
-        tracer.unpacks(self.number)
-        self.profiler.collectives.operation_begins()
+        self.profiler.unpacks(self.number)
         tensor = self.packed.unpack()
         if isinstance(self.packed, Kept):
             tracer.hands_out(self.number, None)
