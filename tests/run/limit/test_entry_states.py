@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 from thinned_tables import follows, thinned
 
-from lowtide.run.limit.entry_states import TABLE, Action, Evidence, Fact, State
+from lowtide.run.limit.entry_states import TABLE, UNPLANNED, Action, Evidence, Fact, State
 
 S, E, A = State, Evidence, Action
 
@@ -164,6 +164,30 @@ def test_every_step_above_its_budget_is_said_something_of() -> None:
     texts = [row.warning for row in TABLE.rows if row.warning]
     said = [TABLE.row(state, E.ENDED, ("above", *facts)).warning for state, facts, _ in SAID]
     assert set(texts) == set(said)
+
+
+ARROWS = {
+    S.NEW: {S.STALE},
+    S.STALE: {S.PLANNED, S.VARYING, S.REFUSED, S.DOUBTED},
+    S.REFUSED: {S.STALE},
+    S.PLANNED: {S.STALE, S.VARYING, S.DOUBTED},
+    S.VARYING: {S.STALE, S.DOUBTED},
+    S.DOUBTED: {S.STALE, S.PLANNED, S.VARYING},
+}
+"""The arrows of the picture in docs/design.md, and one from STALE to DOUBTED that other ranks' steps take."""
+
+ANY = {E.PROFILED: UNPLANNED, E.ENDED: (S.PLANNED, S.VARYING)}
+"""The states in which such evidence comes, for rows that name none."""
+
+
+def test_the_picture_of_the_design_has_an_arrow_for_each_change_of_state() -> None:
+    found: dict[State, set[State]] = {}
+    for row in TABLE.rows:
+        has_plan = (S.DOUBTED,) if "planned" in row.facts and row.evidence is E.PROFILED else None
+        for state in row.states or has_plan or ANY.get(row.evidence, ()):
+            if row.then not in (None, state):
+                found.setdefault(state, set()).add(row.then)
+    assert found == ARROWS
 
 
 def test_every_word_of_the_table_is_used() -> None:
