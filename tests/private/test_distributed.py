@@ -180,5 +180,7 @@ def handed_over() -> list[Any]:
 
 @on_each_backend
 def test_what_the_last_step_left_goes() -> None:
-    # on the rank of stages 1 and 2 four activations and four gradients; 0 and 3 are no neighbours
-    assert on_ranks(2, handed_over) == [[0, True, True], [8, True, True]]
+    # on the rank of stages 1 and 2 four activations and four gradients; 0 and 3 are no neighbours.
+    # From PyTorch 2.15 on the stages let go of them by themselves
+    left = 0 if torch.__version__ >= (2, 15) else 8
+    assert on_ranks(2, handed_over) == [[0, True, True], [left, True, True]]

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
 from lowtide.errors import BudgetError
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import note_added
 from lowtide.parallel.groups import TensorGroup, tensor_group
-from lowtide.parallel.pipelining import MemoryStage, most_in_flight
+from lowtide.parallel.pipelining import most_in_flight, stage_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ScheduleKind:
     Attributes:
         make: PyTorch's class.
         stages: per rank.
-        sends_end: by when it has waited for a send, see `MemoryStage`.
+        sends_end: by when it has waited for a send, see `lowtide.parallel.pipelining.MemoryStage`.
         v_shaped: the second half of the stages runs backwards through the ranks, so that the first rank holds
             the last stage.
     """
@@ -133,12 +134,12 @@ class Pipeline:
         """How many micro-batches this rank holds at once at most, each stage's counted."""
         return most_in_flight(self.schedule, self.group.rank, self.group.size, self.micro_batches)
 
-    def _stage(self, index: int, module: nn.Module, example: Tensor) -> MemoryStage:
+    def _stage(self, index: int, module: nn.Module, example: Tensor) -> PipelineStage:
         tokens = torch.empty(example.shape[0], 1, dtype=torch.long, device="meta")
         leaves = example.detach()
         if index == self.count - 1 and hasattr(module, "vocabulary"):
             leaves = leaves.new_empty(*example.shape[:-1], module.vocabulary)  # type: ignore[call-overload]
-        return MemoryStage(
+        return stage_of(
             module,
             index,
             self.count,

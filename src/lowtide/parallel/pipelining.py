@@ -1,8 +1,9 @@
 """What lowtide leans on within `torch.distributed.pipelining` beyond its documented interface, in one place.
 
-`MemoryStage` is a ``PipelineStage`` that holds memory only for micro-batches in flight: buffers for what is
-received are made when it is awaited and dropped when backward has used it (PyTorch's own keeps one for every
-micro-batch of the step), and an output's bytes go with the send (arXiv 2205.05198, appendix B).
+`stage_of` makes a ``PipelineStage`` that holds memory only for micro-batches in flight: buffers for what is
+received are made when it is awaited and dropped when backward has used it, and an output's bytes go with the
+send (arXiv 2205.05198, appendix B). PyTorch's own does so from 2.15 on; before, it keeps a buffer for every
+micro-batch of the step and each output until backward, and `MemoryStage` is used in its place.
 `tests/parallel/test_pipelining.py` says by name which interface moved.
 """
 
@@ -17,6 +18,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from lowtide.private import storage_use_count
 
+FREES_BY_ITSELF = hasattr(PipelineStage, "release_fwd_send_outputs")
+"""PyTorch's own stage holds memory only for micro-batches in flight."""
 _SENT_ONLY = 2  # the tensor that was sent, and the Python object that looks at its storage
 USED = (
     "args_recv_info",
@@ -33,11 +36,41 @@ USED = (
     "_prepare_forward_infra",
     "_prepare_backward_infra",
 )
-"""Attributes and methods of a stage that are used or overridden here."""
+"""Attributes and methods of a stage that `MemoryStage` uses or overrides."""
+
+
+def stage_of(
+    module: nn.Module,
+    index: int,
+    count: int,
+    device: torch.device,
+    *,
+    example_input: Tensor,
+    example_output: Tensor,
+    group: Any,
+    sends_end: Literal["next", "backward", "gradient"] = "gradient",
+) -> PipelineStage:
+    """A stage whose memory is that of its micro-batches in flight. Arguments as of `MemoryStage`; PyTorch's
+    own stage knows by itself when a send has ended.
+    """
+    if FREES_BY_ITSELF:
+        return PipelineStage(
+            module, index, count, device, input_args=example_input, output_args=example_output, group=group
+        )
+    return MemoryStage(
+        module,
+        index,
+        count,
+        device,
+        example_input=example_input,
+        example_output=example_output,
+        group=group,
+        sends_end=sends_end,
+    )
 
 
 class MemoryStage(PipelineStage):
-    """A stage whose memory is that of its micro-batches in flight.
+    """A stage whose memory is that of its micro-batches in flight, with PyTorch before 2.15.
 
     Args:
         module: the stage's module.
