@@ -67,7 +67,10 @@ def test_is_fake_mode_active() -> None:
 def test_a_fake_mode_makes_fakes() -> None:
     mode = private.fake_mode()
     assert isinstance(mode, private.FakeTensorMode)
-    assert isinstance(mode.from_tensor(torch.ones(2)), private.FakeTensor)
+    fake = mode.from_tensor(torch.ones(2))
+    assert isinstance(fake, private.FakeTensor)
+    with private.FakeTensorMode(), pytest.raises(private.DynamicOutputShapeException, match="nonzero"):
+        torch.empty(2).nonzero()
 
 
 def test_optimizers_choose_for_fakes_as_for_parameters() -> None:

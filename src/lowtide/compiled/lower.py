@@ -23,6 +23,7 @@ from lowtide.compiled.moving import arriving_bytes
 from lowtide.errors import PlanError
 from lowtide.ops import op_info
 from lowtide.private import (
+    DynamicOutputShapeException,
     FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
@@ -355,7 +356,10 @@ def memory_of_generated(
             del value
         seen.clear()
         ledger.peak = ledger.live
-        kept = call(given)
+        try:
+            kept = call(given)
+        except DynamicOutputShapeException as error:
+            raise PlanError(_HELD_BY_NONE.format(_SIZED_BY_VALUES.format(error.func))) from None
         end = ledger.live
         returned = [getattr(node, "name", "") for node in nodes[-1].args[0]]  # no name: no result of a call
         copied = _copies_of(returned, kept, lent, ledger)
@@ -437,6 +441,12 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
     return names["call"]
 
 
+_HELD_BY_NONE = "no budget can be held for this compiled step: {}, or limit it uncompiled"
+_SIZED_BY_VALUES = (
+    "values decide how large the result of {} is, and so the bytes of all that follows: leave out "
+    "torch._dynamo.config.capture_dynamic_output_shape_ops"
+)
+
 _UNKNOWN_MEMORY = {
     "get_external_object_by_index": "the graph runs on streams of the model's own (torch.cuda.stream), which "
     "hold memory for as long as they lag behind: leave them out",
@@ -459,7 +469,7 @@ def _refuse_unknown_memory(source: ast.Module, known: Collection[str]) -> None:
         name = called.id if isinstance(called, ast.Name) else ""
         if name and name != "get_raw_stream" and name not in known and not hasattr(builtins, name):
             why = _UNKNOWN_MEMORY.get(name, f"Inductor takes memory by {name!r}, which lowtide does not know")
-            raise PlanError(f"no budget can be held for this compiled step: {why}, or limit it uncompiled")
+            raise PlanError(_HELD_BY_NONE.format(why))
 
 
 def _empty_on(kind: str) -> Callable[..., torch.Tensor]:

@@ -88,6 +88,7 @@ from lowtide.private.dynamo import (
     uncut_by_ddp,
 )
 from lowtide.private.fake import (
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
     fake_mode,
