@@ -1,14 +1,23 @@
-"""A budget that is a share of a small step goes by the largest step so far."""
+"""The search of cuts: what is compiled while it goes on, and a share that is too small for a small step."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lowtide.compiled.choose_cuts import at_once, fallback_bytes, search_within
+from lowtide.compiled.choose_cuts import (
+    Chosen,
+    Rejected,
+    at_once,
+    fallback_bytes,
+    search_within,
+    try_cuts,
+)
+from lowtide.compiled.lower import Generated
 from lowtide.errors import BudgetError
 from lowtide.plan import Plan
 
@@ -50,3 +59,59 @@ def test_other_budgets_are_refused_as_they_were(
 ) -> None:
     with pytest.raises(BudgetError, match="too small"):
         found(budget, smallest, before)
+
+
+class _Code(Generated):
+    """Is priced while it is compiled, as Inductor's text is."""
+
+    def __init__(self) -> None:
+        self._texts = {}
+
+    def compile(self, half: Any, inputs: Any, then: Any, **_: Any) -> None:
+        self._texts = {False: half, True: half}
+        then()
+
+
+class _Graph:
+    """Notes which of its cuts were compiled to the end."""
+
+    joint, has_fixed_sizes = SimpleNamespace(calls=()), True
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.compiled: list[str] = []
+
+    def run_as(self, way: str, inner: Any) -> None:
+        self.begun.append(way)
+        inner(None, ())
+        self.compiled.append(way)
+
+
+def test_a_cut_that_the_search_rejects_is_not_compiled_to_the_end() -> None:
+    graph, (first, second) = _Graph(), _cuts("first", "second")
+
+    def search() -> Generator[Any, None, Chosen]:
+        yield (first,)
+        assert first.code.priced
+        yield Rejected()
+        yield (second,)
+        return Chosen((second,), (first,), LARGE, None)  # type: ignore[arg-type]
+
+    assert try_cuts([graph], search()).cuts == (second,)  # type: ignore[list-item]
+    assert (graph.begun, graph.compiled) == (["first", "second"], ["second"])
+
+
+def test_what_a_search_raises_while_a_cut_is_compiled_arrives_as_it_is() -> None:
+    graph, (first,) = _Graph(), _cuts("first")
+
+    def search() -> Generator[Any, None, Chosen]:
+        yield (first,)
+        raise BudgetError("too small", 800)
+
+    with pytest.raises(BudgetError, match="too small"):
+        try_cuts([graph], search())  # type: ignore[list-item]
+    assert graph.compiled == []
+
+
+def _cuts(*ways: str) -> list[Any]:
+    return [SimpleNamespace(way=way, code=_Code()) for way in ways]

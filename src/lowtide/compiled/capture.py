@@ -2,7 +2,7 @@
 
 AOTAutograd traces forward and backward as one joint graph and asks a `Cutter` where to cut it. A graph that
 is a whole step is only traced at first, and is planned for at once. A `PartGraph` waits for its step to be
-recorded. Both are compiled as often as a plan has cuts for them (`try_cuts`).
+recorded. Both are compiled as often as a plan has cuts for them.
 """
 
 from __future__ import annotations
@@ -10,22 +10,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from lowtide.compiled.choose_cuts import Chosen, Cuts, CutSearch
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.lower import CutRefused, Generated
+from lowtide.compiled.lower import CompilationEnded
 from lowtide.compiled.moving import Way
-from lowtide.compiled.price import CandidateCut, CandidateCuts
-from lowtide.compiled.shelf import digest, open_shelf, own_facts
+from lowtide.compiled.price import CandidateCuts
+from lowtide.compiled.shelf import cache_key, open_shelf, own_facts
 from lowtide.compiled.timeline import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
@@ -115,18 +113,18 @@ class Cutter(inductor.CustomPartitionerFn):
         return self._key
 
 
-def cutter_at(way: Way, program: str, options: dict[str, Any] | None, key: str) -> Cutter:
+def cutter_at(way: Way, structure: str, options: dict[str, Any] | None, key: str) -> Cutter:
     """Cuts a joint graph where it is told.
 
     Args:
         way: how.
-        program: digest of the joint graph that its storages are named in.
+        structure: of the joint graph that its storages are named in.
         options: Inductor's settings; ``None`` under ``aot_eager``.
         key: what the cut follows from, beside the graph.
     """
 
     def halves(joint: Joint) -> Halves:
-        if joint.program != program:
+        if joint.structure != structure:
             raise PlanError(
                 "a graph was traced in another way than when its step was planned: something that it depends "
                 "on changed between two steps. Call handle.set_budget(...) to plan again"
@@ -136,8 +134,8 @@ def cutter_at(way: Way, program: str, options: dict[str, Any] | None, key: str) 
     return Cutter(options, halves, key)
 
 
-def _refuse(joint: Joint) -> Halves:
-    raise CutRefused
+def _end_compilation(joint: Joint) -> Halves:
+    raise CompilationEnded
 
 
 # ---- compiling ------------------------------------------------------------------------------------
@@ -157,7 +155,7 @@ def compile_graph(
         module: Dynamo's graph.
         inputs: its (fake) inputs.
         options: Inductor's settings; ``None`` where graphs run call by call, as ``aot_eager`` runs them.
-        cutter: cuts it into forward and backward; ``None`` for PyTorch's own way.
+        cutter: cuts it into forward and backward; ``None`` for PyTorch's own partitioner.
         inner: compiles the halves in place of the backend, told by ``is_backward`` which it is.
         at_once: whether Inductor compiles the backward now, and not when it is first run.
     """
@@ -170,51 +168,6 @@ def compile_graph(
         partition_fn=cutter or partitioning.plain_partition,
         keep_inference_input_mutations=True,
     )(module, inputs)
-
-
-def try_cuts(graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
-    """What a search finds in the end. The cuts that it yields are compiled, and priced by the text that
-    Inductor generates meanwhile; so nothing is lowered twice. The graph with the most calls comes last: where
-    the cuts are refused, the kernels of its backward are not compiled.
-
-    Args:
-        graphs: of each call.
-        search: finds how to cut them.
-
-    Raises:
-        BudgetError: no plan is found that fits.
-    """
-    ahead: list[Cuts | Exception | None] = []  # what the search has said while something was compiled
-    found: list[Chosen] = []
-
-    def noting() -> Iterator[Cuts | None]:
-        found.append((yield from search))
-
-    steps = noting()
-
-    def check(cuts: Cuts, this: CandidateCut) -> None:
-        if not all(one.code.priced for one in cuts):
-            return
-        try:
-            ahead.extend(itertools.islice(steps, 1))
-        except Exception as error:
-            ahead.append(error)  # not through PyTorch's compiler, which would wrap it
-        if not found or this not in found[0].cuts:
-            raise CutRefused
-
-    while not found:
-        cuts = ahead.pop() if ahead else next(steps, None)
-        if isinstance(cuts, Exception):
-            raise cuts
-        if cuts is None or not inductor.writes_python():
-            continue
-        both = sorted(zip(graphs, cuts, strict=True), key=lambda one: len(one[0].joint.calls))
-        with contextlib.suppress(CutRefused):
-            for graph, one in both:
-                if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
-                    inner = functools.partial(one.code.compile, then=functools.partial(check, cuts, one))
-                    graph.run_as(one.way, inner)
-    return found[0]
 
 
 class CapturedGraph:
@@ -255,10 +208,10 @@ class CapturedGraph:
 
         def meet(joint: Joint) -> Halves:
             self._joint = joint
-            raise CutRefused
+            raise CompilationEnded
 
         options, cutter = self._uncached(), Cutter(self.options, meet)
-        with contextlib.suppress(CutRefused):
+        with contextlib.suppress(CompilationEnded):
             self.captured.compile(
                 lambda module, inputs: compile_graph(module, inputs, options, cutter, inductor.boxed_nop)
             )
@@ -277,14 +230,14 @@ class CapturedGraph:
         """
         if way not in self._compiled:
             current().say("compiling")
-            cutter = cutter_at(way, self.joint.program, self.options, self._key(way))
+            cutter = cutter_at(way, self.joint.structure, self.options, self._key(way))
             self._compiled[way] = self._compile(cutter, inner)
         return self._compiled[way]
 
     def is_kept(self, way: Way) -> bool:
         """Whether PyTorch keeps the graph on disk, cut in this way. Nothing is traced."""
-        with contextlib.suppress(CutRefused):
-            self._compiled[way] = self._compile(Cutter(self.options, _refuse, self._key(way)))
+        with contextlib.suppress(CompilationEnded):
+            self._compiled[way] = self._compile(Cutter(self.options, _end_compilation, self._key(way)))
         return way in self._compiled
 
     def _key(self, way: Way) -> str:
@@ -356,7 +309,7 @@ class PartGraph(CapturedGraph):
     def _meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self._joint, self.candidates = joint, (found := CandidateCuts(joint, self.options))
-        shelf, key = self._shelf, digest("", self.options, 0, joint.facts)
+        shelf, key = self._shelf, cache_key("", self.options, 0, joint.facts)
         known = shelf.find(key) if shelf is not None else None
         if known is not None:
             found.smallest = frozenset(known)

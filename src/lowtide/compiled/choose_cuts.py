@@ -9,11 +9,12 @@ it is asked again, for as many bytes less or more as it was off.
 
 Under Inductor pricing lowers a graph, which takes longer than everything else that planning does. Most
 choices of a step that is one graph are good: so they may be compiled as they are, and priced by what is
-generated for them meanwhile (`Choice.search`).
+generated for them meanwhile: `Choice.search` yields such cuts, and `try_cuts` compiles them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -22,7 +23,9 @@ from typing import Any, TypeVar
 
 from lowtide import budget as budgets
 from lowtide.budget import with_slack
+from lowtide.compiled.capture import CapturedGraph
 from lowtide.compiled.joint import Key
+from lowtide.compiled.lower import CompilationEnded, Generated
 from lowtide.compiled.price import CandidateCut, CandidateCuts
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.timeline import Moment, Timeline
@@ -37,6 +40,7 @@ from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
+from lowtide.private import inductor
 from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, RESIDENT
 from lowtide.trace.costs.roofline import outside_modes
 
@@ -92,10 +96,15 @@ class Chosen:
     graph: StepGraph
 
 
-CutSearch = Generator[Cuts | None, None, Chosen]
+@dataclass(frozen=True)
+class Rejected:
+    """What a search yields when it does not choose the cuts that it yielded last: it lowers others next."""
+
+
+CutSearch = Generator[Cuts | Rejected, None, Chosen]
 """Yields cuts that are worth compiling before they are priced. When the search is resumed it lowers those
-that have no price yet, and yields ``None`` if it rejects the cuts, before it lowers others. It returns the
-cuts that it chooses.
+that nobody has priced meanwhile, and yields `Rejected` before it lowers others. It returns the cuts that it
+chooses.
 """
 
 
@@ -115,10 +124,10 @@ def choice_of(
     """
     step = step_of([one.joint for one in candidates], [one.costs for one in candidates], timeline)
     policy: Any = "optimal"
-    if ways := tuple(map(decision_of, tiers)):
+    if decisions := tuple(map(decision_of, tiers)):
         with outside_modes():  # AOTAutograd calls us among fake tensors
-            links = missing_links(ways, None, (), timeline.device)
-        policy = policies.mixed(*ways, links=links, slab=False)
+            links = missing_links(decisions, None, (), timeline.device)
+        policy = policies.mixed(*decisions, links=links, slab=False)
     return Choice(timeline, candidates, step, budget, policy)
 
 
@@ -201,7 +210,7 @@ class Choice:
         return at_once(self.search())
 
     def search(self) -> CutSearch:
-        """The search of `choose`, step by step: it yields cuts that are to be priced, or ``None``.
+        """The search of `choose`, step by step: it yields cuts that are to be priced, or `Rejected`.
 
         Raises:
             BudgetError: none are found that fit.
@@ -215,7 +224,7 @@ class Choice:
         smallest = (yield from self._least()) if budgets.asks_for(self.budget) == "min" else None
         limit = self._limit_bytes(plain_peak, smallest)
         if not exact and limit > (1 - DOUBT) * plain_peak:
-            yield self._plain if limit >= plain_peak else None
+            yield self._plain if limit >= plain_peak else Rejected()
             plain_peak = self.peak(self._plain)
         if plain_peak <= limit:
             return self._result(self._plain, self._keeps_all, limit, plain_peak)
@@ -236,7 +245,7 @@ class Choice:
             plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
         return self._result(best, plan, limit, plain_peak)
 
-    def _near(self, room: int, limit: int) -> Generator[Cuts | None, None, Cuts | None]:
+    def _near(self, room: int, limit: int) -> Generator[Cuts | Rejected, None, Cuts | None]:
         """The best cuts within ``room`` bytes that a few plans ask for; nothing where none of these fit."""
         best, correction = None, Correction(room)
         target: int | None = int(FIRST * room) if self.fused else room
@@ -248,7 +257,7 @@ class Choice:
             best = self._best(room) or best
             if best is not None and self.peak(best) >= NEAR * limit:
                 break
-            yield None
+            yield Rejected()
             target = correction.next_target(target, plan.predicted_peak_bytes, took)
             if target is None:
                 break
@@ -292,7 +301,7 @@ class Choice:
         """The smallest peak that is found."""
         return at_once(self._least())
 
-    def _least(self) -> Generator[Cuts | None, None, int]:
+    def _least(self) -> Generator[Cuts | Rejected, None, int]:
         """As `_smallest`, step by step."""
         for one in dict.fromkeys(self.candidates) if len(self.candidates) > 1 else ():
             one.price_extremes()
@@ -300,7 +309,7 @@ class Choice:
         cuts = self._meant(plan)
         yield cuts
         if self.fused and self.peak(cuts) > SURE * plan.predicted_peak_bytes:
-            yield None
+            yield Rejected()
             for more in ABOVE_LEAST:
                 target = int(more * plan.predicted_peak_bytes)
                 self.peak(self._meant(at_or_smallest(self.step.graph, target, self.policy)))
@@ -333,22 +342,22 @@ class Choice:
         weight, most = (1e3, math.inf) if room is None else (0.0, room / unit)
         peak = program.column(weight, most)
         used: dict[int, dict[int, int]] = {}  # graph -> candidate -> whether any call is cut so
-        ways: list[list[tuple[CandidateCut, int]]] = []  # of each call
+        columns: list[list[tuple[CandidateCut, int]]] = []  # of each call
         for one in self.candidates:
             cuts = known[id(one)]
             if id(one) not in used:
                 used[id(one)] = {id(cut): program.column(WORTH) for cut in cuts}
                 program.row([(column, 1.0) for column in used[id(one)].values()], MOST_CUTS)
             least = min(cut.seconds for cut in cuts)
-            ways.append([(cut, program.column((cut.seconds - least) / step_seconds)) for cut in cuts])
-            program.row([(column, -1.0) for _, column in ways[-1]], -1.0)
-            for cut, column in ways[-1]:
+            columns.append([(cut, program.column((cut.seconds - least) / step_seconds)) for cut in cuts])
+            program.row([(column, -1.0) for _, column in columns[-1]], -1.0)
+            for cut, column in columns[-1]:
                 program.row([(column, 1.0), (used[id(one)][id(cut)], -1.0)], 0.0)
         for moment in moments:
             takes = [
                 (column, self._bytes(moment, number, cut, moment.lent) / unit)
                 for number in moment.calls
-                for cut, column in ways[number]
+                for cut, column in columns[number]
             ]
             program.row([(peak, -1.0), *takes], -moment.bytes / unit)
         whole = [column for column in range(len(program.cost)) if column != peak]
@@ -356,7 +365,7 @@ class Choice:
         if point is None:
             return None
         found = tuple(
-            max((point[column], n, cut) for n, (cut, column) in enumerate(each))[2] for each in ways
+            max((point[column], n, cut) for n, (cut, column) in enumerate(each))[2] for each in columns
         )
         return found if room is None or self.peak(found) <= room else None
 
@@ -438,3 +447,49 @@ def at_once(search: Generator[Any, None, T]) -> T:
             next(search)
         except StopIteration as found:
             return found.value
+
+
+def try_cuts(graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
+    """What a search finds in the end. The cuts that it yields are compiled, and priced by the text that
+    Inductor generates meanwhile; so nothing is lowered twice. The graph with the most calls comes last: where
+    the cuts are rejected, the kernels of its backward are not compiled.
+
+    Args:
+        graphs: of each call.
+        search: finds how to cut them.
+
+    Raises:
+        BudgetError: no plan is found that fits.
+    """
+    ahead: list[Cuts | Rejected | Chosen | Exception] = []  # what came of the search during a compilation
+
+    def resume() -> Cuts | Rejected | Chosen:
+        try:
+            return next(search)
+        except StopIteration as ended:
+            return ended.value
+
+    def check(cuts: Cuts, this: CandidateCut) -> None:
+        if not all(one.code.priced for one in cuts):
+            return
+        try:
+            ahead.append(resume())
+        except Exception as error:
+            ahead.append(error)  # not through PyTorch's compiler, which would wrap it
+        if not (isinstance(ahead[0], Chosen) and this in ahead[0].cuts):
+            raise CompilationEnded
+
+    while True:
+        came = ahead.pop() if ahead else resume()
+        if isinstance(came, Exception):
+            raise came
+        if isinstance(came, Chosen):
+            return came
+        if isinstance(came, Rejected) or not inductor.writes_python():
+            continue
+        both = sorted(zip(graphs, came, strict=True), key=lambda one: len(one[0].joint.calls))
+        with contextlib.suppress(CompilationEnded):
+            for graph, one in both:
+                if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
+                    inner = functools.partial(one.code.compile, then=functools.partial(check, came, one))
+                    graph.run_as(one.way, inner)

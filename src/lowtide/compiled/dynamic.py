@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator
 from scipy.optimize import brentq
 
 from lowtide import budget as budgets
-from lowtide.compiled.choose_cuts import Chosen, Cuts, CutSearch
+from lowtide.compiled.choose_cuts import Chosen, Cuts, CutSearch, Rejected
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Size
 from lowtide.errors import BudgetError
@@ -50,7 +50,7 @@ def search_range(
         budget: as of `lowtide.limit_memory`.
         search_at: searches for sizes as numbers.
         resident_at: bytes that are resident beside what the graph allocates.
-        held: program -> sizes up to which its largest plan holds; this one's is noted.
+        held: structure of a graph -> sizes up to which its largest plan holds; this one's is noted.
 
     Raises:
         BudgetError: no plan is found that fits.
@@ -64,7 +64,7 @@ def search_range(
         )
     if not free:
         return (yield from search_at(joint.size))
-    before = held.get(joint.program, ())
+    before = held.get(joint.structure, ())
     if len(before) != len(free):
         before = ()
     planned, numbers = yield from _first_that_fits(free, before, search_at)
@@ -90,7 +90,7 @@ def search_range(
             partitioning.guard(joint.module, one.symbol <= most)
     if len(free) == 1 and before and before[0] < free[0].seen:
         partitioning.guard(joint.module, free[0].symbol > before[0])  # there the plan before costs less
-    held[joint.program] = tuple(map(max, upto, before)) if before else upto
+    held[joint.structure] = tuple(map(max, upto, before)) if before else upto
     return planned
 
 
@@ -117,7 +117,7 @@ def _reserve(free: list[FreeSize], before: Numbers) -> Numbers:
 
 def _first_that_fits(
     free: list[FreeSize], before: Numbers, search_at: Callable[[Size], CutSearch]
-) -> Generator[Cuts | None, None, tuple[Chosen, Numbers]]:
+) -> Generator[Cuts | Rejected, None, tuple[Chosen, Numbers]]:
     seen = tuple(one.seen for one in free)
     for numbers in dict.fromkeys((_reserve(free, before), seen)):
         try:

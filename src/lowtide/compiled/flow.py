@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes, try_cuts
-from lowtide.compiled.choose_cuts import Chosen, CutSearch
+from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes
+from lowtide.compiled.choose_cuts import Chosen, CutSearch, try_cuts
 from lowtide.compiled.dynamic import Numbers
 from lowtide.compiled.moving import Way
 from lowtide.compiled.planning import Beside, Found, RecordedStep, WholeStep, plan_step
+from lowtide.compiled.shelf import open_shelf
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.compiled.timeline import Recording
 from lowtide.errors import BudgetError, PlanError
@@ -79,7 +80,7 @@ class _Known:
         held: as of `Beside`.
         planned: the plans of recorded steps, by their first graph.
         wanted: whether the next step is to be recorded, whatever it is given.
-        missed: what steps were given that went another way than any plan.
+        missed: what steps were given that ran other calls than any plan.
         largest: bytes of what recorded steps were given.
         forwards: of the last recorded step.
         several: whether backward began more often in a step than the last recorded step had forwards.
@@ -441,7 +442,8 @@ class Flow:
 
     def _plan(self, step: RecordedStep | WholeStep, chosen: Chosen | None = None) -> Found | None:
         """As `plan_step`."""
-        return plan_step(step, self.budget, self.options, self.plans, self._find, chosen)
+        shelf = open_shelf(self.options)
+        return plan_step(step, self.budget, self.options, self.plans, self._find, shelf, chosen)
 
     def _find(self, graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
         """What a search finds for calls of these graphs; what it tries is compiled."""

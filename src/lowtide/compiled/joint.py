@@ -199,16 +199,16 @@ class Joint:
         return self.bytes[key], self.root[key].meta["val"].dtype
 
     @cached_property
-    def program(self) -> str:
+    def structure(self) -> str:
         """A digest of what is called and how that is named, whatever the sizes."""
         facts = [(node.op, node.name, str(node.target)) for node in self.nodes]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     @property
     def facts(self) -> list[Any]:
-        """What a cut follows from: the program, and each storage's bytes and type, in JSON's words."""
+        """What a cut follows from: the structure, and each storage's bytes and type, in JSON's words."""
         kinds = [(key, self.bytes[key], str(node.meta["val"].dtype)) for key, node in self.root.items()]
-        return [self.program, self.forward_outputs, sorted(kinds)]
+        return [self.structure, self.forward_outputs, sorted(kinds)]
 
     # ---- what never reaches memory ---------------------------------------------------------------
 

@@ -77,8 +77,8 @@ class HalfBytes:
     traffic: Traffic = Traffic()
 
 
-class CutRefused(BaseException):
-    """A cut that was compiled before it was priced is not good. No `Exception`: PyTorch would catch that."""
+class CompilationEnded(BaseException):
+    """Nothing more is wanted of a compilation. No `Exception`: PyTorch would catch that."""
 
 
 class Generated:
@@ -110,7 +110,7 @@ class Generated:
         Args:
             text: what Inductor has generated.
             half: from this graph.
-            strides: of inputs that lie in another way than the graph says.
+            strides: of inputs that are laid out otherwise than the graph says.
             backward: whether it is the backward.
         """
         self._texts[backward] = text, half, strides
@@ -124,7 +124,7 @@ class Generated:
         Args:
             half: forward or backward, as AOTAutograd hands it over.
             inputs: its (fake) inputs.
-            then: says no by raising `CutRefused`.
+            then: ends the compilation by raising `CompilationEnded`.
             how: as of `inductor.compile_half`.
         """
         as_given, strides = partitioning.twin(half), partitioning.laid_out(half, inputs)
@@ -336,7 +336,7 @@ def memory_of_generated(
         lent: names of inputs that are live anyway.
         scratch: bytes that a call of an ATen operation takes beyond its results.
         size_of: a size as a number, where the graph leaves it open.
-        strides: of inputs that lie in another way than the graph says.
+        strides: of inputs that are laid out otherwise than the graph says.
     """
     nodes = list(module.graph.nodes)
     ledger = _Ledger(scratch, device.type)

@@ -1,6 +1,6 @@
-"""Moves in compiled code: what forward hands to backward by way of the host or a disk.
+"""Moves in compiled code: what forward hands to backward through the host or a disk.
 
-A value's way, as operations of our own in the two graphs:
+What a value goes through, as operations of our own in the two graphs:
 
 - ``send``, right after its producer, starts copying it to a tier and returns a *ticket*, eight bytes;
 - ``settle`` waits for the copy and returns the ticket that is saved in the value's place. It reads the value,
@@ -50,10 +50,10 @@ def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload
     found: list[Offload] = []
     given = isinstance(tiers, str | Offload | Sequence)
     expect(given, "compile(tiers=)", tiers, "'host', 'disk' or Offload('disk', path=...)")
-    for way in (tiers,) if isinstance(tiers, str | Offload) else tuple(tiers):
-        decision = Offload(way) if isinstance(way, str) else decision_of(way)
+    for tier in (tiers,) if isinstance(tiers, str | Offload) else tuple(tiers):
+        decision = Offload(tier) if isinstance(tier, str) else decision_of(tier)
         if not isinstance(decision, Offload):
-            raise PlanError(f"tiers: {way!r} is no tier: give 'host', 'disk' or Offload('disk', path=...)")
+            raise PlanError(f"tiers: {tier!r} is no tier: give 'host', 'disk' or Offload('disk', path=...)")
         found.append(decision)
     return tuple(found)
 
@@ -264,7 +264,7 @@ def with_moves(
     tiers: Mapping[str, Offload],
     window_bytes: int,
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Hand some saved values over by way of a tier.
+    """Hand some saved values over through a tier.
 
     Args:
         forward, backward, forward_outputs: as of `lowtide.compiled.cut.hand_over`.

@@ -30,7 +30,7 @@ from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Size
 from lowtide.compiled.moving import Way
 from lowtide.compiled.price import CandidateCuts
-from lowtide.compiled.shelf import digest, facts_of, open_shelf, ways_in
+from lowtide.compiled.shelf import Shelf, cache_key, facts_of, ways_in
 from lowtide.compiled.timeline import Timeline
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
@@ -62,6 +62,7 @@ def plan_step(
     options: dict[str, Any] | None,
     before: Sequence[Plan],
     find: Callable[[Sequence[CapturedGraph], CutSearch], Chosen],
+    shelf: Shelf | None,
     chosen: Chosen | None = None,
 ) -> Found | None:
     """How the calls of a step are cut, as it is kept on disk or found now; ``None`` where it has no backward.
@@ -72,14 +73,15 @@ def plan_step(
         options: Inductor's settings; ``None`` where graphs run call by call.
         before: the plans for other steps within the budget.
         find: what a search finds for calls of these graphs.
+        shelf: where plans are kept, if anywhere.
         chosen: what is known to be good, so that nothing is searched for.
 
     Raises:
         BudgetError: no plan is found that fits.
         PlanError: as of `search_alone`.
     """
-    shelf, largest = open_shelf(options), fallback_bytes(budget, before)
-    key = digest(budget, options, step.resident_bytes, step.facts, largest) if shelf is not None else ""
+    largest = fallback_bytes(budget, before)
+    key = cache_key(budget, options, step.resident_bytes, step.facts, largest) if shelf is not None else ""
     kept = ways_in(shelf.find(key), step.levels) if shelf is not None and chosen is None else None
     if kept is not None and step.is_kept(kept[1]):
         return Found(*kept)
@@ -273,7 +275,7 @@ def cutter_within(budget: str | int) -> Cutter:
         planned.append(chosen.plan)
         return chosen.cuts[0].halves
 
-    return Cutter({}, halves, digest(budget, {}, 0, beside.facts))
+    return Cutter({}, halves, cache_key(budget, {}, 0, beside.facts))
 
 
 # ---- without compiling a kernel -------------------------------------------------------------------
@@ -304,9 +306,10 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
     planned: list[Plan] = []
 
     def planning(module: Any, inputs: Any) -> Any:
-        search = WholeStep(CapturedGraph(Captured(module, inputs), options), beside).search(budget, 0)
-        if search is not None:
-            planned.append(at_once(search).plan)
+        step = WholeStep(CapturedGraph(Captured(module, inputs), options), beside)
+        found = plan_step(step, budget, options, (), lambda _, search: at_once(search), None)
+        if found is not None:
+            planned.append(found.plan)
         raise _Enough
 
     compiled = torch.compile(model, backend=planning, fullgraph=True)

@@ -302,7 +302,7 @@ class CandidateCut:
         code: what the backend runs for the halves.
         at: what the halves do to memory, for sizes as numbers.
         size: those at hand.
-        price: seconds of both halves, from what they do to memory.
+        seconds_of: both halves, from what they do to memory.
     """
 
     way: Way
@@ -311,12 +311,12 @@ class CandidateCut:
     code: ByCall | Generated
     at: HalvesBytes
     size: Size
-    price: Callable[[tuple[HalfBytes, HalfBytes]], float]
+    seconds_of: Callable[[tuple[HalfBytes, HalfBytes]], float]
 
     @functools.cached_property
     def seconds(self) -> float:
         """Forecast of both halves' time."""
-        return self.price(self.at(self.size))
+        return self.seconds_of(self.at(self.size))
 
     @property
     def copied_bytes(self) -> int:
@@ -437,9 +437,9 @@ class CandidateCuts:
                 if tiers:
                     halves = way.halves(joint)
                 more = plan.transfer_seconds if plan and tiers else 0.0
-                code, price = self._code(halves, stored), functools.partial(self._seconds, halves, more)
+                code, seconds = self._code(halves, stored), functools.partial(self._seconds, halves, more)
                 at: HalvesBytes = functools.cache(code)
-                self._by_saved[same] = CandidateCut(way, halves, saved_bytes, code, at, joint.size, price)
+                self._by_saved[same] = CandidateCut(way, halves, saved_bytes, code, at, joint.size, seconds)
             self._found[way] = self._by_saved[same]
         return self._found[way]
 

@@ -93,8 +93,8 @@ def open_shelf(options: dict[str, Any] | None) -> Shelf | None:
     return None if folder is None else Shelf(folder / "lowtide")
 
 
-def digest(budget: str | int, options: dict[str, Any] | None, resident_bytes: int, *facts: Any) -> str:
-    """What plans follow from, beside their graphs.
+def cache_key(budget: str | int, options: dict[str, Any] | None, resident_bytes: int, *facts: Any) -> str:
+    """A key for a plan, and for PyTorch's cache: a digest of what it follows from.
 
     Args:
         budget: as of `lowtide.limit_memory`.

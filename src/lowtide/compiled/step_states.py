@@ -25,7 +25,7 @@ class State(Enum):
     IDLE = "no step runs"
     RECORDED = "in the least memory, and taken down"
     RUNS = "as it was planned for; nothing is taken down"
-    STRAYED = "in the least memory, as it went another way than any plan"
+    STRAYED = "in the least memory, as it ran other calls than any plan"
 
 
 class Evidence(Enum):
