@@ -80,7 +80,7 @@ def child(which: str, backend: str, budget: str) -> dict[str, Any]:
         mock.patch.object(Flow, "_find", watch.of("planning", Flow._find)),
         mock.patch.object(Generated, "__call__", watch.of("reading", Generated.__call__)),
         mock.patch.object(inductor, "generated", watch.of("lowering", inductor.generated)),
-        mock.patch.object(choose_cuts, "make", watch.of("solving", choose_cuts.make)),
+        mock.patch.object(choose_cuts, "at_or_smallest", watch.of("solving", choose_cuts.at_or_smallest)),
     ):
         begin = time.perf_counter()
         if budget:
