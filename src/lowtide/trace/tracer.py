@@ -158,11 +158,15 @@ class Tracer:
         if not self.closed:
             self.events.append((kind, index))
 
-    def note_given(self, tensor: torch.Tensor) -> None:
-        """Note that the caller gave the tensor to the step: its storage is live to the end, since the
-        caller of a later step may hold on to it.
+    def note_given(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Note that the caller gave the tensors to the step: their storages are live to the end, since the
+        caller of a later step may hold on to them. The ids of the values that Python may read by itself:
+        integers in main memory.
         """
-        self._given.add(self.register(tensor).number)
+        noted = [(self.register(tensor), tensor) for tensor in tensors]
+        self._given.update(storage.number for storage, _ in noted)
+        counts = [s.value for s, t in noted if t.is_cpu and not (t.is_floating_point() or t.is_complex())]
+        return set(counts)
 
     def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
         """The tensor's storage, if it has been seen."""
@@ -221,6 +225,10 @@ class Tracer:
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage, if it has been seen."""
         return None if (found := self.storage_of(tensor)) is None else found.number
+
+    def leaves_unread(self, values: set[int]) -> bool:
+        """Whether there are values among these that no operation has read so far."""
+        return not values.issubset(value for operation in self.operations for value in operation.reads)
 
     def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> int | None:
         """The program is about to resize a storage to ``nbytes``: its id, if the step made it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -104,6 +105,30 @@ def test_the_first_steps_keep_the_budget_as_well() -> None:
     (entry,) = handle._limiter.cache.known.values()
     assert entry.traits.differed and entry.seen.profiles == 2
     assert max(peaks[1], peaks[3]) <= 1.002 * 600_000, peaks
+
+
+@needs_meter
+@pytest.mark.parametrize("shows", ["lengths", "random numbers"])
+def test_the_first_planned_step_may_differ_though_no_operation_reads_values(shows: str) -> None:
+    """Lengths become a list, or Python draws how many layers run; the second step is longer."""
+    torch.manual_seed(0)
+    model, x, drawn = Gated(), torch.randn(400, 16), iter((1, 4))
+    layers = model.forward
+
+    def forward(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if shows == "lengths":
+            return layers(x, sum(lengths.tolist()))
+        random.random()
+        return layers(x + lengths.sum(), next(drawn))
+
+    model.forward = forward  # pyright: ignore
+    handle = lowtide.limit_memory(model, 600_000, policy=QUICKLY, progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for lengths in ([1, 0, 0, 0], [1, 1, 1, 1]):
+            model.zero_grad()
+            model(x, torch.tensor(lengths)).backward()
+    assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= 1.002 * 600_000
 
 
 @needs_meter

@@ -258,7 +258,7 @@ class Cache:
             verified=profiler.verified or self.verify == "never" or self._reproduces(graph),
             backwards=profiler.watch.backwards + profiler.early,
             makes_graph=profiler.watch.makes_graph,
-            may_differ=profiler.reads_values,
+            may_differ=profiler.may_differ,
             ran=profiler.ran,
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.collectives.overlapping_bytes,

@@ -192,8 +192,8 @@ class Seen:
         profiled_ran: how many operations ran, without and with gradients, in the step that is planned for.
         ran: the same, in the latest step that was recorded.
         can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).
-        may_differ: steps may run other operations: the forward reads values, or a step ran more than its
-            plan has.
+        may_differ: steps may run other operations: so it looked (`Profiler.may_differ`), or a step ran more
+            than its plan has.
         was_late: the latest step took more, and a thread that held a collective's buffer for longer may be
             the reason. If the step after it takes more, too, that is not.
         backward_unseen: backward runs on a thread whose operations are not intercepted, so that a step is

@@ -11,6 +11,7 @@ recorder runs most others, on the same tape and the same lists (`run/record/cpp/
 
 from __future__ import annotations
 
+import random
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -104,7 +105,8 @@ class Profiler(Interceptor):
         ended: whether ``on_end`` was called.
         runs_backwards: the step runs its backwards itself, as a pipeline's does.
         began: when the step began, by `time.perf_counter`.
-        reads_values: whether the forward asked for values, which may change what it does from step to step.
+        may_differ: what the forward does may change from step to step: it asked for values, Python drew
+            random numbers, or it was given integers that no operation reads, as lengths made a list are.
         checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         nested: where the forward first made a nested tensor whose bytes nobody counts, if it did.
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
@@ -131,7 +133,7 @@ class Profiler(Interceptor):
         self.costs = CostMeter(device)
         self.verified, self.began = verify, time.perf_counter()
         self.peak_bytes: int | None = None
-        self.backward_unseen = self.ended = self.reads_values = False
+        self.backward_unseen = self.ended = self.may_differ = False
         self.checkpoints, self.nested, self._ran_here = 0, "", [0, 0]
         self.given: tuple[int, ...] = ()
         self.collectives = OpenCollectives()
@@ -162,8 +164,7 @@ class Profiler(Interceptor):
                 given = list(tensors_inside((args, kwargs)))
                 if private.may_shard():
                     self.given = tuple(map(digest_of_shown, given))
-                for tensor in given:
-                    self.tracer.note_given(tensor)
+                integers, drawn = self.tracer.note_given(given), random.getstate()
                 del given
                 if self._forwards is None:
                     stack.enter_context(self._forward())
@@ -174,6 +175,7 @@ class Profiler(Interceptor):
                 self._stack.callback(collect_rarely())
                 self._stack.callback(private.before_storage_resizes(self.saved.before_resize))
                 result = forward(*args, **kwargs)
+                self.may_differ |= self.tracer.leaves_unread(integers) or random.getstate() != drawn
             self.watch.forward_ends(tensors_returned(result))
         if self._forwards is not None:
             self._goes_on = False
@@ -278,7 +280,7 @@ class Profiler(Interceptor):
             return self.collectives.waits(call, proceed(func, args, kwargs))
         self.collectives.operation_begins()
         if tracer.in_forward:
-            self.reads_values |= reads_values(func)
+            self.may_differ |= reads_values(func)
             self._note_checkpoint()
         reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
         reason = "" if not call.others or all(map(self.tape.is_constant, call.others)) else _ELSEWHERE
@@ -489,10 +491,8 @@ class Profiler(Interceptor):
         self.tracer.name_gradients()
         nothing = MeasuredCost()
 
-        def cost_of(signature: Any) -> CostFigures:
-            cost = (
-                signature if isinstance(signature, MeasuredCost) else self._opaque.get(signature[1], nothing)
-            )
+        def cost_of(one: Any) -> CostFigures:
+            cost = one if isinstance(one, MeasuredCost) else self._opaque.get(one[1], nothing)
             return cost.read()
 
         with no_collection():
