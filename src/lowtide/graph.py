@@ -6,7 +6,7 @@ from forward to backward) and one ordered list of events. Nothing here holds a t
 I/O, so a graph can be saved, compared and planned on anywhere.
 
 The trace is taken with every droppable saved tensor *evicted* at once, so the events show each storage's
-natural life: how long the program itself needs it. What autograd would add is known from the ``pack`` and
+natural life: how long user code itself needs it. What autograd would add is known from the ``pack`` and
 ``release`` events, and `lowtide.plan.simulate` puts the two together for any set of decisions.
 """
 
@@ -28,7 +28,7 @@ OUTSIDE = "outside"
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "gathered", "forward", "backward"]
 """Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``,
 ``gradient``), or an operation of the ``forward`` or ``backward`` phase allocated it. ``gathered`` ones hold
-sharded weights whole: they exist before the step, and the program fills and empties them, each time with the
+sharded weights whole: they exist before the step, and user code fills and empties them, each time with the
 same bytes. A replay that reads one may run where it is filled."""
 
 EventKind = Literal["op", "free", "empty", "fill", "pack", "unpack", "done", "release"]
@@ -39,7 +39,7 @@ EventKind = Literal["op", "free", "empty", "fill", "pack", "unpack", "done", "re
              comes and goes within it
 ``free``     the last natural reference to the storage is gone (references that autograd would hold do not
              count)
-``empty``    the program frees the storage's bytes itself, by resizing it to nothing
+``empty``    user code frees the storage's bytes itself, by resizing it to nothing
 ``fill``     it has given the storage its bytes again
 ``pack``     autograd saves a tensor
 ``unpack``   a backward node unpacks a saved tensor
@@ -84,7 +84,7 @@ class Value:
         version: 0 for what the allocating operation wrote, one more for each later in-place write.
         producer: index of the operation that wrote this version, or ``None`` when it existed before the step.
         storable: whether holding a reference to the storage keeps this value: false for a version that is
-            overwritten later in the step, and for storages whose bytes the program frees or resizes itself.
+            overwritten later in the step, and for storages whose bytes user code frees or resizes itself.
         shape, dtype: of the tensor through which it was written; empty where they are not known.
     """
 
@@ -116,7 +116,7 @@ class Operation:
         reason: why it is not replayable, else empty.
         seconds: time of one run, measured or estimated.
         scratch_bytes: the most it allocates beyond its outputs while it runs.
-        source: file and line of the program that called it, as in ``train.py:31``, where that is known.
+        source: file and line of the user code that called it, as in ``train.py:31``, where that is known.
         region: number of the region of a checkpointing scope that evicts what it writes; ``None`` outside
             of scopes, and where a scope's policy keeps what it writes.
         blocks: what one run asks the device's allocator for, results included, in order: bytes, or a

@@ -12,7 +12,7 @@ In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(
 `bound`     a budget -> the seconds that no plan undercuts
 `local_search`  a plan -> one with decisions changed, which is faster or lower
 `search`    a budget -> the stored values with the least seconds
-`policies`  ways to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used
+`policies`  how to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used
 `choose`    a budget and a price -> the plan whose steps really take no more: plan, price, ask again
 """
 

@@ -2,7 +2,7 @@
 
 In: a `Simulator` and a budget. Out: a `Bound`. What the bound covers: every schedule that runs the step's
 operations in their recorded order, in which each value either stays from forward until everything that
-depends on it is done (stored) or is freed with the program's last reference, operations run again only in
+depends on it is done (stored) or is freed with user code's last reference, operations run again only in
 backward, each at most once, and every tensor that backward unpacks is there from its ``unpack`` to its
 ``done``. That includes every plan of docs/design.md. The costs are the traced ones.
 What checkpointing scopes evict is not stored.
@@ -14,7 +14,7 @@ The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("o
     s_u + r_prod(u) - r_i    >= 0      for every operation i and every value u that it reads
     natural(t) + sum of s_v * bytes_v + demanded(t) <= budget    at every moment t
 
-At moment t, ``natural`` is what the program itself holds, the sum is over values that are dead by themselves
+At moment t, ``natural`` is what user code itself holds, the sum is over values that are dead by themselves
 at t and are surely still held if they are stored, and ``demanded`` are the tensors that backward has unpacked
 and not yet dropped: they are there, stored or not. A stored value is surely held until its own last unpack,
 or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
@@ -49,13 +49,13 @@ from lowtide.plan.simulate.index import Bytes, bytes_over_time, replay_set
 from lowtide.plan.simulate.simulator import Simulator
 
 _ROUNDS = 30
-"""How often rows are added and the program is solved; stopping early leaves a lower bound."""
+"""How often rows are added and the linear program is solved; stopping early leaves a lower bound."""
 
 _ROWS_PER_ROUND = 48
 """For how many moments above the budget rows are added at a time."""
 
 _ROWS_PER_LINK = 8
-"""For how many moments the program says what hides a link's transfers."""
+"""For how many moments the linear program says what hides a link's transfers."""
 
 _NODES = 1
 """Branch-and-bound nodes of a program in whole numbers: the gain over the relaxed one comes at the root."""
@@ -249,10 +249,10 @@ class Relaxation:
         """Begin with a program without memory rows, and all values stored."""
         self._budget = budget
         self._moments: dict[int, int] = {}
-        """event -> the program's row of its memory"""
+        """event -> the linear program's row of its memory"""
         self._point = np.zeros(self.count)
         self._point[: len(self.values)] = 1.0
-        self.program = program = LinearProgram()
+        self.linear_program = program = LinearProgram()
         for v in self.values:
             program.column(upper=0.0 if v in self.sim.evicted_by_scopes else 1.0)
         for i in self.operations:
@@ -302,7 +302,7 @@ class Relaxation:
                 program.row([(column, seconds / unit) for column, seconds in entries], there / unit)
 
     def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
-        """Whole decisions as a point of the program; nothing moves."""
+        """Whole decisions as a point of the linear program; nothing moves."""
         again = set(replayed)
         point = [*(v in stored for v in self.values), *(i in again for i in self.operations)]
         return np.array([*point, *([False] * len(self.moves))], dtype=np.float64)
@@ -342,9 +342,9 @@ class Relaxation:
         return until
 
     def _hand_out(self) -> dict[int, Spans]:
-        """Storage -> when backward has unpacked a tensor in it; with the program's own bytes that makes what
-        every schedule holds at each event. Several versions of one storage may be handed out at once, and all
-        of them be one block: it counts once.
+        """Storage -> when backward has unpacked a tensor in it; with what user code itself holds, that makes
+        what every schedule holds at each event. Several versions of one storage may be handed out at
+        once, and all of them be one block: it counts once.
         """
         sim = self.sim
         handed: dict[int, Spans] = {}
@@ -417,7 +417,7 @@ class Relaxation:
             self._begin(budget)
         held = self.fixed if beside is None else self.fixed + beside
         for event, row in self._moments.items():
-            self.program.right[row] = (budget - float(held[event])) / max(1, budget)
+            self.linear_program.right[row] = (budget - float(held[event])) / max(1, budget)
         seconds = self._add_rows_and_solve(budget, held)
         if beside is None:
             self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
@@ -436,8 +436,8 @@ class Relaxation:
                 self._add_moment(event, budget, float(held[event]))
             if number and not fresh:
                 break
-            status, objective, answer = self.program.solve()
-            self.effort.note(_A_COLUMN * len(self.program.cost))
+            status, objective, answer = self.linear_program.solve()
+            self.effort.note(_A_COLUMN * len(self.linear_program.cost))
             if status == 2:
                 return float("inf")
             if status != 0 or answer is None:
@@ -451,11 +451,11 @@ class Relaxation:
         """After `solve` for ``budget``: a sharper bound from decisions that are whole, within a relative
         ``gap`` of the best of them, and such decisions (they may exceed the budget a little).
         """
-        if budget != self._budget:  # its answer was known, and the program is another one by now
+        if budget != self._budget:  # its answer was known, and the linear program is another one by now
             self._answers.pop(budget, None)
             self.solve(budget)
-        _, bound, answer = self.program.solve(range(self.count), _NODES, gap)
-        self.effort.note(_WHOLE * _A_COLUMN * len(self.program.cost))
+        _, bound, answer = self.linear_program.solve(range(self.count), _NODES, gap)
+        self.effort.note(_WHOLE * _A_COLUMN * len(self.linear_program.cost))
         if bound < float("inf"):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer
@@ -465,7 +465,7 @@ class Relaxation:
         column, start, stop, size = self._rows.T
         there, scale = (start <= event) & (event < stop), max(1, budget)
         entries = list(zip(column[there].tolist(), (size[there] / scale).tolist(), strict=True))
-        self._moments[event] = self.program.row(entries, (budget - held) / scale)
+        self._moments[event] = self.linear_program.row(entries, (budget - held) / scale)
 
     def _worst_events(self, load: Floats) -> list[int]:
         """The worst events above the budget, at most one in each stretch of the step."""

@@ -348,7 +348,7 @@ def with_slab(sim: Simulator, plan: Plan, required: bool = False) -> Plan:
     Args:
         sim: of the step.
         plan: made for it, without a slab.
-        required: whether a slab is wanted at any price. Else the plan goes without where one would take the
+        required: whether a slab is wanted in any case. Else the plan goes without where one would take the
             step above its budget, or without a budget where it would cost anything.
 
     Raises:

@@ -36,7 +36,7 @@ else:
     Codec = object  # for annotations: the class itself loads PyTorch
 
 _UNDER_WAY = ("c10d.", "c10d_functional.", "_dtensor.", "fsdp.", "symm_mem.")
-"""Operations that may still be writing when they return, and that only the program can wait for."""
+"""Operations that may still be writing when they return, and that only user code can wait for."""
 
 
 Placements = dict[int, list[Move]]

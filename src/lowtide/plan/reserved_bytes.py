@@ -28,7 +28,7 @@ def block_changes(
 ) -> Iterator[tuple[BlockName, int]]:
     """The blocks of one step in order: a name with the bytes that are asked for, or 0 as it is given back.
 
-    What is not given back is live after the step: gradients, outputs, what the program keeps. The inputs are
+    What is not given back is live after the step: gradients, outputs, what user code keeps. The inputs are
     asked for first. What was there before, such as parameters, is left out.
 
     Args:

@@ -4,8 +4,8 @@ In: a step graph and a budget in bytes. Out: a `Candidate` whose exactly simulat
 First the bound's relaxed decisions are rounded, brought into the budget by changed decisions and exchanged
 while that pays; unless the budget is tight, that comes within half a per cent of the step of the bound.
 Near the smallest budget replays that wait for each other set the peak, which the relaxation does not see: so
-each answer is simulated exactly, and the bytes held at each moment beyond those that the program counts there
-are taken off that moment's budget when it is asked again.
+each answer is simulated exactly, and the bytes held at each moment beyond those that the linear program
+counts there are taken off that moment's budget when it is asked again.
 
 `local_search.py` changes decisions of a candidate; the rounds here say of which, and for what.
 """
@@ -61,7 +61,7 @@ _ENOUGH = 0.5
 """Share of the effort after which no further descent is begun once a plan fits."""
 
 _ROUNDS = 12
-"""How often the program is solved anew, each time corrected by an exact simulation."""
+"""How often the linear program is solved anew, each time corrected by an exact simulation."""
 
 _VAIN = 8
 """Corrected solutions in a row that find nothing better before the search ends."""
@@ -241,8 +241,8 @@ def _round(relaxation: Relaxation, local: LocalSearch, point: Floats) -> Candida
 
 
 def _correct(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterator[list[Candidate]]:
-    """Rounded plans for ``budget`` bytes from the program, each corrected by the exact simulation of the one
-    before; none where nothing fits.
+    """Rounded plans for ``budget`` bytes from the linear program, each corrected by the exact simulation of
+    the one before; none where nothing fits.
     """
     beside = np.zeros(len(relaxation.fixed), dtype=np.int64)
     for number in range(_ROUNDS):

@@ -163,16 +163,16 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     modules = list(model.modules())
     has = [name for name in names if any(hasattr(module, f"{name}_disable") for module in modules)]
     if has:
-        way = f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
+        how = f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
     elif any(hasattr(module, "set_grad_checkpointing") for module in modules):
-        way = "call model.set_grad_checkpointing(False)"
+        how = "call model.set_grad_checkpointing(False)"
     elif any(map(_is_wrapped, modules)):
-        way = "leave apply_activation_checkpointing out"
+        how = "leave apply_activation_checkpointing out"
     else:
-        way = "call the blocks without torch.utils.checkpoint.checkpoint"
+        how = "call the blocks without torch.utils.checkpoint.checkpoint"
     return (
         "this limited model checkpoints by itself (torch.utils.checkpoint): what it recomputes so, it "
-        f"recomputes within any budget. Turn it off, lowtide decides what is recomputed: {way}"
+        f"recomputes within any budget. Turn it off, lowtide decides what is recomputed: {how}"
     )
 
 

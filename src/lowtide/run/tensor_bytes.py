@@ -154,7 +154,7 @@ def digest_of_shown(tensor: torch.Tensor) -> int:
 
 def fingerprint(tensor: torch.Tensor, extent: int) -> torch.Tensor:
     """Numbers on the tensor's device that depend on the first ``extent`` bytes of its storage, to be compared
-    with later ones. It reads them once, and the program does not wait for the device as it does for `digest`.
+    with later ones. It reads them once, and user code does not wait for the device as it does for `digest`.
 
     They are the sums over the columns of a table of 64-bit words, as wide as it is high; of few words the
     words themselves.

@@ -81,7 +81,7 @@ def with_earlier_gradients(graph: StepGraph) -> StepGraph:
 
 def rates(graph: StepGraph) -> dict[int | None, float]:
     """For each operation, by its overload's ``id``, the seconds that it takes for a byte that it reads or
-    writes; under ``None`` those of all operations together. By these the recorder prices what it evicts on
+    writes; under ``None`` those of all operations together. By these the recorder weighs what it evicts on
     demand.
     """
     sizes = [graph.storages[value.storage].bytes for value in graph.values]

@@ -93,7 +93,7 @@ def make_plan(
         bound = Bound(0.0, 0)
         notes = (
             *notes,
-            "no lower bound is stated for a plan that moves values: the bound's program knows only "
+            "no lower bound is stated for a plan that moves values: the linear program knows only "
             "recomputing",
         )
     floor = bound or Relaxation(sim).bound(limit)

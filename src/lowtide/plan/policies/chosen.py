@@ -3,10 +3,10 @@
 `MixedSearch` finds the least extra time within a budget when values may also be offloaded, compressed or
 sharded. The linear program of `lowtide.plan.bound` says which values to keep, recompute or move at best, and
 how little extra time any such schedule can have. Its decisions are made whole and simulated exactly,
-transfers with a clock; where they exceed the budget the program is solved once more, for less. Beside these
-it tries, for a range of larger budgets, what the recomputing planner keeps with as few values of it moved as
-will do; recomputing alone and moving alone are among them, so the mix is never worse than either. In the best
-of all, single decisions are exchanged at the end.
+transfers with a clock; where they exceed the budget the linear program is solved once more, for less. Beside
+these it tries, for a range of larger budgets, what the recomputing planner keeps with as few values of it
+moved as will do; recomputing alone and moving alone are among them, so the mix is never worse than either. In
+the best of all, single decisions are exchanged at the end.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
 
 _ROUNDS = 6
-"""How often the program is solved: each time for less, by what its decisions exceeded the budget; then, once
-some fit, between the largest target that fits and the smallest that does not.
+"""How often the linear program is solved: each time for less, by what its decisions exceeded the budget, and
+once some fit, between the largest target that fits and the smallest that does not.
 """
 
 _CLOSE = 0.01
 """Distance between these two targets, as a share of the budget, below which no other is tried."""
 
 _STARTS = 2
-"""How many of the best mixes of either kind (from recomputing, from the program) have decisions exchanged."""
+"""How many of the best mixes from recomputing, and from the linear program, have decisions exchanged."""
 
 _TRIES = 120
 """How many exchanges of single decisions are tried."""
@@ -58,7 +58,7 @@ _WHOLE_COLUMNS = 1200
 """Columns of the largest program that is solved in whole numbers."""
 
 _ROUNDINGS = (0.0, 0.9)
-"""Shares of a value that the program has to move for the value to move: each is tried."""
+"""Shares of a value that the linear program has to move for the value to move: each is tried."""
 
 _GOOD_GAP = 0.003
 
@@ -197,7 +197,7 @@ class MixedSearch:
                     break
 
     def _from_program(self, budget: int) -> list[Candidate]:
-        """Mixes from the program's decisions, made whole."""
+        """Mixes from the linear program's decisions, made whole."""
         relaxation = self.relaxation
         found: list[Candidate] = []
         for window in self.windows:
@@ -207,7 +207,7 @@ class MixedSearch:
                 if bound == float("inf"):
                     break
                 points = [point]
-                if not attempt and len(relaxation.program.cost) <= _WHOLE_COLUMNS:
+                if not attempt and len(relaxation.linear_program.cost) <= _WHOLE_COLUMNS:
                     good = _GOOD_GAP * self.graph.plain_seconds
                     _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
                     points += [] if whole is None else [whole]

@@ -22,7 +22,7 @@ def crossing(
     """Add to ``stored`` what keeps replays legal.
 
     Of each evicted value whose replay would run an operation where that cannot, the smallest value is added
-    that all ways to such operations lead through.
+    that all paths to such operations lead through.
 
     Args:
         unpacked: (value, event): backward asks for an evicted value, and replays bring it back.
@@ -78,16 +78,16 @@ def _narrowest(
     storable: Sequence[int],
     sizes: Sequence[int],
 ) -> int:
-    """The smallest value, the earliest of equal ones, that all ways from ``value`` to ``far`` operations lead
-    through.
+    """The smallest value, the earliest of equal ones, that all paths from ``value`` to ``far`` operations
+    lead through.
     """
-    ways, best = {value}, value
+    cut, best = {value}, value
     while True:
-        latest = max(ways, key=producer.__getitem__)
-        if len(ways) == 1 and storable[latest] and sizes[latest] <= sizes[best]:
+        latest = max(cut, key=producer.__getitem__)
+        if len(cut) == 1 and storable[latest] and sizes[latest] <= sizes[best]:
             best = latest
         index = producer[latest]
         if index in far:
             return best
-        ways = {u for u in ways if producer[u] != index}
-        ways |= {u for u in reads[index] if not there[u] and producer[u] in leads}
+        cut = {u for u in cut if producer[u] != index}
+        cut |= {u for u in reads[index] if not there[u] and producer[u] in leads}

@@ -81,7 +81,7 @@ class Sources:
         own: how many operations are the step's own.
         producer: value -> the operation that brings the value back, or -1.
         reads: operation -> the values that it reads, but those that are always live (`StepIndex.base_flags`).
-        held_reads: operation -> the values that it reads and that the program may have let go of.
+        held_reads: operation -> the values that it reads and that user code may have let go of.
         moved: value -> the value's move.
         window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
             ahead.
@@ -203,7 +203,7 @@ class StepIndex:
         """saved tensor -> the forward operation after which it is packed"""
         self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
         self.resizes: dict[int, list[tuple[int, bool]]] = {}
-        """storage -> the events at which the program empties or fills it, in order"""
+        """storage -> the events at which user code empties or fills it, in order"""
         pack, release, forward = [0] * len(graph.saved), [end] * len(graph.saved), -1
         for at, (kind, index) in enumerate(graph.events):
             if kind == "op":
@@ -286,7 +286,7 @@ class StepIndex:
             [u for u in op.reads if not self.base_flags[u] or self.natural_end[self.storage_of[u]] < end]
             for op in graph.operations
         ]
-        """operation -> the values that it reads and that the program may have let go of"""
+        """operation -> the values that it reads and that user code may have let go of"""
         made = [s for s in graph.storages if s.producer is not None]
         gone = [s for s in graph.storages if s.producer is not None or s.kind == "input"]
         changes = [(self.op_event[s.producer or 0], s.bytes) for s in made]

@@ -138,9 +138,9 @@ class Simulator(StepIndex):
         together: dict[int, list[int]] = {}
         for value, event in self.unpacks_of(evicted):
             together.setdefault(self.latest_fill[event], []).append(value)
-        for window, values in together.items():
+        for fill, values in together.items():
             for index in replay_set(values, sources.producer, sources.reads, flags):
-                if index < len(self.graph.operations) and not self.present(index, window):
+                if index < len(self.graph.operations) and not self.present(index, fill):
                     op = self.graph.operations[index]
                     raise PlanError(
                         f"{op.name} (operation {index}, {module_in_words(op.module)}) cannot run again where "

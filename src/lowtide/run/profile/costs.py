@@ -122,7 +122,7 @@ class CostMeter:
         device: whose memory and time are measured.
 
     Attributes:
-        left_bytes: what the latest collective in place still holds after a first wait, until the program
+        left_bytes: what the latest collective in place still holds after a first wait, until user code
             waits for it.
     """
 
@@ -187,7 +187,7 @@ class CostMeter:
         """What an operation returns, measured; a collective is waited for, and a functional one moves copies.
 
         The threads that carry out a collective hold its buffers until they have tidied up, so only copies let
-        the step's own tensors end where the program lets go of them.
+        the step's own tensors end where user code lets go of them.
         """
         if cost.moves:
             return self._moved_in_copies(cost, func, args, kwargs, warm)
@@ -223,7 +223,7 @@ class CostMeter:
 
 
 class OpenCollectives:
-    """The functional collectives of a profiled step that have begun, until the program waits for them.
+    """The functional collectives of a profiled step that have begun, until user code waits for them.
 
     What each of them moves through counts as scratch of its own operation; beside other operations it shows
     up nowhere in the graph.
@@ -248,7 +248,7 @@ class OpenCollectives:
             self.groups.append(group)
 
     def waits(self, call: Call, result: Any) -> Any:
-        """The program has waited for a collective, or got a wrapper that will wait: returns ``result``."""
+        """User code has waited for a collective, or got a wrapper that will wait: returns ``result``."""
         if not is_wrapper(result):
             for key in call.keys:
                 self.begun.pop(key, None)
@@ -330,7 +330,7 @@ _READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 @cache
 def reads_values(func: Any) -> bool:
-    """Whether an operation asks for values: what the program does next may depend on them."""
+    """Whether an operation asks for values: what user code does next may depend on them."""
     return not _READS_VALUES.isdisjoint(func.tags)
 
 

@@ -3,8 +3,8 @@
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
 evicted when autograd packs it, and replayed in backward. Long blocks, and what lies outside of them, are
-divided where few bytes cross. So only the program itself holds the step's tensors, and a storage is freed
-when the program releases it. Each forward operation runs twice, until it has reproduced five times at the
+divided where few bytes cross. So only user code itself holds the step's tensors, and a storage is freed
+when user code releases it. Each forward operation runs twice, until it has reproduced five times at the
 same sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
 recorder runs most others, on the same tape and the same lists (`run/record/cpp/profile.h`).
 """

@@ -1,7 +1,7 @@
 """What autograd holds of a profiled step in place of saved tensors, and what a write to them means.
 
 In: a tensor that autograd saves, as the tape has kept or evicted it; operations that write; storages that
-are resized. A saved tensor that the program overwrites past its version counter is kept from then on: a plain
+are resized. A saved tensor that user code overwrites past its version counter is kept from then on: a plain
 step reads what was written.
 """
 
@@ -116,7 +116,7 @@ class SavedTensors:
         return saved
 
     def before_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """The program is about to resize a storage: what was saved in it is kept from here on."""
+        """User code is about to resize a storage: what was saved in it is kept from here on."""
         number = self._tracer.resizes(storage, nbytes)
         if number is not None:
             private.unshare(storage)

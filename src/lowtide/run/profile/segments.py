@@ -1,7 +1,7 @@
 """The tape of a profiled step: what its forward ran, so that backward can bring back what autograd saves.
 
 Every operation that can be replayed is recorded, and nothing that it wrote is held. What replays start from
-is held as a copy (copy on write), so that the step's own tensors end where the program lets go of them:
+is held as a copy (copy on write), so that the step's own tensors end where user code lets go of them:
 inputs of blocks, and what crosses where few bytes do.
 """
 
@@ -49,7 +49,7 @@ class SegmentedTape(Tape):
         self._sparse: dict[int, Any] = {}  # storages of the step's own sparse tensors
         self._evicted: set[LiveValue] = set()  # of this segment
         self._evicted_bytes = self._held_bytes = 0
-        self._fewest = 0  # bytes that the program held of this segment, since the segment may end; 0 before
+        self._fewest = 0  # bytes that user code held of this segment, since the segment may end; 0 before
 
     # ---- storages --------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class SegmentedTape(Tape):
         """A value that the tensor shows, held.
 
         Tensors that the step made are held as copies (copy on write), so that the originals are freed when
-        the program releases them. Not those of a backward inside the forward: every plan keeps them, and
+        user code releases them. Not those of a backward inside the forward: every plan keeps them, and
         autograd adds in place to what no saved tensor holds.
         """
         storage = self._tracer.storage_of(tensor)
@@ -115,11 +115,11 @@ class SegmentedTape(Tape):
         self._evicted_bytes = self._fewest = 0
 
     def crossing_bytes(self) -> int:
-        """Bytes of this segment that the program holds now: so many cross if the segment ends."""
+        """Bytes of this segment that user code holds now: so many cross if the segment ends."""
         return sum(value.nbytes for value, _ in self.replayable.values())
 
     def at_scope(self) -> None:
-        """A checkpointing scope begins or has ended, where the program itself keeps what crosses: a segment
+        """A checkpointing scope begins or has ended, where user code itself keeps what crosses: a segment
         begins there if that is small beside what is evicted.
         """
         if self._evicted_bytes > 2 * self.crossing_bytes():
@@ -157,7 +157,7 @@ class SegmentedTape(Tape):
         return Evicted(Ref(value, tensor), tensor, None, watch=self.watch)
 
     def _divide(self, evicted: LiveValue) -> None:
-        """Begin a segment where few bytes cross: those that the program still holds of this segment.
+        """Begin a segment where few bytes cross: those that user code still holds of this segment.
 
         The segment may end once more bytes were evicted in it than are held in all, and `_ENOUGH` times those
         that may cross. It ends at a moment when about the fewest bytes since then cross, or when `_MUCH`

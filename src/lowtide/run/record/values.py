@@ -124,7 +124,7 @@ class LiveValue:
 
     def _share(self, held: torch.Tensor) -> None:
         """Tell the allocator that the current stream reads the held tensor, before whose end its memory is
-        not to be used again. The program does so for the streams that read it in forward; a replay may run on
+        not to be used again. User code does so for the streams that read it in forward; a replay may run on
         another.
         """
         now = current_stream(held.device)
@@ -185,7 +185,7 @@ class LiveValue:
                 self.emptied = fingerprint(held, self.nbytes)
 
     def _is_filled_again(self) -> bool:
-        """Whether a held value has the bytes that it had when it was emptied, if it was. The program does not
+        """Whether a held value has the bytes that it had when it was emptied, if it was. User code does not
         wait for a GPU: other bytes fail there, as an assertion of the device.
         """
         assert self.held is not None

@@ -2,7 +2,7 @@
 `checkpoint` a call, `ScopeRecorder` what runs in both.
 
 A scope has no step graph, so its recorder verifies what runs for the first time, and remembers what
-reproduced. Each operation has a fingerprint: a hash of the place in the program, the operations so far, the
+reproduced. Each operation has a fingerprint: a hash of the place in user code, the operations so far, the
 shapes, types and parameters that they read, and which of them were recorded. An operation with a new
 fingerprint runs twice, to be verified; one with a known fingerprint is trusted. So every block of a model is
 verified in its first step, and again when its shapes or its operations change.
@@ -112,7 +112,7 @@ class ScopeRecorder(Recorder):
     Args:
         director: decides what is recorded.
         verify: ``first`` verifies what was not verified before, ``always`` everything, ``never`` nothing.
-        place: a number for the scope's place in the program.
+        place: a number for the scope's place in user code.
     """
 
     tape: ScopeTape
