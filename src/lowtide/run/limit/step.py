@@ -258,21 +258,21 @@ class PlannedStep(StepWatch):
 
     @property
     def extra(self) -> int:
-        """How many operations its forward ran that the plan does not have."""
+        """How many operations the step's forwards ran that the plan does not have."""
         if self._on_demand:
             return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
         return sum(director.extra for director in self.directors)
 
     @property
     def departed(self) -> bool:
-        """Whether it ran other operations than the step that was planned for."""
+        """Whether the step ran other operations than the one that was planned for."""
         if self._on_demand:
             return self.ran is not None and self.ran != self.entry.seen.profiled_ran
         return any(director.departed for director in self.directors)
 
     @property
     def _resized(self) -> bool:
-        """Whether it took more or less than its plan predicts for such arguments: values decide sizes."""
+        """Whether the step took more or less than its plan predicts, since values decide sizes."""
         took, plan = self.measured_bytes, self.planned.plan
         over = self.backwards >= self.entry.traits.backwards
         foresees = over and not (self._on_demand or self._smaller or plan.changes_nothing)
@@ -281,8 +281,8 @@ class PlannedStep(StepWatch):
         return abs(took - plan.predicted_peak_bytes) > budgets.slack_bytes(plan.budget_bytes)
 
     def _may_evict(self, sharded: bool) -> bool:
-        """Whether it has a budget and can tell by itself when memory is short; what FSDP shards, other ranks
-        gather, too.
+        """Whether the step has a budget, can tell when memory is short, and may run operations again
+        by itself: weights that FSDP shards are gathered by all ranks together.
         """
         plan, seen = self.planned.plan, self.entry.seen
         held = plan.budget_bytes is not None and self.peak_bytes is not None and not plan.moves
