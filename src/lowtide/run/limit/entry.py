@@ -96,7 +96,8 @@ class Planned:
         """Whether the plan has a part for the ``number``-th forward of a step, with this key or larger."""
         if not 0 < number <= len(self.later_keys):  # the first is found by its key; of a pipeline all are
             return number < len(self.forward_spans) - len(self.later_keys)
-        planned = self.later_keys[number - 1]
+        # what exists before the step is the first one's matter
+        planned, key = self.later_keys[number - 1].without_gradients(), key.without_gradients()
         return key == planned or key.fits_in(planned)
 
     @cached_property
