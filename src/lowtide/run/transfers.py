@@ -1,8 +1,8 @@
 """Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need.
 
 The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one, by an
-operation without inputs (`lowtide.run.record.tape.Fetch`). The fetch holds the stored value (`StoredTensor`),
-and is deleted when autograd has released the last saved tensor that depends on the value.
+operation without inputs (`lowtide.run.record.values.Fetch`). The fetch holds the stored value
+(`StoredTensor`), and is deleted when autograd has released the last saved tensor that depends on the value.
 """
 
 from __future__ import annotations

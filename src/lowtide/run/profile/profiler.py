@@ -470,8 +470,8 @@ class Profiler(Interceptor):
 
     def _close_if_released(self) -> None:
         """Close once the last saved tensor is released, unless backward runs and will do so."""
-        collectives = self._goes_on or self.tracer.in_forward or private.in_backward()
-        if self.tracer.unreleased == 0 and not collectives:
+        under_way = self._goes_on or self.tracer.in_forward or private.in_backward()
+        if self.tracer.unreleased == 0 and not under_way:
             self.close()
 
     def close(self) -> None:
