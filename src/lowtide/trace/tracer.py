@@ -22,9 +22,9 @@ import torch
 from lowtide import accelerator, private
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.meter.resident import gradient_of
-from lowtide.ops import Call, enter
+from lowtide.ops import Call, enter, has_plain_storage
 from lowtide.trace.modules import following_modules, tensor_names
-from lowtide.trace.results import loss_in, loss_of, plain_leaves
+from lowtide.trace.results import loss_in, loss_of, plain_leaves, tensors_returned
 from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
 from lowtide.trace.transforms import in_place, with_gathered
 from lowtide.trace.untouched import Gradients
@@ -158,15 +158,16 @@ class Tracer:
         if not self.closed:
             self.events.append((kind, index))
 
-    def note_given(self, tensors: Iterable[torch.Tensor]) -> set[int]:
-        """Note that the caller gave the tensors to the step: their storages are live to the end, since the
-        caller of a later step may hold on to them. The ids of the values that Python may read by itself:
-        integers in main memory.
+    def note_given(self, tensors: Iterable[torch.Tensor]) -> None:
+        """The caller gave the tensors to the step, and may hold them: their storages are live to the end."""
+        self._given.update(self.register(tensor).number for tensor in tensors)
+
+    def integers_in(self, arguments: Any) -> set[int]:
+        """The ids of the values that Python may read by itself: integers in main memory, but those in sparse
+        tensors.
         """
-        noted = [(self.register(tensor), tensor) for tensor in tensors]
-        self._given.update(storage.number for storage, _ in noted)
-        counts = [s.value for s, t in noted if t.is_cpu and not (t.is_floating_point() or t.is_complex())]
-        return set(counts)
+        plain = (t for t in tensors_returned(arguments) if has_plain_storage(t) and t.is_cpu)
+        return {self.value_of(t) for t in plain if not (t.is_floating_point() or t.is_complex())}
 
     def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
         """The tensor's storage, if it has been seen."""

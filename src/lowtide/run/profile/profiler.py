@@ -161,11 +161,10 @@ class Profiler(Interceptor):
         """
         with self._closed_by_errors():
             with ExitStack() as stack:
-                given = list(tensors_inside((args, kwargs)))
                 if private.may_shard():
-                    self.given = tuple(map(digest_of_shown, given))
-                integers, drawn = self.tracer.note_given(given), random.getstate()
-                del given
+                    self.given = tuple(map(digest_of_shown, tensors_inside((args, kwargs))))
+                self.tracer.note_given(tensors_inside((args, kwargs)))
+                integers, drawn = self.tracer.integers_in((args, kwargs)), random.getstate()
                 if self._forwards is None:
                     stack.enter_context(self._forward())
                 else:
