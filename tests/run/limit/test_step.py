@@ -18,6 +18,7 @@ from torch.nn.functional import softplus
 
 import lowtide
 from lowtide.graph import StepGraph
+from lowtide.interception import interceptors
 from lowtide.meter import peak, resident_bytes
 from lowtide.plan.data import Plan
 from lowtide.run.limit.entry import Planned
@@ -87,14 +88,27 @@ def test_a_step_beside_one_that_was_abandoned_is_said_to_be_without_a_limit() ->
     assert handle.plan is not None and handle.plan.replayed and held.grad_fn is not None
 
 
-def test_so_it_is_where_the_name_is_bound_again() -> None:
+@pytest.mark.parametrize("way", ["bound again", "detached"])
+def test_a_forward_that_no_backward_came_through_belongs_to_the_step(way: str) -> None:
+    """Its profile stayed open until another forward, or was thrown away each time without a word."""
     model = normed(lambda layer: layer)
-    lowtide.limit_memory(model, "90%")
-    loss = model(torch.randn(1024, 32)).sum()
-    loss = model(torch.randn(1024, 32)).sum()  # only now is the first let go of
-    loss.backward()
-    with pytest.warns(lowtide.LowtideWarning, match="ran without the limit"):
-        model(torch.randn(1024, 32))
+    handle = lowtide.limit_memory(model, "90%", progress=False)
+
+    def step() -> None:
+        first = model(torch.randn(1024, 32))
+        if way == "bound again":
+            first = model(torch.randn(1024, 32))  # only now is the earlier one let go of
+            first.sum().backward()
+        else:
+            (model(torch.randn(1024, 32)) * first.detach()).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        step()
+        assert way == "detached" or not interceptors()
+        model.zero_grad()
+        step()
+    assert handle.plannings == 1
 
 
 @needs_meter

@@ -124,8 +124,8 @@ class ProfiledStep:
         return self.is_pending() and not self.profiler.early
 
     def is_abandoned(self) -> bool:
-        """Whether no backward came through its first forward, and one through another: that was a step of its
-        own.
+        """Whether no backward came through its first forward, which can still be reached, and one through
+        another: that was a step of its own.
         """
         return self.is_pending() and self.profiler.early > 0
 
@@ -142,7 +142,7 @@ class ProfiledStep:
 
     def finish(self) -> None:
         """End a step whose thread begins another one; if its backward has ended, hand its profile on."""
-        if self._has_ended:
+        if self._has_ended and not self.is_abandoned():
             self.profiler.ends()
         else:
             self.profiler.close()
@@ -153,7 +153,8 @@ class ProfiledStep:
     @property
     def _has_ended(self) -> bool:
         """Whether a backward of the step has ended, and its profile was not handed on yet."""
-        return self.profiler.watch.backwards > 0 and not self.profiler.ended
+        profiler = self.profiler
+        return profiler.watch.backwards + profiler.early > 0 and not profiler.ended
 
 
 class PlannedStep(StepWatch):

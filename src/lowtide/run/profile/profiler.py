@@ -192,7 +192,9 @@ class Profiler(Interceptor):
                 private.at_backward_end(ends)
 
         def ends() -> None:
-            self.early += not (watch.backwards or watch.began)
+            if not (watch.backwards or watch.began):
+                self.early += 1
+                self._end_if_released()
 
         if self._first_saved is None:
             self._first_saved = len(self.tracer.saved)
@@ -454,6 +456,10 @@ class Profiler(Interceptor):
         if self.tracer.closed:
             return
         self.backward_unseen |= self not in interceptors()
+        self._end_if_released()
+
+    def _end_if_released(self) -> None:
+        """A backward has ended: the step is over once autograd holds nothing of it."""
         # of a step that runs its backwards itself autograd's graph may be kept: it is over all the same
         released = self.tracer.unreleased == 0 or self._forwards is not None
         if released and not self._goes_on:
@@ -478,7 +484,7 @@ class Profiler(Interceptor):
         if not self.tracer.closed:
             self.tracer.close()
             self.saved.written.clear()
-            if not self.watch.backwards:  # else it is handed on yet
+            if not (self.watch.backwards or self.early):  # else it is handed on yet
                 self._on_end = None
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
