@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
 from thinned_tables import follows, thinned
 
+from lowtide.run.limit import entry_states
 from lowtide.run.limit.entry_states import TABLE, UNPLANNED, Action, Evidence, Fact, State
 
 S, E, A = State, Evidence, Action
@@ -167,16 +170,20 @@ def test_every_step_above_its_budget_is_said_something_of() -> None:
 
 
 ARROWS = {
-    S.NEW: {S.STALE},
-    S.STALE: {S.PLANNED, S.VARYING, S.REFUSED, S.DOUBTED},
-    S.REFUSED: {S.STALE},
-    S.PLANNED: {S.STALE, S.VARYING, S.DOUBTED},
-    S.VARYING: {S.STALE, S.DOUBTED},
-    S.DOUBTED: {S.STALE, S.PLANNED, S.VARYING},
+    S.NEW: {S.STALE, S.GONE},
+    S.STALE: {S.PLANNED, S.VARYING, S.REFUSED, S.DOUBTED, S.GONE},
+    S.REFUSED: {S.STALE, S.GONE},
+    S.PLANNED: {S.STALE, S.VARYING, S.DOUBTED, S.GONE},
+    S.VARYING: {S.STALE, S.DOUBTED, S.GONE},
+    S.DOUBTED: {S.STALE, S.PLANNED, S.VARYING, S.GONE},
 }
-"""The arrows of the picture in docs/design.md, and one from STALE to DOUBTED that other ranks' steps take."""
+"""The arrows of the picture in docs/design.md."""
 
-ANY = {E.PROFILED: UNPLANNED, E.ENDED: (S.PLANNED, S.VARYING)}
+ANY = {
+    E.PROFILED: UNPLANNED,
+    E.ENDED: (S.STALE, S.PLANNED, S.VARYING),
+    E.REMOVED: tuple(State),
+}
 """The states in which such evidence comes, for rows that name none."""
 
 
@@ -188,6 +195,31 @@ def test_the_picture_of_the_design_has_an_arrow_for_each_change_of_state() -> No
             if row.then not in (None, state):
                 found.setdefault(state, set()).add(row.then)
     assert found == ARROWS
+    assert all(then in ARROWS[state] for state, _, _, then, _ in CASES if then is not state)
+
+
+def test_the_picture_in_the_text_of_the_table_has_the_same_arrows() -> None:
+    (picture,) = re.findall(r"```text\n(.*?)```", entry_states.__doc__ or "", re.DOTALL)
+    drawn: dict[State, set[State]] = {}
+    for line in picture.splitlines():
+        arrows = re.split(r"\s{2,}", line.strip())[0].split(" --> ")
+        states = [
+            list(ARROWS) if names == "any" else [S[name] for name in names.split(", ")] for names in arrows
+        ]
+        for before, after in pairwise(states):
+            for state in before:
+                drawn.setdefault(state, set()).update(after)
+    assert drawn == ARROWS
+
+
+def test_a_forward_that_begins_changes_no_state() -> None:
+    rows = [row for row in TABLE.rows if row.evidence is E.FORWARD_BEGINS]
+    assert rows and all(row.then is None for row in rows)
+
+
+def test_the_text_of_the_table_says_who_carries_out_each_action() -> None:
+    rows = re.findall(r"^\| ([A-Z_]+(?:, [A-Z_]+)*)", entry_states.__doc__ or "", re.MULTILINE)
+    assert {name for row in rows for name in row.split(", ")} == {action.name for action in A} - {"NOTHING"}
 
 
 def test_every_word_of_the_table_is_used() -> None:

@@ -6,8 +6,10 @@ write down what follows. Who carries an action out:
 | action | who |
 |---|---|
 | PROFILE, PROFILE_ASIDE, RUN, of a call | `Limiter._run_next`, `Limiter.prepare` |
+| PROFILE, of a step that was profiled | the next call, since the state stays |
 | PLAN, PLAN_SMALLEST, ACCEPT, RAISE | `Cache._plan` |
-| RAISE, where there is no loss | `Limiter._profile_aside_first` |
+| PROFILE, RAISE, where there is no loss | `Limiter._profile_aside_first` |
+| RUN, of a better plan | `machine.on_better_found` |
 | RUN, PASS, EVICT, TRY, of a forward that begins | `PlannedStep.run` |
 | DISCARD | `Limiter._on_profile_end` |
 | LEAVE_MARGIN, LEAVE_NOTHING, LEAVE_RESERVE, WAIT, DOUBT, IGNORE | `machine.on_ended` |
@@ -16,11 +18,15 @@ write down what follows. Who carries an action out:
 
 ```text
  NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps differed
+ STALE --> VARYING                       a plan was made, or the old one stays, and steps had differed before
  STALE --> REFUSED                       no plan fits
  REFUSED, PLANNED, VARYING --> STALE     another budget or optimizer; or a planned step took more
- PLANNED, VARYING --> DOUBTED            a step ran operations that the plan does not have
+ STALE, PLANNED, VARYING --> DOUBTED     a step ran operations that the plan does not have, here or on a peer
  DOUBTED --> STALE, PLANNED, VARYING     profiled again: a longer step than the one planned for, or a shorter
+ any --> GONE                            the limit was removed, or the entry made room for another
 ```
+
+A row of FORWARD_BEGINS changes no state: it is looked up without the lock of the cache.
 """
 
 from __future__ import annotations

@@ -291,6 +291,7 @@ class Limiter:
         else:
             step = self.local.step = self._begin_planned(entry, inputs, shared)
             unkeyed = inputs.has_unkeyed_arguments
+            # without the cache's lock, since no row of FORWARD_BEGINS changes the state
             run = partial(step.run, machine.on_forward_begins(entry, step.planned, step.can_evict, unkeyed))
         try:
             with self.inside():
