@@ -1,8 +1,22 @@
 """A model whose training step stays within a budget: `lowtide.limit_memory`.
 
-In: a model and a budget. Out: a handle; the limiter replaces the model's forward. Read `entry_states.py`
-first (what becomes of a cached plan, as a table), then `limiter.py` (a call, from `Limiter.__call__` on),
-`step.py` (one step, profiled or under a plan), `cache.py` (the owner of the entries) and `planning.py` (from
-a profiled step to its plan). `entry.py` has a cached plan's records, `machine.py` assigns them; `calls.py`
-runs calls that are no limited steps; `handle.py` is what users hold.
+In: a model and a budget. Out: a handle; the limiter replaces the model's forward. Read these five first, in
+their order:
+
+`entry_states.py`  what becomes of a cached plan, as a table
+`limiter.py`  a call of the model, from `Limiter.__call__` on
+`step.py`     one step, profiled or under a plan
+`cache.py`    the cached plans by key: it owns the entries
+`planning.py` from a profiled step to its plan
+
+`entry.py`    the records of a cached plan
+`machine.py`  looks up what follows in the table, and assigns the records; no other file does
+`key.py`      what a step begins with, and its cache key
+`calls.py`    which calls are no limited steps, and how these run
+`need.py`     bytes beside a plan's step: of the optimizer, of PyTorch's allocator
+`ranks.py`    what ranks agree on before and after they plan
+`pipeline.py` the steps of a pipeline's schedule
+`refusal.py`  errors and warnings in a user's words
+`engagement.py`  warns where no limited step ever begins
+`handle.py`   what users hold
 """
