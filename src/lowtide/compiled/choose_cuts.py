@@ -2,10 +2,10 @@
 
 The planner decides about one `StepGraph` of the whole step. What it would store in each call is a candidate
 cut of that call's graph. The planner's simulator knows calls; a backend fuses them and has an order of its
-own. So each candidate is priced (`lowtide.compiled.price`), and a program in whole numbers, which knows what
-each takes at every moment of the step, picks one for each call: the least seconds within the budget, and few
-different ones of a graph that is called often. Where the planner's own choice takes too much or leaves much,
-it is asked again, for as many bytes less or more as it was off.
+own. So each candidate is priced (`lowtide.compiled.price`), and a linear program in whole numbers, which
+knows what each takes at every moment of the step, picks one for each call: the least seconds within the
+budget, and few different ones of a graph that is called often. Where the planner's own choice takes too much
+or leaves much, it is asked again, for as many bytes less or more as it was off.
 
 Under Inductor pricing lowers a graph, which takes longer than everything else that planning does. Most
 choices of a step that is one graph are good: so they may be compiled as they are, and priced by what is

@@ -77,7 +77,8 @@ class _Known:
     Attributes:
         alone: the plans of graphs that are a whole step.
         step_graphs: the step graphs that these were made for, by `Plan.graph`.
-        held: as of `Beside`.
+        held: structure of a graph -> sizes up to which its largest plan within the budget holds;
+            `search_range` reads it, and adds to it.
         planned: the plans of recorded steps, by their first graph.
         wanted: whether the next step is to be recorded, whatever it is given.
         missed: what steps were given that ran other calls than any plan.
@@ -143,7 +144,7 @@ class _Begun:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What there is beside the graphs of a step. It is asked whenever it is needed, as it changes.
+    """What there is beside a model's compiled graphs. It changes from step to step, so functions say it.
 
     Attributes:
         device: whose memory counts.

@@ -161,7 +161,7 @@ class RecordedStep:
 
 @dataclass(frozen=True)
 class Beside:
-    """What there is beside a graph that is a whole step.
+    """What a plan for a graph that is a whole step follows from, beside the graph; plain figures.
 
     Attributes:
         options: Inductor's settings; ``None`` where graphs run call by call.
@@ -169,7 +169,8 @@ class Beside:
             is known.
         tiers: where saved values may wait.
         after_bytes: the most live bytes when backward has ended; 0 for what the graph returns.
-        held: as of `search_range`, of the graphs within one budget.
+        held: structure of a graph -> sizes up to which its largest plan within the budget holds;
+            `search_range` reads it, and adds to it.
     """
 
     options: dict[str, Any] | None

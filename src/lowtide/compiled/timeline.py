@@ -61,8 +61,8 @@ class Moment:
         alive: numbers of the live storages among those that are inputs or outputs of compiled graphs.
         lent: of a backward, the inputs and outputs of its graph that others hold when it has ended; ``None``
             for the inputs.
-        own: of a backward, the inputs and outputs of its graph that it is handed and nobody holds when it has
-            ended, with the numbers of their storages; no part of ``bytes``.
+        own: of a backward, what it alone holds of its graph's inputs and outputs: it was handed them, and
+            when it has ended they are gone. By key, the numbers of their storages; not counted in ``bytes``.
         gradients: how many of ``bytes`` are parameters' gradients when it begins.
     """
 

@@ -3,7 +3,7 @@
 In: a callable that ends in a loss. Out: a `StepGraph`, its operations timed one at a time on made-up inputs,
 or priced. The tracer is a `TorchDispatchMode`, so ATen takes some ways that it does not take in a plain step
 (see `lowtide.interception`). Every saved tensor is evicted as it is packed and a stand-in is handed out as it
-is unpacked, so that the events show how long the *program* needs each storage.
+is unpacked, so that the events show how long user code itself needs each storage.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What a `Tracer` notes while a step runs: its storages as long as they live, its operations and values, and
-which line of the program calls an operation.
+which line of user code calls an operation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TracedStorage(weakref.ref[torch.UntypedStorage]):
         number: its id in the graph.
         value: the id of its newest value.
         phase: in which phase an operation of the step made it, or empty: it was resident before the step.
-        resized: the program resizes it.
+        resized: user code resizes it.
         gathered: sharded weights are gathered into it.
     """
 
@@ -75,8 +75,8 @@ def calling_line(files: dict[CodeType, str]) -> str:
     that it is in, ``transformers/models/gpt2/modeling_gpt2.py:210``. Empty where there is none.
 
     Args:
-        files: of code that was met before, the file as it is written here, or empty where the code is not the
-            program's.
+        files: of code that was met before, the file as it is written here, or empty where the code is not a
+            user's.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -92,7 +92,7 @@ def calling_line(files: dict[CodeType, str]) -> str:
 
 def _file_of(frame: FrameType) -> str:
     """The file of a frame's code, from its package on, which is the same on every machine; empty where the
-    code is not the program's.
+    code is not a user's.
     """
     name = f"{frame.f_globals.get('__name__', '')}."
     if name.startswith(_NOT_ASKED) and not name.startswith(_ASKED):

@@ -1,8 +1,8 @@
 """What a step is made of, written down while it runs: storages, values, saved tensors, events.
 
 In: each operation, and what autograd saves and asks for. Out: the `StepGraph`. Nothing that the step made is
-held here: a storage is followed by a weak reference, so the events show how long the program itself needs
-it. An in-place write makes a new version of the value. What takes time is done once, when the step is over.
+held here: a storage is followed by a weak reference, so the events show how long user code itself needs it.
+An in-place write makes a new version of the value. What takes time is done once, when the step is over.
 
 `lowtide.run.profile` writes down a step that runs, `lowtide.trace.fake` one on tensors without memory.
 """
@@ -232,9 +232,9 @@ class Tracer:
         return not values.issubset(value for operation in self.operations for value in operation.reads)
 
     def resizes(self, storage: torch.UntypedStorage, nbytes: int) -> int | None:
-        """The program is about to resize a storage to ``nbytes``: its id, if the step made it.
+        """User code is about to resize a storage to ``nbytes``: its id, if the step made it.
 
-        No replay touches such a storage, and what is saved in it is kept as the program holds it.
+        No replay touches such a storage, and what is saved in it is kept as user code holds it.
         """
         found = self.known.get(private.storage_address(storage))
         if found is not None and found.gathered:

@@ -1,9 +1,9 @@
 """From a recorded step to the step as it runs: `StepGraph` -> `StepGraph`.
 
-Sharded weights: a program that shards its weights (FSDP2) gathers each into a storage of its own before it is
-used, frees that storage's bytes after it, and fills it again with the same bytes in backward. As it was
-written down, each gather made another version. `with_gathered` gives each gathered storage one value that
-exists before the step, and is there wherever that storage is filled.
+Sharded weights: FSDP2 gathers each into a storage of its own before it is used, frees that storage's bytes
+after it, and fills it again with the same bytes in backward. As it was written down, each gather made another
+version. `with_gathered` gives each gathered storage one value that exists before the step, and is there
+wherever that storage is filled.
 """
 
 from __future__ import annotations

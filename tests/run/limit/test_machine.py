@@ -17,7 +17,7 @@ import lowtide
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Plan
 from lowtide.run.limit import machine
-from lowtide.run.limit.entry import Entry, History, Planned, Room, Seen, Traits
+from lowtide.run.limit.entry import BesidePlan, Entry, History, Planned, Seen, Traits
 from lowtide.run.limit.entry_states import Action, State
 from lowtide.run.limit.key import StepKey
 
@@ -28,7 +28,7 @@ PLAN = Plan("g", "optimal", LIMIT, {}, frozenset(), (3,), 2 * LIMIT, LIMIT - 100
 FITS = replace(PLAN, replayed=())
 GRAPH = StepGraph((), (), (), (), ())
 
-RECORDS = (Entry, Planned, History, Room, Traits, Seen)
+RECORDS = (Entry, Planned, History, BesidePlan, Traits, Seen)
 
 OF_OTHER_CLASSES = {
     "compiled/flow.py self._step.backwards",
@@ -202,7 +202,7 @@ def test_second_derivatives_that_no_profiled_step_had_are_left_nothing() -> None
         machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
         row = machine.on_ended(entry, ran(entry, OVER, makes_graph=True))
         assert row.action is action and ("create_graph" in row.warning) != known
-        assert (entry.room.margin_bytes > 0) == known
+        assert (entry.beside.margin_bytes > 0) == known
 
 
 def test_what_is_not_measured_says_nothing_but_the_operations_that_ran() -> None:
@@ -219,16 +219,16 @@ def test_a_step_that_took_more_is_planned_with_that_much_less() -> None:
     entry = planned_entry()
     taught = machine.on_ended(entry, ran(entry, OVER))
     assert taught.action is A.LEAVE_MARGIN
-    assert 0 < entry.room.margin_bytes == taught.added_bytes <= OVER - LIMIT + 8192
+    assert 0 < entry.beside.margin_bytes == taught.added_bytes <= OVER - LIMIT + 8192
     assert machine.on_called(entry, version=0) is A.PLAN
     entry = planned_entry()
     added = 0
     for took in (OVER, OVER + 5):
         added = machine.on_ended(entry, ran(entry, took, added_bytes=added)).added_bytes
-        assert entry.room.margin_bytes == added, "of a step with several backwards each teaches"
+        assert entry.beside.margin_bytes == added, "of a step with several backwards each teaches"
     taught = machine.on_ended(entry, ran(entry, OVER + 5, backwards=2, added_bytes=added))
     assert "retain_graph" in taught.warning
-    assert (entry.room.margin_bytes, taught.added_bytes) == (0, 0), "only a kept graph took more"
+    assert (entry.beside.margin_bytes, taught.added_bytes) == (0, 0), "only a kept graph took more"
     assert machine.on_called(entry, version=0) is A.RUN
 
 
@@ -243,10 +243,12 @@ def test_a_buffer_that_a_thread_held_for_longer_changes_no_plan_until_it_comes_a
         machine.on_profiled(entry, gathers, verified=True)
         machine.on_plan_made(entry, Planned(entry.key, gathers, gathers, PLAN), version=0)
         assert (machine.on_ended(entry, ran(entry, took)).action is A.WAIT) == late
-        assert (entry.room.margin_bytes == 0) == late
+        assert (entry.beside.margin_bytes == 0) == late
         assert machine.on_ended(entry, ran(entry, LIMIT)).action is A.NOTHING
         assert (machine.on_ended(entry, ran(entry, took)).action is A.WAIT) == late
-        assert machine.on_ended(entry, ran(entry, took)).action is A.LEAVE_MARGIN and entry.room.margin_bytes
+        assert (
+            machine.on_ended(entry, ran(entry, took)).action is A.LEAVE_MARGIN and entry.beside.margin_bytes
+        )
 
 
 @pytest.mark.parametrize("director", [None, followed(departed=True)])
@@ -254,7 +256,7 @@ def test_an_entry_that_was_profiled_often_is_planned_with_less(director: Any) ->
     plan = FITS if director is None else PLAN
     entry = planned_entry(plan)
     assert machine.on_ended(entry, ran(entry, OVER, director=director)).action is A.DOUBT
-    assert entry.wants_profile and entry.seen.may_differ and entry.room.margin_bytes == 0
+    assert entry.wants_profile and entry.seen.may_differ and entry.beside.margin_bytes == 0
     entry = planned_entry(plan, profiles=8)
     assert machine.on_ended(entry, ran(entry, OVER, director=director)).action is A.LEAVE_MARGIN
 
@@ -272,20 +274,20 @@ def test_another_budget_is_refused_only_where_no_step_had_taken_more() -> None:
     entry = planned_entry()
     machine.on_ended(entry, ran(entry, OVER))
     assert machine.on_called(entry, version=1) is A.PLAN
-    assert machine.on_plan_refused(entry, version=1) is A.PLAN and entry.room.margin_bytes == 0
+    assert machine.on_plan_refused(entry, version=1) is A.PLAN and entry.beside.margin_bytes == 0
     assert machine.on_plan_refused(entry, version=1) is A.RAISE
 
 
 def test_what_a_graph_does_not_show_is_left_free_when_the_margin_goes() -> None:
     entry = Entry(key())
     machine.on_profiled(entry, GRAPH, verified=True, checkpoints=2)
-    hidden = entry.room.hidden_bytes
+    hidden = entry.beside.hidden_bytes
     assert hidden == 2 * torch.default_generator.get_state().nbytes
     machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
     machine.on_ended(entry, ran(entry, OVER))
     machine.on_called(entry, version=1)
     assert machine.on_plan_refused(entry, version=1) is A.PLAN
-    assert (entry.room.margin_bytes, entry.room.hidden_bytes) == (0, hidden)
+    assert (entry.beside.margin_bytes, entry.beside.hidden_bytes) == (0, hidden)
 
 
 def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
@@ -293,7 +295,7 @@ def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
     step = ran(entry, OVER)
     machine.on_better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
     assert "a newer plan" in machine.on_ended(entry, step).warning
-    assert entry.room.margin_bytes == 0
+    assert entry.beside.margin_bytes == 0
 
 
 def test_the_longest_profiled_step_is_planned_for() -> None:
@@ -315,15 +317,15 @@ def test_steps_that_differ_evict_on_demand_and_learn_what_to_leave_free() -> Non
     assert "other operations each time" in machine.on_ended(entry, ran(entry, OVER, ran=(0, 8))).warning
     assert entry.state is S.VARYING and machine.on_called(entry, version=0) is A.RUN
     assert machine.on_ended(entry, ran(entry, LIMIT + 4096, ran=(0, 8))).action is A.LEAVE_RESERVE
-    assert 4096 < entry.room.reserve_bytes < 8192
+    assert 4096 < entry.beside.reserve_bytes < 8192
     assert machine.on_ended(entry, ran(entry, 9 * LIMIT, ran=(0, 8))).action is A.LEAVE_RESERVE
-    assert entry.room.reserve_bytes == LIMIT // 4, "others made it larger"
+    assert entry.beside.reserve_bytes == LIMIT // 4, "others made it larger"
     assert machine.on_called(entry, version=1) is A.PLAN
     assert machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=1) is A.VARY
-    assert entry.state is S.VARYING and entry.room.margin_bytes == 0
+    assert entry.state is S.VARYING and entry.beside.margin_bytes == 0
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
-    assert adds.traits.differed and adds.room.reserve_bytes == entry.room.reserve_bytes
+    assert adds.traits.differed and adds.beside.reserve_bytes == entry.beside.reserve_bytes
 
 
 def test_steps_whose_sizes_values_decide_evict_on_demand() -> None:
@@ -336,7 +338,7 @@ def test_varying_steps_whose_longest_fits_no_plan_are_planned_for_once() -> None
     """The plan in force counted as made for another margin: each later step searched again."""
     entry = planned_entry()
     machine.on_ended(entry, ran(entry, OVER, ran=(0, 9)))
-    assert machine.on_called(entry, version=0) is A.PLAN and entry.room.margin_bytes
+    assert machine.on_called(entry, version=0) is A.PLAN and entry.beside.margin_bytes
     machine.on_plan_made(entry, Planned(entry.key, GRAPH, GRAPH, PLAN), version=0)
     step = ran(entry, LIMIT // 2, director=followed(extra=9), ran=(0, 9))
     assert machine.on_ended(entry, step).action is A.DOUBT
@@ -350,9 +352,9 @@ def test_a_kept_graph_takes_back_no_more_than_is_left_free() -> None:
     entry = planned_entry()
     added = machine.on_ended(entry, ran(entry, OVER)).added_bytes
     machine.on_called(entry, version=0)
-    assert added and machine.on_plan_refused(entry, version=0) is A.ACCEPT and entry.room.margin_bytes == 0
+    assert added and machine.on_plan_refused(entry, version=0) is A.ACCEPT and entry.beside.margin_bytes == 0
     machine.on_ended(entry, ran(entry, OVER, backwards=2, added_bytes=added))
-    assert entry.room.margin_bytes == 0 and machine.on_called(entry, version=0) is A.RUN
+    assert entry.beside.margin_bytes == 0 and machine.on_called(entry, version=0) is A.RUN
 
 
 def test_a_first_step_that_differs_has_the_next_one_profiled_which_says_whether_steps_vary() -> None:
@@ -374,7 +376,7 @@ def test_a_sibling_begins_with_what_is_known() -> None:
     machine.on_ended(entry, ran(entry, OVER))
     adds = Entry(key(gradients=1))
     machine.borrow(adds, entry)
-    assert adds.room.margin_bytes == entry.room.margin_bytes
+    assert adds.beside.margin_bytes == entry.beside.margin_bytes
     assert machine.on_called(adds, version=0) is A.PLAN
     assert machine.on_plan_refused(adds, version=0) is A.PLAN
     assert machine.on_plan_refused(adds, version=0) is A.RAISE

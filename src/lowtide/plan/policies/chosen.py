@@ -55,7 +55,7 @@ _TRIES = 120
 """How many exchanges of single decisions are tried."""
 
 _WHOLE_COLUMNS = 1200
-"""Columns of the largest program that is solved in whole numbers."""
+"""Columns of the largest linear program that is solved in whole numbers."""
 
 _ROUNDINGS = (0.0, 0.9)
 """Shares of a value that the linear program has to move for the value to move: each is tried."""
@@ -121,7 +121,7 @@ class MixedSearch:
             BudgetError: none fits; the error carries the smallest budget that a mix can meet.
         """
         starts: list[Candidate] = []
-        for found in (self._from_recomputing(budget), self._from_program(budget)):
+        for found in (self._from_recomputing(budget), self._from_linear_program(budget)):
             starts += sorted(found, key=lambda mix: mix.key)[:_STARTS]
         if not starts:
             least = self.least()
@@ -196,7 +196,7 @@ class MixedSearch:
                 if count == 0:  # other windows are the same then
                     break
 
-    def _from_program(self, budget: int) -> list[Candidate]:
+    def _from_linear_program(self, budget: int) -> list[Candidate]:
         """Mixes from the linear program's decisions, made whole."""
         relaxation = self.relaxation
         found: list[Candidate] = []
@@ -419,7 +419,7 @@ class Mixed:
                 floor = mixed_search.relaxation.bound(limit)
             else:
                 best, notes = mixed_search.solve_quickly(budget, self.seconds), (ENDED_EARLY,)
-                floor = Bound(0.0, 0)  # another program of the size of the search
+                floor = Bound(0.0, 0)  # another linear program of the size of the search
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=search.sim,
             moves={v: m.decision for v, m in best.moves.items()}, window_bytes=best.window,

@@ -184,7 +184,14 @@ class Cache:
             history is not None and history.search is not None,
             None if better is None or planned is None else _BetterPlan.of(planned, better),
         )
-        mine = (entry.wants_profile, outdated, maker.version, entry.room.margin_bytes, maker.findings, found)
+        mine = (
+            entry.wants_profile,
+            outdated,
+            maker.version,
+            entry.beside.margin_bytes,
+            maker.findings,
+            found,
+        )
         profile, old, versions, margins, findings, founds = zip(*agreement.gather(mine), strict=True)
         if planned is not None:
             self._adopt_better(entry, planned, *founds[0])

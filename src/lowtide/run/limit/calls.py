@@ -87,7 +87,7 @@ class Limiting(Protocol):
 
 
 class Calls:
-    """Tells the limited steps among the calls of a limited model from others, and runs those.
+    """Tells which calls of a limited model are limited steps, and runs the others.
 
     Args:
         delegate, engagement, warn_once: the limiter's.

@@ -60,7 +60,7 @@ class Planned:
     Attributes:
         key: of the step that was planned for.
         profiled: the step that was planned for, as its profile shows it (`Entry.profiled` then).
-        step_graph: the same as the plan is for it, with all that the profile does not show.
+        step_graph: what `PlanMaker.transform` made of ``profiled``: the plan's ids are those of this graph.
         plan: its plan.
         forward_spans, later_keys: as of `Entry`.
         history: of the steps under it.
@@ -135,7 +135,7 @@ class Planned:
 
 
 @dataclass
-class Room:
+class BesidePlan:
     """Bytes that steps with one key take beside what their plan shows. A sibling begins with the same
     (`machine.borrow`).
 
@@ -230,7 +230,7 @@ class Entry:
             for.
         accepted_bytes: what steps may take without another plan, since none leaves the margin; or 0.
         refused_at: the version of budget and optimizer that no plan was found for, or ``None``.
-        room: what steps take beside their plan.
+        beside: what steps take beside their plan.
         traits: what is true of all of them.
         seen: what they have shown so far.
     """
@@ -245,7 +245,7 @@ class Entry:
     planned_for: tuple[int, int] | None = None
     accepted_bytes: int = 0
     refused_at: int | None = None
-    room: Room = field(default_factory=Room)
+    beside: BesidePlan = field(default_factory=BesidePlan)
     traits: Traits = field(default_factory=Traits)
     seen: Seen = field(default_factory=Seen)
 
@@ -278,7 +278,7 @@ class Entry:
         """Whether the plan was made for another budget or optimizer than this version of them, or for another
         margin.
         """
-        margin = self.room.margin_bytes if self.state is not State.VARYING else 0
+        margin = self.beside.margin_bytes if self.state is not State.VARYING else 0
         return self.planned is not None and self.planned_for != (version, margin)
 
     def serves(self, key: StepKey) -> bool:

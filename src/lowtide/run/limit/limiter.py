@@ -82,7 +82,7 @@ class Limiter:
         maker: makes the plans.
         cache: the cached plans.
         delegate: gives the steps that `torch.compile` is around to the compiled engine.
-        calls: tells limited steps from other calls, and runs those.
+        calls: tells which calls are limited steps, and runs the others.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         shared: other limited models were seen to take part in the same steps; each is planned for its own
             part.

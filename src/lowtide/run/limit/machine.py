@@ -33,7 +33,7 @@ def _advance(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = 
     if row.action is Action.VARY:
         assert entry.planned is not None and entry.planned_for is not None
         stop_search(entry.planned)
-        entry.room.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
+        entry.beside.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
     return row
 
 
@@ -42,7 +42,7 @@ def borrow(entry: Entry, sibling: Entry) -> None:
     gradients exist, or others.
     """
     entry.profiled, entry.borrowed = sibling.profiled, True
-    entry.room, entry.traits = replace(sibling.room), replace(sibling.traits)
+    entry.beside, entry.traits = replace(sibling.beside), replace(sibling.traits)
     entry.forward_spans, entry.later_keys = sibling.forward_spans, sibling.later_keys
 
 
@@ -88,7 +88,7 @@ def on_peers(entry: Entry, profiles: bool, outdated: bool, margin_bytes: int) ->
     plan, and the largest margin.
     """
     if profiles or outdated:
-        entry.room.margin_bytes = margin_bytes
+        entry.beside.margin_bytes = margin_bytes
     return _advance(entry, Evidence.PEERS, {"peer profiles": profiles, "peer outdated": outdated}).action
 
 
@@ -146,7 +146,7 @@ def on_profiled(
         backwards, makes_graph, may_differ, checkpoints, forward_spans, later_keys, nested: of the step, as
             `Entry` names them.
         collectives_bytes: what collectives under way held beside other operations.
-        unused_bytes: as of `Room`.
+        unused_bytes: as of `BesidePlan`.
         ran: how many operations the step's forward ran, without and with gradients.
     """
     entry.seen.profiles += 1
@@ -162,15 +162,15 @@ def on_profiled(
         "differed": entry.traits.differed,
     }
     action = _advance(entry, Evidence.PROFILED, facts).action
-    entry.room.unread += (graph,)
+    entry.beside.unread += (graph,)
     if action is not Action.PROFILE:
         entry.traits.backwards = max(entry.traits.backwards, backwards)
         entry.seen.may_differ |= may_differ
     if action is Action.PLAN:
         entry.profiled, entry.borrowed = graph, False
         entry.traits.checkpoints, entry.traits.makes_graph = checkpoints, makes_graph
-        entry.room.unused_bytes = unused_bytes
-        entry.room.hidden_bytes = collectives_bytes + transforms.checkpoint_bytes(graph, checkpoints)
+        entry.beside.unused_bytes = unused_bytes
+        entry.beside.hidden_bytes = collectives_bytes + transforms.checkpoint_bytes(graph, checkpoints)
         entry.forward_spans, entry.later_keys = tuple(forward_spans), tuple(later_keys)
         entry.seen.profiled_ran = ran
     return action
@@ -195,7 +195,7 @@ def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     """A plan was made for this version of budget and optimizer; it leaves the margin free."""
     if entry.planned is not None:
         stop_search(entry.planned)
-    entry.planned, entry.planned_for = planned, (version, entry.room.margin_bytes)
+    entry.planned, entry.planned_for = planned, (version, entry.beside.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
     return _advance(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed}).action
 
@@ -211,7 +211,7 @@ def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Act
     planned = entry.planned
     current = planned is not None and entry.planned_for is not None and entry.planned_for[0] == version
     facts: dict[Fact, bool] = {
-        "margin": entry.room.margin_bytes > 0,
+        "margin": entry.beside.margin_bytes > 0,
         "current plan": current and planned is not None and planned.profiled is entry.profiled,
         "planned": planned is not None,
         "differed": entry.traits.differed,
@@ -222,11 +222,11 @@ def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Act
     if action is Action.ACCEPT:
         assert planned is not None
         most = max(planned.plan.predicted_peak_bytes, planned.plan.budget_bytes or 0)
-        entry.accepted_bytes = entry.room.free_bytes + most
+        entry.accepted_bytes = entry.beside.free_bytes + most
         entry.planned_for = (version, 0)
     elif action is Action.RAISE:
         entry.refused_at = version
-    entry.room.margin_bytes = 0  # whatever follows, no plan leaves it
+    entry.beside.margin_bytes = 0  # whatever follows, no plan leaves it
     return action
 
 
@@ -299,10 +299,10 @@ def measure_rise(entry: Entry) -> int:
     profiled step. The graphs of profiled steps are gone through when this is first asked, since most entries
     never evict on demand.
     """
-    room = entry.room
-    unread, room.unread = room.unread, ()
-    room.rise_bytes = max([room.rise_bytes, *map(transforms.rise_bytes, unread)])
-    return room.rise_bytes
+    beside = entry.beside
+    unread, beside.unread = beside.unread, ()
+    beside.rise_bytes = max([beside.rise_bytes, *map(transforms.rise_bytes, unread)])
+    return beside.rise_bytes
 
 
 def count_step(planned: Planned) -> None:
@@ -396,22 +396,22 @@ def _leave_margin(entry: Entry, ended: Ended) -> int:
     plan, limit, took = ended.planned.plan, ended.planned.plan.budget_bytes, ended.measured_bytes
     assert limit is not None and took is not None
     more = max(0, took - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    entry.room.margin_bytes += more - ended.added_bytes  # each backward of a step counts anew
+    entry.beside.margin_bytes += more - ended.added_bytes  # each backward of a step counts anew
     return more
 
 
 def _leave_nothing(entry: Entry, ended: Ended) -> int:
     # where a plan was refused meanwhile, the margin is gone, and what this step added to it, too
-    entry.room.margin_bytes = max(0, entry.room.margin_bytes - ended.added_bytes)
+    entry.beside.margin_bytes = max(0, entry.beside.margin_bytes - ended.added_bytes)
     return 0
 
 
 def _leave_reserve(entry: Entry, ended: Ended) -> int:
-    room, limit, took = entry.room, ended.planned.plan.budget_bytes, ended.measured_bytes
+    beside, limit, took = entry.beside, ended.planned.plan.budget_bytes, ended.measured_bytes
     assert limit is not None and took is not None
-    more = max(took - limit + budgets.slack_bytes(limit), room.reserve_bytes)
+    more = max(took - limit + budgets.slack_bytes(limit), beside.reserve_bytes)
     # what else a process did meanwhile shall not make all later steps slow
-    room.reserve_bytes = min(room.reserve_bytes + more, int(_MOST_RESERVE * limit))
+    beside.reserve_bytes = min(beside.reserve_bytes + more, int(_MOST_RESERVE * limit))
     return ended.added_bytes
 
 

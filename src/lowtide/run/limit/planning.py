@@ -202,7 +202,7 @@ class PlanMaker:
         self.solved += not plan.changes_nothing
         search, goes_on, agreement = None, _ended_early(plan), self.peers.agreement
         if goes_on and (agreement is None or agreement.rank == 0):
-            least = 0 if plan.budget_bytes else self.counted.step_peak_bytes - entry.room.free_bytes
+            least = 0 if plan.budget_bytes else self.counted.step_peak_bytes - entry.beside.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
                 search = BackgroundSearch(graph, plan.budget_bytes, patience.goes_on, least)
         # ranks that share a plan take a better one together, which the first of them finds
@@ -216,7 +216,7 @@ class PlanMaker:
         percentage is of what the fullest rank takes.
         """
         if (ranks := self.peers.stages()) is not None:
-            own = plain(self.transform(entry)).peak_bytes + entry.room.hidden_bytes
+            own = plain(self.transform(entry)).peak_bytes + entry.beside.hidden_bytes
             self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
 
     # ---- the path --------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ class PlanMaker:
         try:
             graph = self.transform(entry)
             patience = self._patience(graph, budget)
-            problem = Problem(graph, entry.room.free_bytes, patience)
+            problem = Problem(graph, entry.beside.free_bytes, patience)
             demand = self._demand(entry, problem, budget)
             plan, limit = self._plan_for(replace(problem, graph=demand.graph), demand)
             if not plan.changes_nothing:
@@ -256,7 +256,7 @@ class PlanMaker:
         graph = with_crossing(with_overhead(graph), entry.forward_spans)
         graph = with_unreplayable(graph, self.findings)
         state_bytes = self.counted.state_bytes + self.counted.moved_bytes
-        return with_resident(graph, entry.room.unused_bytes + state_bytes)
+        return with_resident(graph, entry.beside.unused_bytes + state_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search."""
@@ -276,7 +276,7 @@ class PlanMaker:
         Raises:
             BudgetError: the budget is ``"auto"``, and too little is free.
         """
-        plain_peak = max(plain(problem.graph).peak_bytes + entry.room.hidden_bytes, self._greatest_plain)
+        plain_peak = max(plain(problem.graph).peak_bytes + entry.beside.hidden_bytes, self._greatest_plain)
         whole_peak = max(plain_peak, self.counted.step_peak_bytes + self.counted.moved_bytes)
         limit, agreement = None, self.peers.agreement
         if budget is not None:

@@ -392,7 +392,7 @@ class PlannedStep(StepWatch):
         limit = planned.plan.budget_bytes
         assert limit is not None
         rates, program = planned.for_varying
-        spare = machine.measure_rise(self.entry) + self.entry.room.reserve_bytes
+        spare = machine.measure_rise(self.entry) + self.entry.beside.reserve_bytes
         most = limit - budgets.slack_bytes(limit) - planned.step_graph.resident_bytes
         return cpp_recorder().OnDemand(self.live_source(), most - spare, rates, program.learn)
 

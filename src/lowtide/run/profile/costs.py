@@ -60,8 +60,8 @@ class MeasuredCost:
     """Seconds and scratch bytes, measured of calls that cost the same.
 
     Attributes:
-        moves: whether the calls are functional collectives, which run on copies of their arguments here.
         is_collective: whether the calls are collectives, functional or in place.
+        on_copies: whether the calls are functional collectives: `CostMeter.run` gives them copies of tensors.
         in_place: whether the calls are collectives that write into a tensor that they are given.
         writes: whether the calls are functional collectives that write into an argument and return it.
         warm, cold: the seconds of each run, or a function that reads them. Cold runs are the first ones of
@@ -79,7 +79,7 @@ class MeasuredCost:
         "cold",
         "in_place",
         "is_collective",
-        "moves",
+        "on_copies",
         "reproduced",
         "scratch_bytes",
         "warm",
@@ -87,9 +87,14 @@ class MeasuredCost:
     )
 
     def __init__(
-        self, is_collective: bool = False, in_place: bool = False, moves: bool = False, writes: bool = False
+        self,
+        is_collective: bool = False,
+        in_place: bool = False,
+        on_copies: bool = False,
+        writes: bool = False,
     ) -> None:
-        self.is_collective, self.in_place, self.moves, self.writes = is_collective, in_place, moves, writes
+        self.is_collective, self.in_place = is_collective, in_place
+        self.on_copies, self.writes = on_copies, writes
         self.scratch_bytes = self.reproduced = 0
         self.blocks: tuple[int, ...] = ()
         self.warm: list[Callable[[], float] | float] = []
@@ -184,20 +189,20 @@ class CostMeter:
     def run(
         self, cost: MeasuredCost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
     ) -> Any:
-        """What an operation returns, measured; a collective is waited for, and a functional one moves copies.
+        """What an operation returns, measured; a collective is waited for, a functional one runs on copies.
 
         The threads that carry out a collective hold its buffers until they have tidied up, so only copies let
         the step's own tensors end where user code lets go of them.
         """
-        if cost.moves:
-            return self._moved_in_copies(cost, func, args, kwargs, warm)
+        if cost.on_copies:
+            return self._run_on_copies(cost, func, args, kwargs, warm)
         if cost.in_place:
             return self.measure(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
         if len(cost.warm if warm else cost.cold) >= RUNS:
             return proceed(func, args, kwargs)
         return self.measure(cost, lambda: proceed(func, args, kwargs), warm)
 
-    def _moved_in_copies(
+    def _run_on_copies(
         self, cost: MeasuredCost, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], warm: bool
     ) -> Any:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -112,7 +112,8 @@ class Profiler(Interceptor):
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
         collectives: the collectives that have begun, and what they hold beside other operations.
         forward_spans: of each forward, its first operation and the first one after it.
-        early: how many outputs of later forwards a backward has come through, and none through the first.
+        early: how many outputs of the step's later forwards backwards have come through that ended before any
+            backward came through its first forward.
     """
 
     def __init__(

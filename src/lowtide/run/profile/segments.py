@@ -29,8 +29,8 @@ and ends once they are the second.
 """
 
 _NEAR = 1.05
-"""Bytes that may cross count as few up to this multiple of the fewest that were seen since the segment may
-end.
+"""A segment that may end ends where at most this multiple of the fewest bytes cross that would have crossed
+since it may end.
 """
 
 

@@ -212,7 +212,7 @@ def _own_copy(base: torch.Tensor, alone: bool) -> torch.Tensor:
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operation with its recorded random state, and restore the generator; wait for a collective."""
-    if node.noted is None:
+    if node.random_state is None:
         result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
     return _draw_again(node, tuple(args), kwargs)
@@ -293,31 +293,31 @@ def _draw(node: Node, run: Runner, call: Call) -> Any:
     args, kwargs = call.args, call.kwargs
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     node.generator = given[0] if given else None
-    node.noted = generator_state(node.device, node.generator)
+    node.random_state = generator_state(node.device, node.generator)
     func, position = with_generator(node.func)
     if func is None or node.device.type != "cpu":
         return run(node.func, args, kwargs)
     own, shared = _OWN.generator, node.generator or torch.default_generator
-    set_generator_state(node.device, own, node.noted)
+    set_generator_state(node.device, own, node.random_state)
     args, kwargs = _with(own, position, args, kwargs)
     result = run(func, args, kwargs)
-    if not _advance(shared, node.noted, own.get_state()) and call.info.fills:
+    if not _advance(shared, node.random_state, own.get_state()) and call.info.fills:
         own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
-        node.noted = generator_state(node.device, own)
+        node.random_state = generator_state(node.device, own)
         result = run(func, args, kwargs)
     return result
 
 
 def _draw_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation again from its recorded state; the shared generator is left unchanged."""
-    assert node.noted is not None
+    assert node.random_state is not None
     func, position = with_generator(node.func)
     if func is not None and node.device.type == "cpu":
-        set_generator_state(node.device, _OWN.generator, node.noted)
+        set_generator_state(node.device, _OWN.generator, node.random_state)
         args, kwargs = _with(_OWN.generator, position, args, kwargs)
         return func(*args, **kwargs)
     before = generator_state(node.device, node.generator)
-    set_generator_state(node.device, node.generator, node.noted)
+    set_generator_state(node.device, node.generator, node.random_state)
     try:
         return node.func(*args, **kwargs)
     finally:

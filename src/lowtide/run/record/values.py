@@ -298,7 +298,8 @@ class Node:
         outputs: for each new storage: position in the flat list of result tensors, and a weak reference to
             its value.
         statistics: positions of running statistics; a replay gets clones of them.
-        noted: what forward noted for the replay: of a random operation, the generator's state before it.
+        random_state: of an operation that draws random numbers, its generator's state before it ran, from
+            which its replay draws; ``None`` of others.
         generator: the generator argument, if one was given.
         device: where it ran.
         exact: whether its replay starts from the same bits as the forward.
@@ -306,13 +307,13 @@ class Node:
         call: the C++ recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
         updated: what a ``call`` overwrites: for each value its place among ``inputs``, and a weak reference
             to the new value.
-        waits: whether it counts among the readers of its inputs: until it has run again, or is deleted. The
-            C++ recorder's form of a call counts for itself.
+        waits: whether the node is counted in the ``readers`` of its inputs: from `complete` on, until it has
+            run again or is deleted. One with a ``call`` is not: C++ counts the call.
     """
 
     __slots__ = (
         "__weakref__", "args", "call", "device", "exact", "func", "generator", "grad", "inputs",
-        "kwargs", "noted", "order", "outputs", "statistics", "updated", "waits", "written",
+        "kwargs", "order", "outputs", "random_state", "statistics", "updated", "waits", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, order: float, device: torch.device) -> None:
@@ -327,7 +328,7 @@ class Node:
         self.written: list[Overwrite] = []
         self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
         self.statistics: tuple[int, ...] = ()
-        self.noted: Any = None
+        self.random_state: Any = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
         self.updated: tuple[tuple[int, weakref.ref[LiveValue]], ...] = ()

@@ -247,7 +247,7 @@ class Bench:
 
 def _argument(leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(leaf, torch.Generator):
-        return torch.Generator(leaf.device)  # the program's own generator stays where it is
+        return torch.Generator(leaf.device)  # user code's own generator stays where it is
     if not isinstance(leaf, TensorSpec):
         return leaf
     empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)

@@ -23,7 +23,7 @@ struct Classes {
     Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
         waits{type, "waits"},
         args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
-        statistics{type, "statistics"}, noted{type, "noted"}, generator{type, "generator"},
+        statistics{type, "statistics"}, random_state{type, "random_state"}, generator{type, "generator"},
         grad{type, "grad"}, inputs{type, "inputs"},
         call{type, "call"}, updated{type, "updated"};
   } node;
@@ -158,7 +158,7 @@ inline py::object new_node(const py::object& func, long order, py::object call) 
   n.exact.set(node, py::bool_(true));
   for (const Slot* slot : {&n.args, &n.written, &n.statistics, &n.updated}) slot->set(node, classes->nothing);
   n.kwargs.set(node, classes->no_names);
-  for (const Slot* slot : {&n.device, &n.noted, &n.generator}) slot->set(node, py::none());
+  for (const Slot* slot : {&n.device, &n.random_state, &n.generator}) slot->set(node, py::none());
   n.grad.set(node, py::bool_(c10::GradMode::is_enabled()));
   n.call.set(node, std::move(call));
   return node;
