@@ -53,8 +53,7 @@ from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import Gradients
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor was resident before the step"
-_REENTRANT = "CheckpointFunctionBackward"
-"""Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
+_REENTRANT = "CheckpointFunctionBackward"  # the autograd node of a reentrant ``torch.utils.checkpoint``
 
 
 class _Outcome(NamedTuple):
@@ -112,8 +111,7 @@ class Profiler(Interceptor):
         given: digests of the tensors that the forward was given, where other ranks may be given the same.
         collectives: the collectives that have begun, and what they hold beside other operations.
         forward_spans: of each forward, its first operation and the first one after it.
-        early: how many outputs of the step's later forwards backwards have come through that ended before any
-            backward came through its first forward.
+        early: outputs of later forwards that backwards came through before any came through the first one.
     """
 
     def __init__(
@@ -135,15 +133,13 @@ class Profiler(Interceptor):
         self.verified, self.began = verify, time.perf_counter()
         self.peak_bytes: int | None = None
         self.backward_unseen = self.ended = self.may_differ = False
-        self.checkpoints, self.nested, self._ran_here = 0, "", [0, 0]
+        self.checkpoints, self.early, self.nested, self._ran_here = 0, 0, "", [0, 0]
         self.given: tuple[int, ...] = ()
         self.collectives = OpenCollectives()
         self.forward_spans: list[tuple[int, int]] = []
-        self.early = 0
         self._first_saved: int | None = None  # by the first forward, so many tensors; once another begins
-        self._forwards = forwards
+        self._forwards, self._on_end = forwards, on_end
         self.runs_backwards = self._goes_on = forwards is not None  # such a step ends when `run` does
-        self._on_end = on_end
         self._stack = ExitStack()
         self.saved = SavedTensors(self.tracer)
         self._checkpoint_calls: Any = weakref.WeakSet()
@@ -233,8 +229,7 @@ class Profiler(Interceptor):
         with tracer.forward(), ExitStack() as stack:
             stack.callback(tape.close)
             stack.enter_context(tracer.following_modules())
-            model = tracer.model
-            if model is not None:
+            if (model := tracer.model) is not None:
                 begins = lambda *_: tape.boundary()  # noqa: E731
                 self._note_gathered()
                 stack.enter_context(private.around_units(model, self._note_gathered, tape.boundary))
@@ -495,10 +490,9 @@ class Profiler(Interceptor):
         """The step; gradients that it left in the model have their parameters' names."""
         self.close()
         self.tracer.name_gradients()
-        nothing = MeasuredCost()
 
         def cost_of(one: Any) -> CostFigures:
-            cost = one if isinstance(one, MeasuredCost) else self._opaque.get(one[1], nothing)
+            cost = one if isinstance(one, MeasuredCost) else self._opaque.get(one[1], MeasuredCost())
             return cost.read()
 
         with no_collection():
