@@ -125,6 +125,7 @@ class Limiter:
         self.calls = Calls(self.delegate, self.engagement, self.warn_once)
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.shared = self.paused = self.called = False
+        self._abandoned = False  # whether a profiled step was
 
     def __getstate__(self) -> dict[str, Any]:
         names, maker = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.maker
@@ -262,9 +263,12 @@ class Limiter:
         if step.takes_another():
             return step
         self.local.step = None
-        if step.is_abandoned():
+        if step.is_abandoned() and not self._abandoned:  # where it happens again, steps are so
+            self._abandoned = True
             self.warn_once(ABANDONED)
-        elif step.is_needed():
+            step.discard()
+            return None
+        if step.is_needed():
             self.warn_once(_TOGETHER)
         step.finish()
         return None

@@ -124,10 +124,10 @@ class ProfiledStep:
         return self.is_pending() and not self.profiler.early
 
     def is_abandoned(self) -> bool:
-        """Whether no backward came through its first forward, which can still be reached, and one through
-        another: that was a step of its own.
+        """Whether no backward came through its first forward, and one through another: that was a step of its
+        own, or steps are so.
         """
-        return self.is_pending() and self.profiler.early > 0
+        return self._has_ended and not self.profiler.watch.backwards
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
@@ -142,10 +142,14 @@ class ProfiledStep:
 
     def finish(self) -> None:
         """End a step whose thread begins another one; if its backward has ended, hand its profile on."""
-        if self._has_ended and not self.is_abandoned():
+        if self._has_ended:
             self.profiler.ends()
         else:
             self.profiler.close()
+
+    def discard(self) -> None:
+        """End the step, and do not hand its profile on."""
+        self.profiler.close()
 
     def _profile_ends(self, _: Profiler) -> None:
         self._on_end(self)
@@ -226,6 +230,10 @@ class PlannedStep(StepWatch):
     def is_abandoned(self) -> bool:
         """Never: each forward has a backward of its own, or takes part in the step's."""
         return False
+
+    def discard(self) -> None:
+        """End the step."""
+        self.close()
 
     def finish(self) -> None:
         """End a step whose thread begins another one."""

@@ -183,15 +183,13 @@ class Profiler(Interceptor):
         watch = self.watch
 
         def reaches(*_: object) -> None:
-            if watch.backwards:  # none has to wait for the first forward
-                watch.backward_begins()
-            else:
-                private.at_backward_end(ends)
+            # none has to wait for the first forward once a backward has ended
+            watch.backward_begins() if watch.backwards else private.at_backward_end(ends)
 
         def ends() -> None:
-            if not (watch.backwards or watch.began):
-                self.early += 1
-                self._end_if_released()
+            self.early += (early := not (watch.backwards or watch.began))
+            if early and self.tracer.unreleased == 0:
+                self.close()
 
         if self._first_saved is None:
             self._first_saved = len(self.tracer.saved)
@@ -452,10 +450,6 @@ class Profiler(Interceptor):
         if self.tracer.closed:
             return
         self.backward_unseen |= self not in interceptors()
-        self._end_if_released()
-
-    def _end_if_released(self) -> None:
-        """A backward has ended: the step is over once autograd holds nothing of it."""
         # of a step that runs its backwards itself autograd's graph may be kept: it is over all the same
         released = self.tracer.unreleased == 0 or self._forwards is not None
         if released and not self._goes_on:
@@ -480,7 +474,7 @@ class Profiler(Interceptor):
         if not self.tracer.closed:
             self.tracer.close()
             self.saved.written.clear()
-            if not (self.watch.backwards or self.early):  # else it is handed on yet
+            if not (self.watch.backwards or self.early):  # else it may be handed on yet
                 self._on_end = None
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
