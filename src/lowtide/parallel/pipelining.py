@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from lowtide.private import storage_use_count
 
+SendsEnd = Literal["next", "backward", "gradient"]
 FREES_BY_ITSELF = hasattr(PipelineStage, "release_fwd_send_outputs")
 """PyTorch's own stage holds memory only for micro-batches in flight."""
 _SENT_ONLY = 2  # the tensor that was sent, and the Python object that looks at its storage
@@ -48,29 +49,9 @@ def stage_of(
     example_input: Tensor,
     example_output: Tensor,
     group: Any,
-    sends_end: Literal["next", "backward", "gradient"] = "gradient",
+    sends_end: SendsEnd = "gradient",
 ) -> PipelineStage:
-    """A stage whose memory is that of its micro-batches in flight. Arguments as of `MemoryStage`; PyTorch's
-    own stage knows by itself when a send has ended.
-    """
-    if FREES_BY_ITSELF:
-        return PipelineStage(
-            module, index, count, device, input_args=example_input, output_args=example_output, group=group
-        )
-    return MemoryStage(
-        module,
-        index,
-        count,
-        device,
-        example_input=example_input,
-        example_output=example_output,
-        group=group,
-        sends_end=sends_end,
-    )
-
-
-class MemoryStage(PipelineStage):
-    """A stage whose memory is that of its micro-batches in flight, with PyTorch before 2.15.
+    """A stage whose memory is that of its micro-batches in flight.
 
     Args:
         module: the stage's module.
@@ -78,26 +59,26 @@ class MemoryStage(PipelineStage):
         device: where it computes.
         example_input, example_output: tensors on the meta device, of the shapes that travel.
         group: the process group of the pipeline.
+        sends_end: as of `MemoryStage`; PyTorch's own stage knows by itself when a send has ended.
+    """
+    more: dict[str, Any] = {"input_args": example_input, "output_args": example_output, "group": group}
+    if FREES_BY_ITSELF:
+        return PipelineStage(module, index, count, device, **more)
+    return MemoryStage(module, index, count, device, sends_end=sends_end, **more)
+
+
+class MemoryStage(PipelineStage):
+    """A stage whose memory is that of its micro-batches in flight, with PyTorch before 2.15.
+
+    Args:
+        stage, more: what PyTorch's own takes.
         sends_end: by when the schedule has waited for a send, after which an output's bytes are dropped
             whoever still looks at them: the ``next`` send, any ``backward``, or (those that wait at the end
             of the step) when the ``gradient`` of that output has come back.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        index: int,
-        count: int,
-        device: torch.device,
-        *,
-        example_input: Tensor,
-        example_output: Tensor,
-        group: Any,
-        sends_end: Literal["next", "backward", "gradient"] = "gradient",
-    ) -> None:
-        super().__init__(
-            module, index, count, device, input_args=example_input, output_args=example_output, group=group
-        )
+    def __init__(self, *stage: Any, sends_end: SendsEnd, **more: Any) -> None:
+        super().__init__(*stage, **more)
         self._sends_end = sends_end
         self._sent: dict[int, list[Tensor]] = {}
         self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
