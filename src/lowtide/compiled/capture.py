@@ -28,6 +28,7 @@ from lowtide.compiled.timeline import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
+from lowtide.private.frames import with_room_for_frames
 from lowtide.progress import current
 
 FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
@@ -245,6 +246,7 @@ class CapturedGraph:
         facts = [own_facts(), self._wishes, way.facts]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
+    @with_room_for_frames
     def _compile(self, cutter: Cutter, inner: Callable[..., Any] | None = None) -> Run:
         at_once = not self._open and inductor.writes_python()  # part of PyTorch's key on disk
         return self.captured.compile(

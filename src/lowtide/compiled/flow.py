@@ -35,6 +35,7 @@ from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
+from lowtide.private.frames import with_room_for_frames
 from lowtide.progress import working
 from lowtide.run.messages import RECOMPILE_LIMIT, Once
 
@@ -255,6 +256,7 @@ class Flow:
 
     # ---- capturing -------------------------------------------------------------------------------
 
+    @with_room_for_frames
     def backend(self, module: fx.GraphModule, inputs: Any) -> Any:
         """What Dynamo calls with each graph that it captures: compiles a graph that is a whole step, and
         keeps any other for the plan of its step.
@@ -441,6 +443,7 @@ class Flow:
             turns = list(map(_Turn, step.graphs, step.sizes, found.ways))
             self._known.planned[step.graphs[0]] = _StepPlan(step, found, turns)
 
+    @with_room_for_frames
     def _plan(self, step: RecordedStep | WholeStep, chosen: Chosen | None = None) -> Found | None:
         """As `plan_step`."""
         shelf = open_shelf(self.options)
