@@ -15,8 +15,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _SLOTS = 150_000
-"""Of 8 bytes: such a frame needs a chunk of 2 MiB, and leaves 0.8 MiB of it to those that it calls. Only what is
-written to takes memory.
+"""Of 8 bytes: such a frame needs a chunk of 2 MiB, and leaves 0.8 MiB of it to those that it calls. Only what
+is written to takes memory.
 """
 
 

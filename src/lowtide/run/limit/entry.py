@@ -94,9 +94,9 @@ class Planned:
 
     def has_forward(self, number: int, key: StepKey) -> bool:
         """Whether the plan has a part for the ``number``-th forward of a step, with this key or larger."""
-        if not 0 < number <= len(self.later_keys):  # the first is found by its key; of a pipeline all are
+        if not 0 < number <= len(self.later_keys):  # 0 has the entry's key; a pipeline has no more keys
             return number < len(self.forward_spans) - len(self.later_keys)
-        # what exists before the step is the first one's matter
+        # gradients from before the step are in the first forward's key alone
         planned, key = self.later_keys[number - 1].without_gradients(), key.without_gradients()
         return key == planned or key.fits_in(planned)
 
@@ -189,7 +189,7 @@ class Seen:
 
     Attributes:
         profiles: how many steps were profiled.
-        steps: how many forwards of steps under a plan began.
+        steps: how many steps under a plan began.
         profiled_ran: how many operations ran, without and with gradients, in the step that is planned for.
         ran: the same, in the latest step that was recorded.
         can_evict: the latest step could have evicted on demand (`PlannedStep.can_evict`).

@@ -145,7 +145,7 @@ class Action(Enum):
     ACCEPT = auto()
     """Warn that the plan stays, and run the step under it."""
     VARY = auto()
-    """Run the step and later ones; these leave a reserve free, and no margin, and take no better plan."""
+    """Run the step. From now on steps evict on demand: a reserve replaces the margin, no search goes on."""
     DISCARD = auto()
     """Plan nothing from the profiled step: some operations were not seen, or were other models'."""
     CLOSE = auto()
@@ -159,8 +159,8 @@ class Action(Enum):
     WAIT = auto()
     """Leave no margin because of this step, unless the next one takes more, too."""
     LEAVE_NOTHING = auto()
-    """Leave nothing free because of this step, nor what an earlier backward of it added to the margin: what
-    its backward kept made it take more.
+    """Leave no margin because of this step, and take back what an earlier backward of it added: only what its
+    backward kept made it take more.
     """
     IGNORE = auto()
     """Learn nothing from the step."""

@@ -24,14 +24,12 @@ from lowtide.trace.tracer import Tracer
 from lowtide.writes import WriteWatch
 
 _ENOUGH, _MUCH = 2, 4
-"""A segment may end once the bytes evicted in it are the first multiple of those that would cross its end,
-and ends once they are the second.
+"""A segment may end once it has evicted this many times the bytes that would cross its end (the first), and
+ends once it has evicted that many times (the second).
 """
 
 _NEAR = 1.05
-"""A segment that may end ends where at most this multiple of the fewest bytes cross that would have crossed
-since it may end.
-"""
+"""Between the two it ends where at most this many times the bytes cross that did where fewest have so far."""
 
 
 class SegmentedTape(Tape):

@@ -29,8 +29,8 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, mover: TransferEngine | None = None) -> None:
         self.mover = mover
-        # a node must not hold its own output: the cycle would never be freed. Nor may a mask that the model
-        # returns, too, look as if its caller held it
+        # an alias: a node that held its own output would be a cycle that is never freed, and a mask that the
+        # model returns, too, would look as if its caller held it
         self.tensor = (
             tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
         )

@@ -126,8 +126,8 @@ class Replay:
                 self.made.pop(id(source), None)
 
     def _is_alone(self, node: Node, value: LiveValue) -> bool:
-        """Whether nobody but the node waits for the bytes of a value that it overwrites. One that runs a
-        second time is counted off already: a reader that is left is another.
+        """Whether nobody but the node waits for the bytes of a value that it overwrites. A node counts as a
+        reader of its inputs until it has run again; in a second run each reader that is left is another one.
         """
         waits = node.waits if node.call is None else cpp_module().waits(node.call)
         return value.held is None and value.readers <= int(waits) and self.uses[id(value)] <= 1
