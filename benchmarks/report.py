@@ -374,12 +374,12 @@ def main() -> None:
             f"one, and {held['forecast_holds']} have the extra time, forecast before any step, within 15 % "
             "of the measured one or 2 % of the step."
         )
-    if found and (busy := load("accuracy_epyc")):  # saved under this name by hand
-        held = busy["held"]
+    if found and (other := load("accuracy_elsewhere")):  # saved under this name by hand
+        held = other["held"]
         text = (
-            f"On another machine, with tests on its other core ({where(busy)}), {held['within_budget']} of "
+            f"On another machine ({where(other)}), {held['within_budget']} of "
             f"{held['of']} rows are within the budget, {held['peak_holds']} have the predicted peak, and "
-            f"{held['forecast_holds']} the forecast extra time: the others were forecast too low."
+            f"{held['forecast_holds']} the forecast extra time."
         )
         parts += ["", text]
         brief += f" {text}"
