@@ -23,9 +23,8 @@ is written to takes memory.
 def with_room_for_frames(function: Callable[P, T]) -> Callable[P, T]:
     """A function whose calls share one chunk of frames, instead of 16 KiB after 16 KiB."""
 
-    @functools.wraps(function)
     def roomy(*args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
     roomy.__code__ = roomy.__code__.replace(co_stacksize=_SLOTS)
-    return roomy
+    return functools.wraps(function)(roomy)
