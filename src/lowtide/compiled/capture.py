@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.cut import Halves, cut
+from lowtide.compiled.frames import with_room_for_frames
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.lower import CompilationEnded
 from lowtide.compiled.moving import Way
@@ -28,7 +29,6 @@ from lowtide.compiled.timeline import Recording
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
-from lowtide.private.frames import with_room_for_frames
 from lowtide.progress import current
 
 FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}

@@ -24,6 +24,7 @@ from torch import fx
 from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes
 from lowtide.compiled.choose_cuts import Chosen, CutSearch, try_cuts
 from lowtide.compiled.dynamic import Numbers
+from lowtide.compiled.frames import with_room_for_frames
 from lowtide.compiled.moving import Way
 from lowtide.compiled.planning import Beside, Found, RecordedStep, WholeStep, plan_step
 from lowtide.compiled.shelf import open_shelf
@@ -35,7 +36,6 @@ from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Offload, Plan, in_one_line
 from lowtide.private import captured, tree_leaves
-from lowtide.private.frames import with_room_for_frames
 from lowtide.progress import working
 from lowtide.run.messages import RECOMPILE_LIMIT, Once
 
