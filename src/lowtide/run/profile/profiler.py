@@ -183,12 +183,16 @@ class Profiler(Interceptor):
         watch = self.watch
 
         def reaches(*_: object) -> None:
-            # none has to wait for the first forward once a backward has ended
-            watch.backward_begins() if watch.backwards else private.at_backward_end(ends)
+            if watch.backwards:  # none has to wait for the first forward once a backward has ended
+                watch.backward_begins()
+            else:
+                private.at_backward_end(ends)
 
         def ends() -> None:
-            self.early += (early := not (watch.backwards or watch.began))
-            if early and self.tracer.unreleased == 0:
+            if watch.backwards or watch.began:
+                return
+            self.early += 1
+            if self.tracer.unreleased == 0:
                 self.close()
 
         if self._first_saved is None:
