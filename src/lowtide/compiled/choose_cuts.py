@@ -64,7 +64,7 @@ first factor, 6 % less on blocks of width 32 by the second, and stayed as it was
 """
 
 SURE = 1.001
-"""Of what is predicted for the smallest peak; what takes no more is not compared with other cuts."""
+"""Where the smallest plan's cuts take at most this times what it predicts, no others are tried."""
 
 MOST_CUTS = 3
 """Candidate cuts of one graph that one step may run: each is compiled."""

@@ -82,7 +82,8 @@ class _Known:
             `search_range` reads it, and adds to it.
         planned: the plans of recorded steps, by their first graph.
         wanted: whether the next step is to be recorded, whatever it is given.
-        missed: what steps were given that ran other calls than any plan.
+        missed: the shapes of the inputs of steps that ran other calls than any plan; the next step that is
+            given such shapes is recorded.
         largest: bytes of what recorded steps were given.
         forwards: of the last recorded step.
         several: whether backward began more often in a step than the last recorded step had forwards.

@@ -10,7 +10,7 @@ What a value goes through, as operations of our own in the two graphs:
 
 When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.transfers`).
 Inductor orders calls anew, so that little memory is held: tickets are small, so they come early, and values
-come late. What shall not come earlier yet reads something that is not there before.
+come late. What must not move earlier takes one more argument (``after``), which does not exist before.
 
 A ticket owns what is stored: autograd lets go of the one when it lets its graph go, and the other goes, too.
 """

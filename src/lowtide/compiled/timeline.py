@@ -59,8 +59,8 @@ class Moment:
             for backward.
         waiting: calls, other than its own, whose backward is to come.
         alive: numbers of the live storages among those that are inputs or outputs of compiled graphs.
-        lent: of a backward, the inputs and outputs of its graph that others hold when it has ended; ``None``
-            for the inputs.
+        lent: of a backward, those inputs and outputs of its graph that others still hold when it has ended;
+            where it is ``None``, the inputs are taken for these.
         own: of a backward, what it alone holds of its graph's inputs and outputs: it was handed them, and
             when it has ended they are gone. By key, the numbers of their storages; not counted in ``bytes``.
         gradients: how many of ``bytes`` are parameters' gradients when it begins.

@@ -12,7 +12,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -39,6 +39,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+from lowtide.private.kernels import compile_kernels
 
 
 def compile_with(
@@ -89,8 +91,11 @@ UNVECTORISED = {"cpp.simdlen": 1}
 takes two thirds of the time.
 """
 
-compile_half: Callable[..., Any] = _compile_fx.compile_fx_inner
-"""What Inductor makes of a forward or a backward."""
+
+def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+    """What Inductor makes of a forward or a backward, its C++ kernels compiled together."""
+    with reading(compile_kernels) if writes_python() else nullcontext():
+        return _compile_fx.compile_fx_inner(half, inputs, **how)
 
 
 @contextmanager
