@@ -117,6 +117,22 @@ def test_settings_of_the_user_come_first() -> None:
     assert abs(real_peak(compiled, model, x) / handle.predicted_peak_bytes - 1) <= 0.01
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["options", "process"])
+def test_a_wrapper_in_cpp_holds_its_budget(given: str) -> None:
+    """Inductor calls its kernels from C++ then, which nobody reads: what it takes is what Python would."""
+    model, x = Model(layers=4, width=64), torch.randn(1024, 64)
+    twin = copy.deepcopy(model)
+    options = {"cpp_wrapper": True}
+    with inductor_config.patch(options if given == "process" else {}):
+        compiled = lowtide.compile(model, "min", options=options if given == "options" else {})
+        compiled(x).backward()
+        real, handle = real_peak(compiled, model, x), lowtide.handle_of(compiled)
+        torch.compile(twin, options=options)(x).backward()
+    assert abs(real / handle.predicted_peak_bytes - 1) <= 0.01 and real <= handle.plan.budget_bytes
+    assert all(map(torch.equal, gradients(model), gradients(twin)))
+
+
 def test_settings_given_beside_compile_options_are_predicted_with() -> None:
     """Buffers that wait for the next of their size take 5.1 MB at least, and 4.7 would do without."""
     options = {**lowtide.compile_options(4_900_000), "allow_buffer_reuse": True}

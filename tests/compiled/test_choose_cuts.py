@@ -75,7 +75,7 @@ class _Code(Generated):
 class _Graph:
     """Notes which of its cuts were compiled to the end."""
 
-    joint, has_fixed_sizes = SimpleNamespace(calls=()), True
+    joint, has_readable_text = SimpleNamespace(calls=()), True
 
     def __init__(self) -> None:
         self.begun: list[str] = []

@@ -57,7 +57,7 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
             return inductor.compile_half(module, inputs, **how)
 
     def backend(module: Any, inputs: Any) -> Any:
-        assert inductor.writes_python()
+        assert inductor.writes_python({})
         return inductor.compile_with(module, inputs, {}, half, at_once=True)
 
     model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()), backend=backend)
@@ -73,6 +73,7 @@ def test_text_is_read_before_it_is_loaded_and_the_backward_comes_at_once(
     ):
         assert "cpp_pybinding" in text and "cpp_pybinding" not in other, "no kernel is defined"
         assert len(body(text)) > 5 and body(other) == body(text), "and all else is what runs"
+    assert "def call(" in inductor.generated(forward, False, {"cpp_wrapper": True})[0]
     planned, _ = inductor.generated(forward, False, {"memory_planning": True})
     assert body(planned) == body(lowered), "where gradients are wanted no pool is laid out"
     assert seen[0] == "forward" and seen[-1] == "backward"

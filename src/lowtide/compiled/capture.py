@@ -198,9 +198,14 @@ class CapturedGraph:
         return self._joint
 
     @property
-    def has_fixed_sizes(self) -> bool:
-        """Whether every call of it has the same sizes."""
-        return not self._open and not any(partitioning.free_sizes(self.joint.module))
+    def has_readable_text(self) -> bool:
+        """Whether what Inductor generates for it says what it takes: it is Python, and for one size."""
+        return self._written_at_once and not any(partitioning.free_sizes(self.joint.module))
+
+    @property
+    def _written_at_once(self) -> bool:
+        """Whether Inductor writes Python for it, and for one size: its backward is not left for later."""
+        return not self._open and inductor.writes_python(self.options or {})
 
     def trace(self) -> Joint | None:
         """Its joint graph; ``None`` where it has no backward. Nothing is compiled."""
@@ -248,7 +253,7 @@ class CapturedGraph:
 
     @with_room_for_frames
     def _compile(self, cutter: Cutter, inner: Callable[..., Any] | None = None) -> Run:
-        at_once = not self._open and inductor.writes_python()  # part of PyTorch's key on disk
+        at_once = self._written_at_once  # part of PyTorch's key on disk
         return self.captured.compile(
             lambda module, inputs: compile_graph(module, inputs, self.options, cutter, inner, at_once)
         )

@@ -40,7 +40,6 @@ from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
-from lowtide.private import inductor
 from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, RESIDENT
 from lowtide.trace.costs.roofline import outside_modes
 
@@ -485,11 +484,11 @@ def try_cuts(graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
             raise came
         if isinstance(came, Chosen):
             return came
-        if isinstance(came, Rejected) or not inductor.writes_python():
+        if isinstance(came, Rejected):
             continue
         both = sorted(zip(graphs, came, strict=True), key=lambda one: len(one[0].joint.calls))
         with contextlib.suppress(CompilationEnded):
             for graph, one in both:
-                if isinstance(one.code, Generated) and not one.code.priced and graph.has_fixed_sizes:
+                if isinstance(one.code, Generated) and not one.code.priced and graph.has_readable_text:
                     inner = functools.partial(one.code.compile, then=functools.partial(check, came, one))
                     graph.run_as(one.way, inner)

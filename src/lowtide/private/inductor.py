@@ -94,7 +94,7 @@ takes two thirds of the time.
 
 def compile_half(half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
     """What Inductor makes of a forward or a backward, its C++ kernels compiled together."""
-    with reading(compile_kernels) if writes_python() else nullcontext():
+    with reading(compile_kernels) if writes_python({}) else nullcontext():
         return _compile_fx.compile_fx_inner(half, inputs, **how)
 
 
@@ -117,9 +117,9 @@ def reading(look: Callable[[str], None]) -> Iterator[None]:
         GraphLowering.save_output_code = before
 
 
-def writes_python() -> bool:
-    """Whether what calls the kernels is generated as Python."""
-    return not (inductor_config.cpp_wrapper or inductor_config.fx_wrapper)
+def writes_python(options: dict[str, Any]) -> bool:
+    """Whether what calls the kernels is generated as Python with these options."""
+    return not (in_force("cpp_wrapper", options) or in_force("fx_wrapper", options))
 
 
 def cache_folder() -> Path | None:
@@ -225,10 +225,12 @@ _UNWRITTEN = {
     "size_asserts": False,
     "alignment_asserts": False,
     "benchmark_harness": False,
+    "cpp_wrapper": False,
+    "fx_wrapper": False,
     "compile_threads": 1,
 }
-"""Settings of Inductor that add text, and no memory; and those with which no Triton kernel is sent to be
-compiled by other processes as soon as its text is there.
+"""Settings of Inductor that add text, or write it in another language, and take no memory; and those with
+which no Triton kernel is sent to be compiled by other processes as soon as its text is there.
 """
 
 
