@@ -178,6 +178,7 @@ def handed_over() -> list[Any]:
     return [len(held) - len(left), set(left) <= set(held), all(map(torch.equal, first, gradients()))]
 
 
+@pytest.mark.skipif(torch.__version__ < (2, 12), reason="this schedule finds no connection over Gloo in 2.11")
 @on_each_backend
 def test_what_the_last_step_left_goes() -> None:
     # on the rank of stages 1 and 2 four activations and four gradients; 0 and 3 are no neighbours.
