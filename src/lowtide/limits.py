@@ -146,7 +146,9 @@ def limit_memory(
     }
     holds_reserved(reserved, model, budget)  # which checks it
     if schedule is not None:
-        return Handle(PipelineLimiter(schedule, model, None, verify, stores, **settings))
+        limiter = PipelineLimiter(schedule, model, None, verify, stores, **settings)
+        limiter.maker.measure_tiers()
+        return Handle(limiter)
     limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **settings)
     model.__dict__["forward"] = limiter
     if private.may_shard():  # before or after this
@@ -154,6 +156,7 @@ def limit_memory(
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
     register_ahead()
+    limiter.maker.measure_tiers()
     if why_eager is not None:
         limiter.warn_once(why_eager)
     if says_it_checkpoints(model):  # others show it in their first step

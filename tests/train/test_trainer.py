@@ -19,11 +19,13 @@ import pytest
 import torch
 
 from lowtide import meter
+from lowtide.budget import format_bytes
 from lowtide.plan.speeds import link_speeds
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter
 from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.progress import Progress
 from lowtide.train.result import TrainResult
 from lowtide.train.trainer import TrainError, train
 
@@ -45,6 +47,17 @@ def options(text: Path, **changes: Any) -> TrainOptions:
 def unplanned(text: Path, **changes: Any) -> TrainOptions:
     """Where it does not matter what is kept."""
     return options(text, budget=None, policy="keep_all", **changes)
+
+
+class Told(Progress):
+    """Notes what a run says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
 
 
 def trail(result: TrainResult) -> list[tuple[float, float]]:
@@ -158,17 +171,27 @@ def test_every_step_stays_within_the_budget_the_planning_ones_included(text: Pat
 
 
 @pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
-def test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step(text: Path) -> None:
+@pytest.mark.parametrize(
+    "more", [{}, {"grad_accum": 2}, {"policy": "mixed"}], ids=["", "accumulates", "mixed"]
+)
+def test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step(
+    text: Path, more: dict[str, Any]
+) -> None:
     """A small batch, whose budget the optimizer's step decides. No step is run aside, and nothing of the
-    refused one stays alive, though nobody collects garbage."""
+    refused one stays alive, though nobody collects garbage. What is told is what holds: the most that any
+    micro-batch needs; and tiers are timed before a step runs."""
+    link_speeds.cache_clear()
     gc.collect()
     gc.disable()
     try:
-        run = options(text, batch=2, seq=64, steps=4, eval_every=0, budget="60%", raise_budget=True)
-        result = train(run)
+        run = options(text, batch=2, seq=64, steps=4, eval_every=0, budget="60%", raise_budget=True, **more)
+        told = Told()
+        result = train(run, told)
     finally:
         gc.enable()
     assert result.within_budget and result.steps_over_budget == []
+    assert result.budget_bytes is not None and max(result.step_peak_bytes) > 0.9 * result.budget_bytes
+    assert [note for note in told.notes if format_bytes(result.budget_bytes) in note]
 
 
 def test_one_step_over_the_budget_is_not_held() -> None:

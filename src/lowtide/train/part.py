@@ -139,6 +139,7 @@ class WholeModel(Part):
 
             shard(self.model, options, ranks)
         self._handle: Any = None
+        self._refused: BudgetError | None = None  # in the step that runs
 
     @property
     def plans(self) -> int:
@@ -162,12 +163,12 @@ class WholeModel(Part):
 
     def _raise_budget(self, error: BudgetError) -> None:
         """Where the budget may be raised to the smallest that works: do so. The next forward plans within
-        it.
+        it, and the end of the step knows what it is.
         """
         if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
         self._handle.set_budget("min")
-        self.note = raised_note(self.options.budget, error)
+        self._refused = error
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
         """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the
@@ -201,6 +202,11 @@ class WholeModel(Part):
         plan = self._handle.plan
         if before is None and plan is not None and budgets.asks_for(self.options.budget) == "min":
             self.note = f"budget {budgets.format_bytes(plan.budget_bytes)}, the smallest that works"
+        if self._refused is not None and plan is not None:
+            self.note = raised_note(self.options.budget, self._refused, plan.budget_bytes)
+            self._refused = None
+            if len(batches) > 1:  # those that add to gradients take more than the first: one budget for all
+                self._handle.set_budget(plan.budget_bytes)
         if not self.ranks.alone:
             self.reduce(optimizer)
         return loss
@@ -267,10 +273,17 @@ def reduced_over(parameters: Iterable[Tensor], ranks: Ranks) -> int:
     return max(averaged, reduced_bytes(partial_gradients(parameters)))
 
 
-def raised_note(asked: str | None, error: BudgetError) -> str:
-    """What is told of a budget that was raised to the smallest that works."""
-    assert error.smallest_bytes is not None
-    chosen = f"budget {budgets.format_bytes(error.smallest_bytes)}, the smallest that works"
+def raised_note(asked: str | None, error: BudgetError, smallest_bytes: int | None = None) -> str:
+    """What is told of a budget that was raised to the smallest that works.
+
+    Args:
+        asked: the budget that is too small.
+        error: that says so.
+        smallest_bytes: what it was raised to, where that is more than the error says.
+    """
+    smallest = error.smallest_bytes if smallest_bytes is None else smallest_bytes
+    assert smallest is not None
+    chosen = f"budget {budgets.format_bytes(smallest)}, the smallest that works"
     if budgets.asks_for(asked) == "min" or error.budget_bytes is None:
         return chosen
     return (

@@ -170,6 +170,17 @@ class PlanMaker:
         self.peers = Peers(model, groups)
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
+    def measure_tiers(self) -> None:
+        """Measure how fast tiers and codecs are, where the policy asks for that: their buffers are in no
+        plan, so it is done before a step runs.
+        """
+        if isinstance(self.policy, str) and self.policy != "mixed":
+            return
+        from lowtide.plan.policies.chosen import Mixed
+
+        if isinstance(policy := resolve(self.policy), Mixed):
+            policy.with_links(str(model_device(self.model)))
+
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget from now on."""
         self.budget, self.version = budget, self.version + 1
