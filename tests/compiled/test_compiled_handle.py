@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import lowtide
 from lowtide.compiled.compiled_handle import CompiledHandle
+from lowtide.errors import BudgetError
 from lowtide.meter import peak, resident_bytes
 from lowtide.run.limit.handle import Handle
 
@@ -235,3 +237,28 @@ def test_what_ranks_average_gradients_in_counts_once_backward_has_ended(returns_
     parts = refused.value.parts
     assert parts["parameters"] == parts["gradients"] == parameters
     assert handle.reduced_bytes <= parts["gradients on their way"] <= 1.01 * expected
+
+
+@pytest.mark.parametrize("returns_loss", [True, False], ids=["one graph", "recorded"])
+def test_what_gradients_take_in_later_steps_is_told_with_the_first_refusal(returns_loss: bool) -> None:
+    """They are cleared after the forward, so every later step begins with them."""
+    torch.manual_seed(0)
+    x = torch.randn(64, 32)
+
+    def steps(budget: int) -> None:
+        compiled, _ = limited(budget, returns_loss)
+        for _ in range(3):
+            loss = compiled(x).square().mean()
+            compiled.zero_grad(set_to_none=True)
+            loss.backward()
+
+    with pytest.raises(BudgetError) as refused:
+        steps(1000)
+    said = re.search(
+        r"steps after the first take up to [\d.]+ [KM]iB \(([\d,]+) bytes\) more", str(refused.value)
+    )
+    assert said is not None and refused.value.smallest_bytes is not None
+    with pytest.raises(BudgetError) as later:
+        steps(refused.value.smallest_bytes)
+    assert "steps after the first" not in str(later.value)
+    steps(refused.value.smallest_bytes + int(said[1].replace(",", "")))

@@ -260,19 +260,24 @@ def in_words(
     error.with_traceback(None)  # a user needs no frames of the planner, nor what they hold
     if demand is not None and error.message is None:
         error = _of_step_or_optimizer(error, model, state_bytes, demand)
-    made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
-    if made and not entry.key.gradients:
-        more = sum(own_share(p).nbytes for p in made)
-        error.add(
-            "Where gradients exist already when a forward begins (they add up over several steps, or are "
-            "cleared after it, as Lightning does), steps after the first take up to "
-            f"{format_bytes(more)} ({more:,} bytes) more: give that on top."
-        )
+    if not entry.key.gradients:
+        _add_of_later_gradients(error, model)
     if entry.traits.makes_graph:
         error.add(f"Its {OF_GRAPH}.")
     if entry.traits.checkpoints:
         error.add_first_remedy(OWN_OFF)
     return error
+
+
+def _add_of_later_gradients(error: BudgetError, model: torch.nn.Module) -> None:
+    """Say what gradients take in steps that begin with them, where the refused one does not."""
+    made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
+    if more := budgets.with_slack(sum(own_share(p).nbytes for p in made)):
+        error.add(
+            "Where gradients exist already when a forward begins (they add up over several steps, or are "
+            "cleared after it, as Lightning does), steps after the first take up to "
+            f"{format_bytes(more)} ({more:,} bytes) more: give that on top."
+        )
 
 
 def _of_step_or_optimizer(
@@ -327,7 +332,7 @@ def compiled_in_words(
     if error.message is not None or error.smallest_bytes is None:
         return error
     error.with_traceback(None)  # as above
-    parts = error.parts
+    parts, had_gradients = error.parts, gradient_bytes > 0
     if after_bytes and error.smallest_bytes <= budgets.with_slack(after_bytes) + 1:  # the peak is there
         resident = after_bytes - reduced_bytes
         parts = {RESIDENT: resident, REDUCED: error.smallest_bytes - resident}
@@ -335,7 +340,10 @@ def compiled_in_words(
     parts = _resident_by_name(parts, model, gradient_bytes, state_bytes, device)
     if inputs := parts.pop(RESIDENT, 0):
         parts[INPUTS] = inputs
-    return error.stating(parts=parts)
+    error = error.stating(parts=parts)
+    if not had_gradients:
+        _add_of_later_gradients(error, model)
+    return error
 
 
 def on_rank(error: BudgetError, more_bytes: int) -> BudgetError:
