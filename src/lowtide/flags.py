@@ -10,7 +10,7 @@ Dtype = Literal["fp32", "bf16"]
 Model = Annotated[
     str,
     typer.Option(
-        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), "
+        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b, mixtral-8x7b, gpt-oss-20b), "
         "hf:TYPE[:key=value,...], a Hugging Face config.json or its folder, or a name on the hub."
     ),
 ]

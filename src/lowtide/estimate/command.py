@@ -25,8 +25,8 @@ from lowtide.estimate.shape import Mlp
 Switch = bool | None
 _SMALLEST_MEMORY = 1 << 20
 MODEL_HELP = (
-    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt2*, llama*, mistral-7b, mixtral-8x7b, qwen*, deepseek-v3, "
-    "gpt-oss-*, nemotron-15b, or a Hugging Face config.json."
+    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt*, llama*, mistral-7b, mixtral-8x*, qwen*, deepseek-v3, "
+    "gpt-oss-*, nemotron-15b, hf:TYPE[:key=value,...], or a Hugging Face config.json."
 )
 
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import unknown
+from lowtide.estimate.presets import SMALL
+from lowtide.model_names import HUB
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +98,8 @@ def _more_than(value: int, least: int = 1) -> int | None:
 
 LOWTIDE_MODELS = {
     "22b": "gpt-22b", "175b": "gpt3-175b",
-    **{name: name for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama2-7b", "llama3-8b",
-                               "llama3-70b")},
+    **{name: name for name in (
+        "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama2-7b", "llama3-8b", "llama3-70b", *SMALL)},
 }  # fmt: skip
 """What ``lowtide train`` calls the presets that it has."""
 
@@ -139,22 +141,6 @@ def _torchtitan(model: str, config: Config, node: int) -> str:
         "--parallelism.enable_async_tensor_parallel": config.overlap_tensor,
     }  # fmt: skip
     return _join(f"{launcher(config, node)} torchtitan/train.py", flags)
-
-
-HUB = {
-    **{f"llama3-{size}": f"meta-llama/Llama-3.2-{size.upper()}" for size in ("1b", "3b")},
-    **{f"llama3-{size}": f"meta-llama/Meta-Llama-3-{size.upper()}" for size in ("8b", "70b")},
-    **{f"llama2-{size}": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")},
-    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}"
-       for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")},
-    **{f"qwen2-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("7b", "72b")},
-    **{name: f"openai/{name}" for name in ("gpt-oss-20b", "gpt-oss-120b")},
-    **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
-    "mistral-7b": "mistralai/Mistral-7B-v0.3", "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3", "glm4.5-air": "zai-org/GLM-4.5-Air",
-    "codellama-34b": "codellama/CodeLlama-34b-hf",
-}  # fmt: skip
-"""Where Hugging Face has the presets' weights."""
 
 
 def _trl(model: str, config: Config, node: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from lowtide.errors import expect
 from lowtide.estimate.errors import EstimateError, unknown
 from lowtide.estimate.shape import Shape
+from lowtide.model_names import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,10 @@ def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
     )
 
 
+def _small_gpt(layers: int, hidden: int, heads: int) -> Preset:
+    return Preset(Shape(layers=layers, hidden=hidden, heads=heads, vocab=256, sequence=1024), dict(MODERN))
+
+
 def _llama(
     layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, sequence: int, **rest: Any
 ) -> Preset:
@@ -95,6 +100,19 @@ def _mpt(layers: int, hidden: int, heads: int) -> Preset:
     return Preset(shape, dict(MODERN))
 
 
+SMALL: dict[str, Preset] = {
+    "gpt-nano": _small_gpt(2, 64, 2),
+    "gpt-tiny": _small_gpt(4, 128, 4),
+    "gpt-mini": _small_gpt(6, 256, 4),
+    "gpt-small": _small_gpt(6, 384, 6),
+    "llama-nano": _llama(2, 64, 4, 2, 192, 256, 2048, tied=True),
+    "llama-tiny": _llama(4, 128, 4, 2, 384, 256, 2048, tied=True),
+    "llama-mini": _llama(6, 256, 8, 4, 704, 256, 2048, tied=True),
+    "llama-small": _llama(6, 384, 6, 2, 1024, 256, 2048, tied=True),
+    "llama-160m": _llama(12, 768, 12, 12, 3072, 32000, 2048),
+}
+"""What ``lowtide train`` and ``plan`` build of their own (`lowtide.models.presets`)."""
+
 PRESETS: dict[str, Preset] = {
     "22b": _megatron(48, 6144, 64, tp=8, pp=1, interleave=1, global_batch=4, micro_batch=4),
     "175b": _megatron(96, 12288, 96, tp=8, pp=8, interleave=3, global_batch=64, micro_batch=1),
@@ -127,6 +145,7 @@ PRESETS: dict[str, Preset] = {
     "qwen3-14b": _llama(40, 5120, 40, 8, 17408, 151936, 8192, qk_norm=True),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, 8192, head_width=128, qk_norm=True),
     "mixtral-8x7b": _llama(32, 4096, 32, 8, 14336, 32000, 32768, experts=8, experts_per_token=2),
+    "mixtral-8x22b": _llama(56, 6144, 48, 8, 16384, 32000, 65536, experts=8, experts_per_token=2),
     "qwen3-30b-a3b": _llama(
         48, 2048, 32, 4, 768, 151936, 40960, head_width=128, qk_norm=True, experts=128, experts_per_token=8
     ),
@@ -155,20 +174,10 @@ PRESETS: dict[str, Preset] = {
     "mpt-70b": _mpt(80, 8192, 64),
     "nemotron-15b": _nemotron(32, 6144, 48, 8, 24576),
     "nemotron-340b": _nemotron(96, 18432, 96, 8, 73728),
+    **SMALL,
 }  # fmt: skip
-"""Published models: 22b to 1t are arXiv 2205.05198, Table 3; the others their own model cards."""
-
-ALIASES = {
-    "gpt-22b": "22b", "gpt3-175b": "175b", "gpt3": "175b", "gpt-175b": "175b", "mt-nlg-530b": "530b",
-    "gpt-530b": "530b", "gpt-1t": "1t",
-    "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b",
-    "llama-3-8b": "llama3-8b",
-    "llama-3-70b": "llama3-70b", "llama-2-7b": "llama2-7b", "llama-2-13b": "llama2-13b",
-    "llama-2-70b": "llama2-70b",
-    "mixtral": "mixtral-8x7b",
-    "intellect-3": "glm4.5-air", "gpt-oss": "gpt-oss-20b",
-    "llama3.2-1b": "llama3-1b", "llama3.2-3b": "llama3-3b", "gpt2-small": "gpt2",
-}  # fmt: skip
+"""Published models: 22b to 1t are arXiv 2205.05198, Table 3; the others their own model cards; and those of
+`SMALL`."""
 
 
 def preset(name: str) -> Preset:
@@ -184,8 +193,8 @@ def preset(name: str) -> Preset:
     key = preset_name(name)
     if key not in PRESETS:
         raise EstimateError(
-            f"{unknown('model', name, PRESETS)}. Any other Hugging Face model has its "
-            "config.json (lowtide estimate --from-hf), which is traced where no formula fits"
+            f"{unknown('model', name, PRESETS)}. Any other Hugging Face model is hf:TYPE[:key=value,...], or "
+            "has its config.json (lowtide estimate --from-hf), which is traced where no formula fits"
         )
     return PRESETS[key]
 
@@ -196,8 +205,7 @@ def preset_name(name: str) -> str:
     >>> preset_name("Llama3.1-8B"), preset_name("config.json")
     ('llama3-8b', 'config.json')
     """
-    key = ALIASES.get(name.lower(), name.lower())
-    return key if key in PRESETS else name
+    return meant(name, PRESETS) or name
 
 
 def changed(shape: Shape, **changes: Any) -> Shape:

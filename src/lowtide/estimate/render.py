@@ -38,6 +38,15 @@ def flops_text(flops: float) -> str:
     return f"{flops:.0f} FLOP"
 
 
+def parameters_text(count: int) -> str:
+    """A number of parameters, of small models in millions.
+
+    >>> parameters_text(8_030_261_248), parameters_text(10_745_088)
+    ('8.03 B', '10.7 M')
+    """
+    return f"{count / 1e9:.2f} B" if count >= 1e8 else f"{count / 1e6:.3g} M"
+
+
 def _stages(found: Estimate) -> list[Stage]:
     """The stages that a table shows: all of a few, the ends and every so many of a long pipeline."""
     if len(found.stages) <= SHOWN_STAGES:
@@ -66,10 +75,10 @@ def header(found: Estimate, name: str | None) -> Text:
     batches = count_text(config.micro_batches, "micro-batch", "micro-batches")
     batches += f" x d={config.dp}" if config.dp > 1 else ""
     active = config.model.active_parameters()
-    used = f" ({active / 1e9:.2f} B active)" if active != found.parameters else ""
+    used = f" ({parameters_text(active)} active)" if active != found.parameters else ""
     split += f", {config.ep} share the experts" if config.ep > 1 else ""
     return Text(
-        f"{name or 'model'}: {found.parameters / 1e9:.2f} B parameters{used}{stages}, on "
+        f"{name or 'model'}: {parameters_text(found.parameters)} parameters{used}{stages}, on "
         f"{count_text(config.devices, 'device')}{f' ({split}{zero})' if split else ''}\n"
         f"{sequences}; a step: {batches} = {count_text(config.global_batch, 'sequence')}, "
         f"{config.global_batch * config.seq:,} tokens",

@@ -11,9 +11,10 @@ from typing import Any
 from lowtide.errors import expect
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError, unknown
-from lowtide.estimate.hugging_face import as_path, read_hugging_face, read_json
-from lowtide.estimate.presets import PAPER, Preset, changed, preset
+from lowtide.estimate.hugging_face import as_path, from_hugging_face, read_hugging_face, read_json
+from lowtide.estimate.presets import PAPER, PRESETS, Preset, changed, preset, preset_name
 from lowtide.estimate.shape import Shape
+from lowtide.model_names import HUGGING_FACE_PREFIX
 
 SHAPE_SETTINGS = tuple(f.name for f in fields(Shape) if f.name != "sequence")
 RUN_SETTINGS = tuple(f.name for f in fields(Config) if f.name != "model")
@@ -25,8 +26,9 @@ def configure(
     """A `Config` from a model's name and any settings, of the run or of the model.
 
     Args:
-        model: a preset (``llama3-8b``), the path of a Hugging Face ``config.json`` or its folder, a `Shape`,
-            or ``None`` with ``layers``, ``hidden`` and ``heads`` among the settings.
+        model: a preset (``llama3-8b``), ``hf:TYPE[:key=value,...]``, the path of a Hugging Face
+            ``config.json`` or its folder, a `Shape`, or ``None`` with ``layers``, ``hidden`` and ``heads``
+            among the settings.
         as_published: begin with the parallel sizes and batches of the model's publication.
         settings: fields of `Config` and of `Shape`; ``None`` means not given.
 
@@ -75,13 +77,18 @@ def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str
         return Preset(changed(model, **shape))
     name = isinstance(model, str | os.PathLike)
     expect(name, "configure(model=)", model, "a preset's name, a config.json or a Shape", EstimateError)
-    path = Path(model)
-    found = (
-        read_hugging_face(path)
-        if path.suffix == ".json" or path.is_dir() or "/" in str(model)
-        else preset(str(model))
-    )
+    found = _named(str(model))
     return Preset(changed(found.shape, **shape), found.usual, found.published)
+
+
+def _named(name: str) -> Preset:
+    if name.lower().startswith(HUGGING_FACE_PREFIX) and preset_name(name) not in PRESETS:
+        from lowtide.models import model_spec  # and transformers, which take seconds
+
+        return from_hugging_face(model_spec(name).describe(), repr(name))
+    path = Path(name)
+    file = path.suffix == ".json" or path.is_dir() or "/" in name
+    return read_hugging_face(path) if file else preset(name)
 
 
 def read_config(path: str | os.PathLike[str], **settings: Any) -> Config:

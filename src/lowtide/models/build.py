@@ -1,10 +1,10 @@
 """From a model's name on the command line to a module with random weights.
 
-Four kinds of names: a preset (``gpt2``), a Hugging Face model type, with settings if wanted
-(``hf:llama:hidden_size=256,num_hidden_layers=4``), the path of a Hugging Face ``config.json`` or of the
-folder that holds one, and a model's name on the hub (``owner/name``). Weights are random, unless those of a
-folder or of the hub are asked for. All become a module ``f(tokens, targets=None)`` that returns a
-`CausalOutput`.
+Four kinds of names: a preset (``gpt2``; all spellings are in `lowtide.model_names`), a Hugging Face model
+type, with settings if wanted (``hf:llama:hidden_size=256,num_hidden_layers=4``), the path of a Hugging Face
+``config.json`` or of the folder that holds one, and a model's name on the hub (``owner/name``). Weights are
+random, unless those of a folder or of the hub are asked for. All become a module
+``f(tokens, targets=None)`` that returns a `CausalOutput`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.model_names import HUGGING_FACE, HUGGING_FACE_PREFIX, meant
 from lowtide.models.common import CausalOutput, next_token_loss
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 from lowtide.models.presets import PRESETS, ModelConfig, ModelError, preset
-
-HUGGING_FACE_PREFIX = "hf:"
 
 
 @dataclass(frozen=True)
@@ -84,11 +83,14 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
         ModelError: the name is unknown, or a setting does not fit the model.
     """
     changes = dict(changes or {})
+    if not Path(name).exists():
+        name = meant(name, (*PRESETS, *HUGGING_FACE.values())) or name
     if name in PRESETS:
         config = preset(name, **changes)
         return ModelSpec(name, config.vocabulary, config.positions, config=config)
     is_path = Path(name).exists() or name.endswith(".json") or "/" in name
-    if not name.startswith(HUGGING_FACE_PREFIX) and not is_path:
+    of_type = name.lower().startswith(HUGGING_FACE_PREFIX)
+    if not of_type and not is_path:
         preset(name)  # raises, with the names that exist
     if changes:
         raise ModelError(
@@ -96,7 +98,7 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
             "under the name it has there"
         )
     source = None
-    if name.startswith(HUGGING_FACE_PREFIX):
+    if of_type:
         hugging_face = _config_of_type(name)
     elif is_hub_name(name):
         hugging_face, source = _config_from_hub(name), name
@@ -243,8 +245,9 @@ def _transformers(name: str) -> Any:
 
 def _config_of_type(name: str) -> Any:
     """The configuration of ``hf:TYPE[:key=value,...]``."""
-    kind, _, settings = name.removeprefix(HUGGING_FACE_PREFIX).partition(":")
+    kind, _, settings = name[len(HUGGING_FACE_PREFIX) :].partition(":")
     transformers = _transformers(name)
+    kind = kind if kind in transformers.CONFIG_MAPPING else kind.lower()
     changes: dict[str, Any] = {}
     for setting in filter(None, settings.split(",")):
         key, equals, text = setting.partition("=")

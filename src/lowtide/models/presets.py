@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from lowtide.errors import LowtideError, expect
+from lowtide.model_names import HUB, HUGGING_FACE, meant
 
 
 class ModelError(LowtideError):
@@ -144,7 +145,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, **changes: Any) -> ModelConfig:
-    """The preset called ``name``, with some settings changed.
+    """The preset called ``name`` in either case, with some settings changed.
 
     >>> preset("gpt-tiny", dropout=0.1).dropout
     0.1
@@ -153,15 +154,28 @@ def preset(name: str, **changes: Any) -> ModelConfig:
         ModelError: there is no such preset or no such setting, or the settings do not fit together.
     """
     expect(isinstance(name, str), "preset(name=)", name, "a name, as in 'gpt-small'", ModelError)
-    if name not in PRESETS:
-        near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}? Else " if near else ""
-        raise ModelError(f"there is no model {name!r}: {hint}the built-in ones are {', '.join(PRESETS)}")
+    found = meant(name, PRESETS)
+    if found is None:
+        raise ModelError(f"there is no model {name!r}: {_instead(name)}")
     known = {field.name for field in fields(ModelConfig)}
     for key in changes:
         if key not in known:
             raise ModelError(f"a model has no setting {key!r}: the settings are {', '.join(sorted(known))}")
-    return replace(PRESETS[name], **changes)
+    return replace(PRESETS[found], **changes)
+
+
+def _instead(name: str) -> str:
+    """What to give in place of a name that is none."""
+    published = meant(name, HUB)
+    near = difflib.get_close_matches(name.lower(), (*PRESETS, *HUGGING_FACE), n=1)
+    hint = f"did you mean {near[0]!r}? Else " if near else ""
+    if published is not None:
+        hint = f"its name on the hub is {HUB[published]}, and lowtide estimate, simulate and suggest know "
+        hint += f"{published!r}. Else "
+    return (
+        f"{hint}the built-in ones are {', '.join(PRESETS)}; transformers builds {', '.join(HUGGING_FACE)}, "
+        "and any other of its models as hf:TYPE[:key=value,...], a config.json or a name on the hub"
+    )
 
 
 def check_config(model: str, config: Any) -> None:

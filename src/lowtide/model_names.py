@@ -1,0 +1,70 @@
+"""Names of language models: one model's spellings, which every command takes, in either case.
+
+``train``, ``plan`` and ``report`` build models (`lowtide.models`), ``estimate``, ``simulate`` and ``suggest``
+have formulas for them (`lowtide.estimate`). Each side has names of its own; `meant` finds the one that a name
+stands for there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+HUGGING_FACE_PREFIX = "hf:"
+
+HUGGING_FACE = {
+    "llama-7b": "hf:llama",
+    "mistral-7b": "hf:mistral",
+    "mixtral-8x7b": "hf:mixtral",
+    "mixtral-8x22b": "hf:mixtral:hidden_size=6144,num_hidden_layers=56,num_attention_heads=48,"
+    "intermediate_size=16384",
+    "deepseek-v3": "hf:deepseek_v3",
+    "gpt-oss-20b": "hf:gpt_oss:num_hidden_layers=24,num_local_experts=32",
+    "gpt-oss-120b": "hf:gpt_oss",
+}
+"""Published models as transformers builds them: most are what a type is without settings."""
+
+HUB = {
+    **{f"llama3-{size}": f"meta-llama/Llama-3.2-{size.upper()}" for size in ("1b", "3b")},
+    **{f"llama3-{size}": f"meta-llama/Meta-Llama-3-{size.upper()}" for size in ("8b", "70b")},
+    **{f"llama2-{size}": f"meta-llama/Llama-2-{size}-hf" for size in ("7b", "13b", "70b")},
+    **{f"qwen3-{size}": f"Qwen/Qwen3-{size.upper()}"
+       for size in ("0.6b", "1.7b", "4b", "8b", "14b", "32b", "30b-a3b", "235b-a22b")},
+    **{f"qwen2-{size}": f"Qwen/Qwen2.5-{size.upper()}" for size in ("7b", "72b")},
+    **{name: f"openai/{name}" for name in ("gpt-oss-20b", "gpt-oss-120b")},
+    **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
+    "mistral-7b": "mistralai/Mistral-7B-v0.3", "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "mixtral-8x22b": "mistralai/Mixtral-8x22B-v0.1",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3", "glm4.5-air": "zai-org/GLM-4.5-Air",
+    "codellama-34b": "codellama/CodeLlama-34b-hf",
+}  # fmt: skip
+"""Where the hub has published models' weights."""
+
+_ALIASES = {
+    "gpt-22b": "22b", "gpt3-175b": "175b", "gpt3": "175b", "gpt-175b": "175b", "mt-nlg-530b": "530b",
+    "gpt-530b": "530b", "gpt-1t": "1t",
+    "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b",
+    "llama-3-8b": "llama3-8b",
+    "llama-3-70b": "llama3-70b", "llama-2-7b": "llama2-7b", "llama-2-13b": "llama2-13b",
+    "llama-2-70b": "llama2-70b",
+    "mixtral": "mixtral-8x7b",
+    "intellect-3": "glm4.5-air", "gpt-oss": "gpt-oss-20b",
+    "llama3.2-1b": "llama3-1b", "llama-1b": "llama3-1b", "llama3.2-3b": "llama3-3b", "gpt2-small": "gpt2",
+    **{spelling: name for name, spelling in HUGGING_FACE.items()},
+}  # fmt: skip
+
+
+def meant(name: str, known: Iterable[str]) -> str | None:
+    """Which of the names that are known somewhere a name stands for; ``None`` where it is none of them.
+
+    Args:
+        name: in either case.
+        known: one spelling of each model.
+
+    >>> meant("Llama3.1-8B", ["gpt2", "llama3-8b"]), meant("gpt3", ["gpt3-175b"]), meant("a.json", ["gpt2"])
+    ('llama3-8b', 'gpt3-175b', None)
+    """
+    given = name.lower()
+    model = _ALIASES.get(given, given)
+    spellings = {given, model, *(other for other, same in _ALIASES.items() if same == model)}
+    found = spellings.intersection(known)
+    return given if given in found else min(found, default=None)
