@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowtide.budget import format_bytes
+from lowtide.words import seconds_text, seconds_texts
 
 
 @pytest.mark.parametrize(
@@ -24,3 +25,25 @@ from lowtide.budget import format_bytes
 )
 def test_format_bytes(count: int, expected: str) -> None:
     assert format_bytes(count) == expected
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ((0.868, 1.001), ("868 ms", "1,001 ms")),
+        ((1.5, 0.0123), ("1,500.0 ms", "12.3 ms")),
+        ((9.996, 45.0), ("10.0 s", "45.0 s")),
+        ((0.00123, 0.00123), ("1.23 ms", "1.23 ms")),
+        ((30.0, 75.0), ("30.0 s", "75.0 s")),
+        ((75.0, 90.0), ("1 min 15 s", "1 min 30 s")),
+        ((0.0, 1e-7), ("0 ms", "0 ms")),
+        ((1.04,), ("1.04 s",)),
+    ],
+)
+def test_seconds_that_are_compared_have_one_unit(seconds: tuple[float], expected: tuple[str]) -> None:
+    assert seconds_texts(*seconds) == expected
+
+
+@pytest.mark.parametrize("exponent", range(-12, 6))
+def test_seconds_are_no_powers_of_ten(exponent: int) -> None:
+    assert "e" not in seconds_text(1.234 * 10.0**exponent)

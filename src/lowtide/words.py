@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from math import floor, log10
+
 
 def seconds_text(seconds: float) -> str:
-    """Seconds with three figures.
+    """Seconds with three figures; less than a microsecond is nothing.
 
     >>> seconds_text(1.234), seconds_text(0.0123), seconds_text(0.9999), seconds_text(83), seconds_text(7500)
     ('1.23 s', '12.3 ms', '1 s', '1 min 23 s', '2 h 05 min')
     """
     size = abs(seconds)
-    if size < 1e-9:
+    if size < 1e-6:
         return "0 ms"
     if size >= 59.95:
         minutes, rest = divmod(round(seconds), 60)
         return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
     return f"{seconds:.3g} s" if size >= 0.9995 else f"{seconds * 1e3:.3g} ms"
+
+
+def seconds_texts(*seconds: float) -> tuple[str, ...]:
+    """Seconds that are compared, in one unit and with as many decimals: the least has three figures.
+
+    >>> seconds_texts(0.868, 1.001), seconds_texts(12.04, 9.5), seconds_texts(0.99996, 1.5)
+    (('868 ms', '1,001 ms'), ('12.04 s', '9.50 s'), ('1.00 s', '1.50 s'))
+    """
+    least = min(seconds)
+    if not 1e-6 <= least < 59.95:
+        return tuple(map(seconds_text, seconds))
+    unit, size = ("s", 1.0) if least >= 0.9995 else ("ms", 1e-3)
+    decimals = max(0, 2 - floor(log10(float(f"{least / size:.3g}"))))
+    return tuple(f"{one / size:,.{decimals}f} {unit}" for one in seconds)
 
 
 def added_text(seconds: float) -> str:

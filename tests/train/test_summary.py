@@ -51,8 +51,16 @@ def row(text: str, name: str) -> list[str]:
 
 def test_one_row_has_the_time_and_its_change_is_that_of_the_two_times_shown() -> None:
     text = shown(measured(0.930), measured(1.040))
-    assert row(text, "time") == ["time", "930 ms", "1.04 s", "+11.8 %"]
+    assert row(text, "time") == ["time", "930 ms", "1,040 ms", "+11.8 %"]
     assert "whose change is the median of all pairs" in " ".join(text.split())
+
+
+def test_a_gap_below_a_microsecond_is_none() -> None:
+    step = lambda x: (x * x).sum()  # noqa: E731
+    graph = lowtide.trace(step, torch.randn(4, 8, requires_grad=True), costs=False)
+    plan = lowtide.plan(graph, policy="keep_all")
+    text = shown(measured(1.0), measured(1.0), dataclasses.replace(plan, bound_extra_seconds=-8.96e-8))
+    assert row(text, "optimality gap")[2] == "0 ms"
 
 
 def test_what_inductor_rounds_is_told_from_a_fault() -> None:

@@ -157,7 +157,7 @@ def find(
     """The best layout found, with its bound; the arguments are `layout`'s, and one above ``capacity`` is
     returned, too.
     """
-    current().say("placing")
+    current().say("placing tensors in memory")
     begin = time.monotonic()
     low, high, sizes = _check_sizes(lower, upper, size, align)
     units = -(-sizes // align)

@@ -193,10 +193,9 @@ class Search:
 
     def _rounds(self, budget: int, wanted: Callable[[], int | None]) -> Iterator[list[Candidate]]:
         """Plans, the cheapest to find first; ``wanted`` says how many descents to run, ``None`` for all."""
-        current().say("rounding the best possible")
+        current().say("searching for a plan")
         bound, point = self.relaxation.solve(budget)
         yield [*self.baselines, *(self._rounded(point, budget) if bound < float("inf") else [])]
-        current().say("searching")
         found = list(islice(self._lows(budget), wanted()))
         self.effort.extend(_LAST)
         yield found

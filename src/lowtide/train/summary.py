@@ -13,7 +13,7 @@ from lowtide.report import terminal_picture
 from lowtide.train.compare import Comparison
 from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
-from lowtide.words import count_text, percent_text, seconds_text
+from lowtide.words import count_text, percent_text, seconds_text, seconds_texts
 
 PICTURE_WIDTH = 96
 
@@ -135,10 +135,11 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
         format_bytes(planned.peak_bytes),
         _change(planned.peak_bytes, plain.peak_bytes) if plain else "",
     )
+    times = seconds_texts(*(one.seconds for one in (plain, planned) if one))
     row(
         "time",
-        seconds_text(plain.seconds) if plain else unknown,
-        seconds_text(planned.seconds),
+        times[0] if plain else unknown,
+        times[-1],
         percent_text(comparison.extra) if comparison.extra is not None else "",
     )
     table.caption = _of_times(plan, comparison)
