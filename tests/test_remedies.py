@@ -36,7 +36,6 @@ MIB, GIB = 1 << 20, 1 << 30
         (PARAMETERS, "FSDP2", 32 * MIB),
         (GRADIENTS, "FSDP2", 32 * MIB),
         (WORKSPACES, "CUBLAS_WORKSPACE_CONFIG", 64 * MIB),
-        (UPDATE, "fused=True", 64 * MIB),
         (ACTIVATIONS, "a batch half as large", 32 * MIB),
     ],
 )
@@ -45,7 +44,7 @@ def test_a_remedy_frees_no_more_than_the_holder_has(name: str, words: str, freed
     assert words in remedy and bytes_freed == freed
 
 
-@pytest.mark.parametrize("name", [BUFFERS, RESIDENT, REDUCED])
+@pytest.mark.parametrize("name", [BUFFERS, RESIDENT, REDUCED, UPDATE])
 def test_where_nothing_helps_nothing_is_proposed(name: str) -> None:
     assert Holder(name, MIB).remedy == ("", 0)
     assert in_lines([Holder(name, MIB, module="norm")]) == [f"1 MiB of {name}, in module 'norm'"]
@@ -71,6 +70,29 @@ def test_only_what_helps_is_proposed() -> None:
     assert "make the batch" not in remedies(int(1.9 * GIB), **activations), "95 % smaller is no batch"
     assert "host_fraction=0.5" in remedies(GIB, **state) and "HostOptimizer" not in remedies(3 * GIB, **state)
     assert "share the model among devices" in remedies(3 * GIB, **activations)
+
+
+def test_where_no_one_thing_is_enough_the_advice_follows_what_holds_most() -> None:
+    def remedies(holders: tuple[Holder, ...] = (), **parts: int) -> str:
+        total = sum(parts.values())
+        return "\n".join(what_to_do(total // 50, total, parts, holders=holders)[1:])
+
+    few = {PARAMETERS: 64 * MIB}
+    assert "make the batch and the sequences smaller" in remedies(**few, **{ACTIVATIONS: 10 * GIB})
+    assert "make the buffers smaller" in remedies(**few, **{BUFFERS: 10 * GIB})
+    for name in (ACTIVATIONS, BUFFERS):
+        assert "FSDP2" not in remedies(**few, **{name: 10 * GIB})
+    many = {PARAMETERS: 10 * GIB, STATE: 20 * GIB}
+    assert "FSDP2" in remedies(**many) and "batch" not in remedies(**many)
+    assert "several of what is listed" not in remedies((Holder(STATE, 20 * GIB),), **many)
+    assert "several of what is listed" in remedies((Holder(STATE, 20 * GIB), Holder(LOSS, 20 * GIB)), **many)
+
+
+def test_what_is_known_of_a_holder_comes_before_what_its_name_says() -> None:
+    holder = Holder(UPDATE, 3 * GIB, known_remedy=("AdamW(..., fused=True)", 2 * GIB))
+    assert in_lines([holder])[0].endswith(": AdamW(..., fused=True) frees about 2 GiB")
+    found = what_to_do(9 * GIB, 10 * GIB, {UPDATE: 3 * GIB}, holders=[holder])
+    assert found[1:] == ["give AdamW(..., fused=True), which frees about 2 GiB"]
 
 
 @pytest.mark.parametrize(

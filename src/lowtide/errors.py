@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from lowtide.remedies import Holder, in_lines, in_short, largest, what_to_do
+from lowtide.remedies import ACTIVATIONS, Holder, in_lines, in_short, largest, what_to_do
 
 
 class LowtideError(Exception):
@@ -80,12 +80,17 @@ class BudgetError(LowtideError):
         if self.message is not None or self.budget_bytes is None or self.smallest_bytes is None:
             return self._first_remedies
         facts = self.budget_bytes, self.smallest_bytes, self.parts, self.policy, self.plain_peak_bytes
-        return *self._first_remedies, *what_to_do(*facts)
+        return *self._first_remedies, *what_to_do(*facts, holders=self._largest)
 
     @property
     def holders(self) -> tuple[str, ...]:
         """A line for each of the three that hold most at the peak."""
-        return tuple(in_lines(largest(self.made, self.parts))) if self.made else ()
+        return tuple(in_lines(self._largest))
+
+    @property
+    def _largest(self) -> tuple[Holder, ...]:
+        known = self.made or ACTIVATIONS not in self.parts  # else who holds these is not known
+        return largest(self.made, self.parts) if known else ()
 
     def __str__(self) -> str:
         short, remedies, holders = str(self.args[0]), self.remedies, self.holders

@@ -23,7 +23,7 @@ WORKSPACES = "cuBLAS workspaces"
 OUTPUTS = "zeros for outputs beside the loss"
 """Names of what is live at a peak, see `lowtide.BudgetError.parts`."""
 
-UPDATE = "its update"
+UPDATE = "temporary copies of its update"
 """Name of what the optimizer's own step allocates, among these."""
 
 REDUCED = "gradients on their way"
@@ -38,11 +38,17 @@ CHUNKS = 8
 SHOWN = 3
 """How many holders are named, the largest first."""
 
-WORTH = 0.01
+WORTH = 0.05
 """Share of the largest holder's bytes that another has to have to be named."""
 
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
+
+_WHOLE = frozenset({PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, UPDATE, REDUCED})
+"""What no step makes: holders of their own, whoever made the rest."""
+
+_LITTLE = 0.1
+"""Share of a peak up to which sharing the model among devices is hardly worth its exchanges."""
 
 _MOST_SMALLER = 0.9
 """The most by which a smaller batch is proposed, as a share: a smaller one is hardly worth training on."""
@@ -59,6 +65,7 @@ class Holder:
             what lies in no one place.
         source: file and line of the code that made it, as far as that is known: ``train.py:31``.
         form: shape and dtype of the largest tensor in it.
+        known_remedy: as `remedy`, where more is known than the name says.
     """
 
     name: str
@@ -66,6 +73,7 @@ class Holder:
     module: str = ""
     source: str = ""
     form: str = ""
+    known_remedy: tuple[str, int] = ("", 0)
 
     @property
     def remedy(self) -> tuple[str, int]:
@@ -74,6 +82,8 @@ class Holder:
         >>> Holder(STATE, 1 << 30).remedy
         ('lowtide.optim.HostOptimizer(..., host_fraction=1)', 1073741824)
         """
+        if self.known_remedy[0]:
+            return self.known_remedy
         if self.name == LOSS:
             return f"computing the loss in {CHUNKS} chunks of tokens", self.bytes - self.bytes // CHUNKS
         if self.name == STATE:
@@ -82,10 +92,8 @@ class Holder:
             return "sharing the model between 2 devices (FSDP2)", self.bytes // 2
         if self.name == WORKSPACES:
             return "CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment (slower products)", self.bytes
-        if self.name in (BUFFERS, RESIDENT, REDUCED):
+        if self.name in (BUFFERS, RESIDENT, REDUCED, UPDATE):
             return "", 0
-        if self.name == UPDATE:
-            return "an optimizer with fused=True", self.bytes
         return "a batch half as large", self.bytes // 2
 
 
@@ -100,8 +108,9 @@ def largest(made: Iterable[Holder], parts: Mapping[str, int]) -> tuple[Holder, .
     >>> [holder.name for holder in largest([Holder("activations", 2 << 20)], {PARAMETERS: 25 << 30})]
     ['parameters']
     """
-    others = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, UPDATE, REDUCED)
-    found = [*made, *(Holder(name, parts[name]) for name in others if parts.get(name))]
+    made = tuple(made)
+    named = {holder.name for holder in made}
+    found = [*made, *(Holder(name, parts[name]) for name in _WHOLE - named if parts.get(name))]
     most = sorted(found, key=lambda holder: -holder.bytes)[:SHOWN]
     return tuple(holder for holder in most if holder.bytes >= WORTH * most[0].bytes)
 
@@ -169,6 +178,7 @@ def what_to_do(
     parts: Mapping[str, int],
     policy: str = "",
     plain_peak_bytes: int | None = None,
+    holders: Sequence[Holder] = (),
 ) -> list[str]:
     """What to do about a budget that is too small, any one of these: give more, or free the bytes that are
     missing, by what is live at the peak.
@@ -176,6 +186,7 @@ def what_to_do(
     Args:
         budget_bytes, smallest_bytes, parts, policy: as of `in_short`.
         plain_peak_bytes: the smallest budget is also told as a share of this.
+        holders: those that hold most, as they are listed.
     """
     share = (
         f", {math.ceil(1000 * smallest_bytes / plain_peak_bytes) / 10:g}% of the plain step's peak"
@@ -210,11 +221,35 @@ def what_to_do(
         share = math.ceil(100 * missing_bytes / state) / 100
         optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
         found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
-    if len(found) == 1 and parts.get(PARAMETERS):
+    for holder in holders:
+        words, freed = holder.known_remedy
+        if freed > missing_bytes:
+            found.append(f"give {words}, which frees about {format_bytes(freed)}")
+    if len(found) == 1:
+        found += _when_no_one_thing_is_enough(missing_bytes, activations, parts, holders)
+    return found
+
+
+def _when_no_one_thing_is_enough(
+    missing_bytes: int, activations: int, parts: Mapping[str, int], holders: Sequence[Holder]
+) -> list[str]:
+    """What to do where nothing that is proposed above frees what is missing by itself: what holds most comes
+    first.
+    """
+    found: list[str] = []
+    shared = parts.get(PARAMETERS, 0) + parts.get(GRADIENTS, 0) + parts.get(STATE, 0)
+    buffers, total = parts.get(BUFFERS, 0), sum(parts.values())
+    if sum(holder.remedy[1] for holder in holders) >= missing_bytes:
+        found.append(f"do several of what is listed below: {format_bytes(missing_bytes)} are missing")
+    if activations > max(shared, buffers):
         found.append(
-            "share the model among devices (FSDP2, lowtide.parallel) or train a smaller one: no batch is "
-            "small enough"
+            f"make the batch and the sequences smaller: what grows with them is {format_bytes(activations)}, "
+            f"and {format_bytes(missing_bytes)} are missing"
         )
+    if buffers > max(shared, activations):
+        found.append(f"make the buffers smaller: they are {format_bytes(buffers)}")
+    if shared > _LITTLE * total:
+        found.append("share the model among devices (FSDP2, lowtide.parallel) or train a smaller one")
     return found
 
 

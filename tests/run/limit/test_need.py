@@ -18,7 +18,7 @@ from lowtide import meter
 from lowtide.meter import available, measure
 from lowtide.meter.resident import innermost
 from lowtide.optim import HostOptimizer
-from lowtide.run.limit.need import CountedOptimizer, missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.need import CountedOptimizer, missing_gradient_bytes, optimizer_need, smaller_update
 from lowtide.run.messages import Once
 
 OPTIMIZERS: dict[str, Any] = {
@@ -152,6 +152,27 @@ def test_the_smallest_budget_holds_the_optimizers_own_step() -> None:
         if step:  # the first one makes the state
             assert 0.99 * handle.plan.budget_bytes <= peak <= handle.plan.budget_bytes
         optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (torch.optim.AdamW, {}, "AdamW(..., fused=True)"),
+        (torch.optim.AdamW, dict(fused=True), ""),
+        (torch.optim.SGD, {}, ""),
+        (torch.optim.RMSprop, dict(foreach=True), "RMSprop(..., foreach=False)"),
+        (torch.optim.RMSprop, dict(foreach=False), ""),
+    ],
+)
+def test_the_option_with_which_an_update_takes_least_is_named(
+    kind: Any, options: dict[str, Any], words: str
+) -> None:
+    parameters = [nn.Parameter(torch.zeros(size, size)) for size in (8, 8, 16, 4)]
+    need = optimizer_need(optimizer := kind(parameters, 0.1, **options))
+    found, freed = smaller_update(optimizer, need)
+    option = {"fused": True} if "fused" in words else {"foreach": False}
+    other = optimizer_need(kind(parameters, 0.1, **(option if words else options)))
+    assert found == words and freed == need.step_bytes - other.step_bytes
 
 
 class AsksNumPy(torch.optim.SGD):

@@ -325,7 +325,44 @@ def test_the_budget_that_is_named_does_for_the_step_and_for_the_optimizers_own()
     of_step, of_optimizer = refused(5000, 2000), refused(1000, 9000)
     assert "optimizer.step()" not in str(of_step).splitlines()[0] and OPTIMIZER_TOO in of_step.detail
     assert "optimizer.step()" in str(of_optimizer) and of_optimizer.smallest_bytes == 9000
-    assert "fused=True" in of_optimizer.detail
+    assert of_optimizer.holders[0].endswith("of temporary copies of its update")
+
+
+class Table(nn.Module):
+    """Few parameters beside a large buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("table", torch.zeros(500, 1000))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.gelu(self.layer(x)).sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_buffers_are_named_and_are_not_said_to_be_sharded(compiled: bool) -> None:
+    model: Any = Table()
+    limited = lowtide.compile(model, "1MiB", backend="aot_eager") if compiled else model
+    if not compiled:
+        lowtide.limit_memory(model, "1MiB")
+    with pytest.raises(BudgetError) as error:
+        limited(torch.randn(64, 16)).backward()
+    assert error.value.holders[0] == "1.91 MiB of buffers, the largest 'table', 500x1000 float32"
+    assert "make the buffers smaller" in str(error.value) and "FSDP2" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "freed"), [(torch.optim.AdamW, "fused=True"), (torch.optim.Adafactor, "")])
+def test_a_refusal_of_the_optimizers_own_step_names_what_holds_most(kind: Any, freed: str) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    lowtide.limit_memory(model, "1500KiB", optimizer=kind(model.parameters()))
+    with pytest.raises(BudgetError, match=r"too small for optimizer\.step\(\)") as error:
+        model(torch.randn(2, 256)).sum().backward()
+    assert "1 MiB of parameters: sharing" in "\n".join(error.value.holders)
+    assert len(error.value.holders) == 3 and freed in error.value.detail
+    assert ("optimizer state: lowtide.optim.HostOptimizer" in str(error.value)) == bool(freed)
+    assert "FSDP2" in error.value.remedies[-1]
 
 
 @pytest.mark.parametrize("more", [-500, 200])

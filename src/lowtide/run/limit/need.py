@@ -7,7 +7,7 @@ what the allocator reserves for its steps (`reserved_bytes`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,9 +22,13 @@ from lowtide.meter.resident import bytes_under, model_device
 from lowtide.plan.data import Plan
 from lowtide.plan.reserved_bytes import reserved_after
 from lowtide.plan.simulate import plain
-from lowtide.remedies import GRADIENTS, PARAMETERS, REDUCED, STATE, UPDATE, WORKSPACES
+from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, REDUCED, STATE, UPDATE, WORKSPACES, Holder
 from lowtide.run.messages import Once
 from lowtide.trace.fake import Faker, FakeTracer
+from lowtide.words import format_bytes
+
+_WAYS = {"fused=True": {"fused": True, "foreach": False}, "foreach=False": {"foreach": False}}
+"""Options of PyTorch's optimizers that run an update in another way."""
 
 _STEPS = 3
 """Steps until what is reserved has settled."""
@@ -53,10 +57,12 @@ class Shortage(NamedTuple):
     Attributes:
         limit_bytes: the budget.
         parts: what is live at its peak, in bytes by name.
+        less: an option of the optimizer with which its update takes less, and how many bytes less.
     """
 
     limit_bytes: int
     parts: dict[str, int]
+    less: tuple[str, int] = ("", 0)
 
     @property
     def least_bytes(self) -> int:
@@ -65,13 +71,15 @@ class Shortage(NamedTuple):
 
     def error(self) -> BudgetError:
         """The refusal, with these facts."""
+        words, freed = self.less
         return BudgetError(
             None,
             self.least_bytes,
-            "An optimizer with fused=True takes less for its update." if self.parts[UPDATE] else "",
+            f"{words} takes {format_bytes(freed)} less for its update." if words else "",
             budget_bytes=self.limit_bytes,
             parts=self.parts,
             subject="optimizer.step()",
+            made=[Holder(UPDATE, self.parts[UPDATE], known_remedy=self.less)] if self.parts[UPDATE] else (),
         )
 
 
@@ -134,7 +142,9 @@ class CountedOptimizer:
     def shortage(self, limit: int | None) -> Shortage | None:
         """What its own step takes where that is above the limit, or ``None``."""
         parts = self._parts()
-        return Shortage(limit, parts) if limit is not None and sum(parts.values()) > limit else None
+        if limit is None or self.optimizer is None or sum(parts.values()) <= limit:
+            return None
+        return Shortage(limit, parts, smaller_update(self.optimizer, self.need))
 
     def _parts(self) -> dict[str, int]:
         """What is live at the peak of its own step, in bytes by name."""
@@ -143,9 +153,11 @@ class CountedOptimizer:
         need, own = self.need, resident_bytes(self.model)
         own += missing_gradient_bytes(self.optimizer)
         parameters = sum(own_share(parameter).nbytes for parameter in self.model.parameters())
+        buffers = min(own - parameters, bytes_under(self.model.buffers()))
         return {
             PARAMETERS: parameters,
-            GRADIENTS: own - parameters,
+            BUFFERS: buffers,
+            GRADIENTS: own - parameters - buffers,
             STATE: need.state_bytes,
             WORKSPACES: workspace_bytes(model_device(self.model)),
             UPDATE: need.step_bytes,
@@ -180,19 +192,48 @@ class CountedOptimizer:
         self.moved_bytes = everything - optimizer.device_state_bytes(share)
 
 
-def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
+def smaller_update(optimizer: torch.optim.Optimizer, need: OptimizerNeed) -> tuple[str, int]:
+    """The option with which the optimizer's update takes least beside its state, and how many bytes less that
+    is; no words where it takes least as it is.
+    """
+    best = ("", 0)
+    for name, options in _WAYS.items():
+        if not need.step_bytes or not options.keys() <= optimizer.defaults.keys():
+            continue
+        if "fused" in options and isinstance(optimizer, torch.optim.Adagrad) and _on_accelerator(optimizer):
+            continue  # PyTorch has that one for CPUs alone
+        try:
+            less = need.step_bytes - optimizer_need(optimizer, options).step_bytes
+        except PlanError:
+            continue  # not with these parameters
+        if less > best[1]:
+            best = f"{type(optimizer).__name__}(..., {name})", less
+    return best
+
+
+def _on_accelerator(optimizer: torch.optim.Optimizer) -> bool:
+    return any(parameter.device.type != "cpu" for parameter in _parameters(optimizer))
+
+
+def optimizer_need(
+    optimizer: torch.optim.Optimizer, options: Mapping[str, Any] | None = None
+) -> OptimizerNeed:
     """Run one step of a copy of ``optimizer`` on fake tensors and count what it allocates. Of sharded
     parameters (FSDP2) this process's share counts.
 
     Of optimizers whose step cannot run on fake tensors (it calls NumPy, say) only the present state is known;
     the caller has to tell that.
 
+    Args:
+        optimizer: the optimizer.
+        options: of its parameter groups, in place of their own.
+
     Raises:
         PlanError: it cannot run on fake tensors, and has no state yet.
     """
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes())  # type: ignore
-    faker = Faker()
+    faker, more = Faker(), options or {}
     present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
     try:
         with faker.mode:
@@ -202,7 +243,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
                 if parameter.requires_grad:
                     fake.requires_grad_().grad = torch.empty_like(fake)
             groups = [
-                {**faker.tree(_as_chosen(group)), "params": [fakes[p] for p in group["params"]]}
+                {**faker.tree(_as_chosen(group)), **more, "params": [fakes[p] for p in group["params"]]}
                 for group in optimizer.param_groups
             ]
             twin = type(optimizer).__new__(type(optimizer))
@@ -216,7 +257,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
                 peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
     except Exception as error:  # user code on fake tensors may raise anything
-        if present:
+        if present and not more:
             return OptimizerNeed(present, 0, f"{type(error).__name__}: {error}")
         raise PlanError(
             f"the memory of {type(optimizer).__name__} cannot be worked out before its first step "

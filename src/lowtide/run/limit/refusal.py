@@ -37,6 +37,7 @@ from lowtide.remedies import (
     STATE,
     UPDATE,
     WORKSPACES,
+    Holder,
     in_lines,
 )
 from lowtide.run.limit.entry import Entry, Planned
@@ -259,7 +260,7 @@ def in_words(
     """
     error.with_traceback(None)  # a user needs no frames of the planner, nor what they hold
     if demand is not None and error.message is None:
-        error = _of_step_or_optimizer(error, model, state_bytes, demand)
+        error = _with_buffers(_of_step_or_optimizer(error, model, state_bytes, demand), model)
     if not entry.key.gradients:
         _add_of_later_gradients(error, model)
     if entry.traits.makes_graph:
@@ -340,10 +341,21 @@ def compiled_in_words(
     parts = _resident_by_name(parts, model, gradient_bytes, state_bytes, device)
     if inputs := parts.pop(RESIDENT, 0):
         parts[INPUTS] = inputs
-    error = error.stating(parts=parts)
+    error = _with_buffers(error.stating(parts=parts), model)
     if not had_gradients:
         _add_of_later_gradients(error, model)
     return error
+
+
+def _with_buffers(error: BudgetError, model: torch.nn.Module) -> BudgetError:
+    """The same refusal, with the name of the model's largest buffer where buffers are live at the peak."""
+    named = sorted(model.named_buffers(), key=lambda one: one[1].nbytes)
+    size = error.parts.get(BUFFERS, 0)
+    if not named or not size or not error.holders:
+        return error
+    name, most = named[-1]
+    form = f"the largest {name!r}, {'x'.join(map(str, most.shape)) or 1} {str(most.dtype)[len('torch.') :]}"
+    return error.stating(made=[*error.made, Holder(BUFFERS, size, form=form)])
 
 
 def on_rank(error: BudgetError, more_bytes: int) -> BudgetError:
