@@ -99,13 +99,15 @@ def test_an_evaluation_leaves_the_plan_of_the_step_in_force() -> None:
     assert handle._flow is flow and handle.plan == plan, "nothing is recorded and compiled anew"
 
 
-def test_a_compiled_step_is_reported(tmp_path: Path) -> None:
+def test_a_compiled_step_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     compiled, handle = limited()
     with pytest.raises(lowtide.PlanError, match="no plan to report on yet"):
         handle.report(tmp_path / "page.html")
     compiled(torch.randn(1024, 32)).backward()
     path = handle.report(tmp_path / "page.html")
     assert path == tmp_path / "page.html" and "blocks" in path.read_text()
+    assert handle.report().resolve() == tmp_path / "lowtide.html"
     assert handle.graph is not None and handle.plannings == 1 and handle.kept == {}
 
 

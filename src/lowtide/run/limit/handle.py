@@ -106,8 +106,8 @@ class LimitHandle(ABC):
         shown = "" if plan is None else plan._repr_html_()
         return f"<p><code>{html.escape(repr(self))}</code></p>{shown}"
 
-    def report(self, path: str | Path, title: str = "") -> Path:
-        """Show the latest step and its plan in a file.
+    def report(self, path: str | Path = "lowtide.html", title: str = "") -> Path:
+        """Show the latest step and its plan in a file; in a notebook show `make_report()` itself.
 
         Args:
             path: ``.html`` for a page, ``.png``, ``.pdf`` or ``.svg`` for a picture, ``.pickle`` for
