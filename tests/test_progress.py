@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import logging
 import os
 import pty
@@ -98,18 +99,43 @@ def test_without_a_terminal_long_work_has_lines(
     """A compiler that takes a minute, in a notebook or a log, was silent."""
     for name in ("LOWTIDE_PROGRESS", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    clock = iter([0.0, 1.0, 4.0, 5.0, 6.0, 9.0, 10.0, 19.0, 21.0, 21.5])
+    clock = iter([0.0, 1.0, 4.0, 5.5, 6.0, 9.0, 10.5, 19.0, 21.0, 29.0, 30.0, 31.5])
     monkeypatch.setattr(progress.time, "perf_counter", lambda: next(clock))
     with working("compiling", "compiled") as work:
         work.say("compiling recorder.cpp")
-        for _ in range(7):
+        for _ in range(9):
             work.tick()
         work.done("once for this PyTorch")
     assert capsys.readouterr().err.splitlines() == [
-        "lowtide: compiling recorder.cpp, 5 s so far",
+        "lowtide: compiling recorder.cpp, 6 s so far",
         "lowtide: compiling recorder.cpp, 10 s so far",
         "lowtide: compiling recorder.cpp, 21 s so far",
-        "lowtide: compiled in 21.5 s: once for this PyTorch",
+        "lowtide: compiling recorder.cpp, 30 s so far",
+        "lowtide: compiled in 31.5 s: once for this PyTorch",
+    ]
+
+
+def test_what_will_be_silent_is_said_before_it_begins(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An import or PyTorch's compiler takes many seconds and calls nothing of ours."""
+    for name in ("LOWTIDE_PROGRESS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    with working("planning", "planned") as work:
+        work.say("importing transformers", silent=True)
+        now[0] = 2.0
+        work.say("building a model", silent=True)  # so soon after a line it has none
+        now[0] = 9.5
+        work.say("compiling", silent=True)
+        now[0] = 11.0
+        for _ in work.each("timing operations", ["mm", "gelu"]):
+            now[0] += 8.0
+    assert capsys.readouterr().err.splitlines() == [
+        "lowtide: importing transformers ...",
+        "lowtide: compiling, 10 s so far",
+        "lowtide: timing operations (2 of 2), 27 s so far",
     ]
 
 
@@ -194,3 +220,26 @@ def test_a_setting_that_means_nothing_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOWTIDE_PROGRESS", "banana")
     with pytest.raises(lowtide.LowtideError, match="LOWTIDE_PROGRESS is 'banana': 0 turns progress off"):
         place()
+
+
+def test_the_comparison_of_two_steps_says_at_which_pair_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Twelve steps of seconds each, one after the other, were silent off a terminal."""
+    import torch
+
+    from lowtide.train.compare import compare
+
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.randn(4, 8)
+    handle = lowtide.limit_memory(model, "100%", loss_fn=torch.sum, progress=False)
+    handle.prepare(x)
+    for name in ("LOWTIDE_PROGRESS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    clock = itertools.count(0.0, 20.0)  # so each sign has a line
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=clock.__next__))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    compare(model, handle, optimizer, lambda: model(x).sum(), torch.device("cpu"), pairs=2)
+    told = capsys.readouterr().err
+    for pairs in range(3):
+        assert f"lowtide: measuring pairs of a plain and a planned step ({pairs} of 2), " in told
+    assert told.index("measuring a planned step") < told.index("measuring a plain step")

@@ -219,7 +219,8 @@ def train(
         asked = options_to_resume(asked, _given(context))
     if asked["warmup"] is None:
         asked["warmup"] = min(asked["steps"], max(20, asked["steps"] // 10))
-    options = TrainOptions(**asked)
+    with mute() if quiet else nullcontext():
+        options = TrainOptions(**asked)
     first = os.environ.get("RANK", "0") == "0"  # the others' results are in its
     console = Console(quiet=quiet or not first)
     progress = Progress(console)

@@ -10,7 +10,7 @@ Everything goes to the logger ``lowtide``: what is being done at level DEBUG; th
 when work has taken a second and is not over, at level INFO. The bar is for people: it is there where standard
 error is a terminal, once the work has taken a second. It needs no thread, so that it disturbs nothing that
 is timed. Where standard error is no terminal, work that takes 5 seconds says so in a line, again after 10,
-20, 40, ..., and at its end.
+20, 30, ..., and at its end.
 
 To keep it quiet: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
 environment, or `mute` around a piece of code. A level above INFO on the logger turns all of it off.
@@ -42,6 +42,9 @@ AFTER_SECONDS = 1.0
 LINE_SECONDS = 5.0
 """The same where standard error is no terminal."""
 
+EVERY_SECONDS = 10.0
+"""There, between later lines."""
+
 _REFRESH_SECONDS = 0.1
 
 _current: ContextVar[Work | None] = ContextVar("lowtide_progress", default=None)
@@ -61,7 +64,7 @@ class Work:
         self.depth = 0
         self._place: Audience = place
         self._begin = self._latest = time.perf_counter()
-        self._next_line = LINE_SECONDS
+        self._next_line, self._latest_line = LINE_SECONDS, -LINE_SECONDS
         self._text, self._count, self._total = what, 0, 0
         self._line = ""
         self._logged = False
@@ -76,10 +79,20 @@ class Work:
         """Called now and then while one piece is being done, so that long ones are not silent."""
         self._show()
 
-    def say(self, text: str, total: int = 0) -> None:
-        """What is being done from now on, in how many pieces where that is known."""
+    def say(self, text: str, total: int = 0, silent: bool = False) -> None:
+        """What is being done from now on.
+
+        Args:
+            text: what it is.
+            total: in how many pieces, where that is known.
+            silent: it may take many seconds without a tick, as an import or a compiler does; so where there
+                is no terminal, too, this is said before.
+        """
         self._text, self._count, self._total = text, 0, total
         log.debug("%s: %s", self.what, text)
+        if silent and self._place == "lines" and self.seconds - self._latest_line >= LINE_SECONDS:
+            self._next_line = 0.0
+            self._show_line(self.seconds)
         self._show(at_once=True)
 
     def each(self, text: str, items: Sequence[T]) -> Iterator[T]:
@@ -103,9 +116,8 @@ class Work:
             self._logged = True
             log.info("%s, %.1f s so far: %s", self.what, now - self._begin, self._text)
         self._latest = now
-        if self._place == "lines" and now - self._begin >= self._next_line:
-            self._next_line = 2 * (now - self._begin)
-            _print(f"{self._text}, {now - self._begin:.0f} s so far")
+        if self._place == "lines":
+            self._show_line(now - self._begin)
         if self._place != "terminal":
             return
         if self._bar is None:
@@ -116,6 +128,16 @@ class Work:
         self._bar.update(task, description=f"lowtide: {self._text}", completed=self._count, total=total)
         self._bar.start()  # does nothing where it has begun
         self._bar.refresh()
+
+    def _show_line(self, seconds: float) -> None:
+        """A line, where one is due after so many seconds."""
+        if seconds < self._next_line:
+            return
+        self._latest_line = seconds
+        self._next_line = max(LINE_SECONDS, EVERY_SECONDS * ((seconds + 2) // EVERY_SECONDS + 1))
+        pieces = f" ({self._count} of {self._total})" if self._total else ""
+        so_far = f", {seconds:.0f} s so far" if seconds >= AFTER_SECONDS else " ..."
+        _print(f"{self._text}{pieces}{so_far}")
 
     def close(self, failed: bool) -> None:
         """Take the bar away, and tell the line at the end unless it failed."""

@@ -235,7 +235,7 @@ class CapturedGraph:
             inner: as of `compile_graph`, where it is not compiled so yet.
         """
         if way not in self._compiled:
-            current().say("compiling")
+            current().say("compiling the step as planned", silent=True)
             cutter = cutter_at(way, self.joint.structure, self.options, self._key(way))
             self._compiled[way] = self._compile(cutter, inner)
         return self._compiled[way]

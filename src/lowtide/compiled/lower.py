@@ -140,7 +140,7 @@ class Generated:
 
     def _lower(self) -> None:
         forward, backward = self._halves
-        current().say("planning: asking Inductor what a plan takes")
+        current().say("asking Inductor what a plan takes", silent=True)
         text, strides = inductor.generated(forward, False, self._options)
         self.read(text, forward, {}, False)
         donated = inductor.donated_inputs(forward, backward, self._joint.forward_outputs)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from lowtide.models.common import CausalOutput, next_token_loss
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 from lowtide.models.presets import PRESETS, ModelConfig, ModelError, preset
+from lowtide.progress import current
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,7 @@ class HuggingFaceModel(nn.Module):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         transformers = _transformers(spec.name)
+        current().say(f"building {spec.name}", silent=True)
         try:
             self.model: nn.Module = (
                 _with_weights(transformers, spec)
@@ -234,6 +237,8 @@ def _config_from_hub(name: str) -> Any:
 
 
 def _transformers(name: str) -> Any:
+    if "transformers" not in sys.modules:
+        current().say("importing transformers", silent=True)
     try:
         import transformers
     except ImportError as error:

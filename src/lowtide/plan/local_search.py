@@ -19,6 +19,7 @@ from lowtide.plan.bound import Effort
 from lowtide.plan.data import Move
 from lowtide.plan.data.plan import by_members
 from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.progress import current
 
 _PASSES = 4
 """How often `LocalSearch.faster` goes through the values that it may store."""
@@ -79,6 +80,7 @@ class LocalSearch:
 
     def _simulate(self, closed: frozenset[int]) -> Candidate:
         self.effort.note(len(self.sim.graph.operations))
+        current().tick()
         return Candidate(closed, self.sim.simulate(closed))
 
     def faster(self, best: Candidate, budget: int) -> Candidate:

@@ -22,6 +22,7 @@ from lowtide.graph import StepGraph
 from lowtide.meter.cuda import workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_wrapper_type, op_info, tensors_of
 from lowtide.private import FakeTensor, TorchDispatchMode
+from lowtide.progress import current
 from lowtide.trace.costs.specs import OpCost, OpSpec, Signature, signature_of
 from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.tracer import Tracer
@@ -241,6 +242,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
             TraceError: the call allocates what fake tensors do not show, or reads a trainable tensor that the
                 trace does not know.
         """
+        current().tick()
         if call.info.real_only:
             raise TraceError(
                 f"{call.info.name} allocates memory that fake tensors do not show: run the step for real"

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lowtide import meter
 from lowtide.meter.cuda import resident_workspace_bytes
 from lowtide.plan.data import Plan
+from lowtide.progress import Work, working
 from lowtide.report.picture import Curve
 from lowtide.run.limit.need import own_share
 from lowtide.trace.untouched import gpus_of
@@ -125,8 +126,8 @@ def compare(
     """
     clear = clear or optimizer.zero_grad
 
-    def run(planned: bool) -> tuple[meter.Measurement, int, float]:
-        """One measured step: its measurement, the resident bytes before it, its seconds. Gradients stay."""
+    def run(planned: bool) -> tuple[meter.Measurement, int]:
+        """One measured step: its measurement, and the resident bytes before it. Gradients stay."""
         clear()
         resident = meter.resident_bytes(model, optimizer, device) + resident_workspace_bytes(device)
 
@@ -137,26 +138,44 @@ def compare(
 
         with nullcontext() if planned else handle.paused(), torch.random.fork_rng(gpus_of([model])):
             measured = meter.measure(step, device=device)
-        return measured, resident, measured.seconds
+        return measured, resident
 
-    first, resident, _ = run(planned=True)
+    with working("measuring", "measured") as work:
+        return _measure(work, model, handle, optimizer, run, device, pairs, agree)
+
+
+def _measure(
+    work: Work,
+    model: nn.Module,
+    handle: Any,
+    optimizer: torch.optim.Optimizer,
+    run: Callable[..., tuple[meter.Measurement, int]],
+    device: torch.device,
+    pairs: int,
+    agree: Callable[[bool], bool],
+) -> Comparison:
+    """As `compare`; ``run`` gives a step's measurement, and the resident bytes before it."""
+    work.say("measuring a planned step")
+    first, resident = run(planned=True)
     planned_digests = _digests(model, first.value)
     plan: Plan = handle.plan
     room = free_bytes(device)
     if agree(room is not None and plan.plain_peak_bytes - resident > 0.9 * room):
-        runs = [run(planned=True)[0] for _ in range(pairs)]
+        runs = [run(planned=True)[0] for _ in work.each("measuring planned steps", range(pairs))]
         middle = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
         measured = _highest("planned", runs, middle, resident + plan.slab_bytes)
         return Comparison(plan, measured, None, None)
+    work.say("measuring a plain step")
     plain_digests = _digests(model, run(planned=False)[0].value)
     plain_runs, planned_runs = [], []
     began = time.perf_counter()
-    for pair in range(pairs):
+    for pair in work.each("measuring pairs of a plain and a planned step", range(pairs)):
         if pair >= 2 and agree(time.perf_counter() - began > ENOUGH_SECONDS):
             break
         order = (False, True) if pair % 2 == 0 else (True, False)
         for planned in order:
             (planned_runs if planned else plain_runs).append(run(planned)[0])
+            work.tick()
     optimizer.zero_grad(set_to_none=True)
     # one pair gives both times and their change: on a noisy machine two medians contradict that of the pairs
     plain, planned = median_pair(list(zip(plain_runs, planned_runs, strict=True)))

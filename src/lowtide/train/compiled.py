@@ -17,7 +17,7 @@ from lowtide.errors import BudgetError
 from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec
 from lowtide.plan.data import Plan, in_one_line
-from lowtide.progress import working
+from lowtide.progress import current, working
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, WholeModel, raised_note
@@ -61,7 +61,7 @@ class CompiledModel(WholeModel):
         if self._handle.plan is not None:
             return super().step(batches, optimizer)
         with working("compiling", "compiled") as work:
-            work.say("compiling and planning one step")
+            work.say("compiling and planning one step", silent=True)
             loss = super().step(batches, optimizer)
             if (plan := self._handle.plan) is not None:
                 work.done(in_one_line(plan))
@@ -118,6 +118,7 @@ class CompiledModel(WholeModel):
     def paused(self) -> Iterator[None]:
         """In the block the step is what `torch.compile` alone makes of it."""
         if self._plain is None:
+            current().say("compiling the plain step", silent=True)
             self._plain = torch.compile(self.model, backend=self._backend)
         planned, self._call = self._call, self._plain
         try:

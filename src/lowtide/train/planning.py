@@ -24,7 +24,7 @@ from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.plan.simulate.holders import planned_holders
-from lowtide.progress import working
+from lowtide.progress import Work, working
 from lowtide.remedies import in_lines
 from lowtide.run.transforms import with_overhead
 from lowtide.trace.costs.timing import measure_costs
@@ -123,11 +123,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
     """
     from lowtide.compiled.planning import forecast  # takes seconds, which other plans do without
 
-    spec = checked_spec(
-        options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
-    )
     device = torch.device(options.device)
-    model = untouched(lambda: build_model(spec), device)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
     backend = options.compile_backend or "inductor"
 
@@ -137,6 +133,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
 
     assert options.budget is not None  # checked with the options
     with working("planning", "planned") as work:
+        model = _model(options, device)
         work.say("tracing and planning one compiled step")
         try:
             made = within(options.budget)
@@ -157,12 +154,17 @@ def trace_and_plan(options: PlanOptions) -> tuple[StepGraph, Plan]:
     Raises:
         LowtideError: the options do not fit the model, or no plan meets the budget.
     """
-    spec = checked_spec(
-        options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
-    )
+    with working("planning", "planned") as work:
+        graph, made = _trace_and_plan(options, work)
+        work.done(in_one_line(made))
+    return graph, made
+
+
+def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
+    """As `trace_and_plan`."""
     card = find_device(options.device) if options.device.lower() in DEVICES else None
     device = torch.device(options.device if card is None else "cpu")
-    model = untouched(lambda: build_model(spec), device)
+    model = _model(options, device)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
@@ -170,33 +172,37 @@ def trace_and_plan(options: PlanOptions) -> tuple[StepGraph, Plan]:
             return model(tokens, targets).loss
 
     policy = options.policy or "optimal"
-    with working("planning", "planned") as work:
-        work.say("tracing one step")
-        inputs = (tokens, tokens.clone())
-        if card is None:
-            timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
-            traced = trace_fake(step, inputs, {}, [model], device.type, timed)
-            graph = with_overhead(traced)
-            made = _plan_within(graph, options, policy)
-        else:
-            price = pricer(card)
-            graph = trace_fake(
-                step,
-                inputs,
-                {},
-                [model],
-                device.type,
-                lambda specs: {key: price(specs[key]) for key in specs},
-            )
-            graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
-            made = _plan_within(
-                graph, replace(options, budget=_budget_on(card, model, options.budget)), policy
-            )
-            made = replace(made, notes=(*made.notes, _price_note(card)))
-        notes = (_most_held(graph, made, card), *_reserve_note(graph, made, card), _no_optimizer(model))
-        made = replace(made, notes=(*made.notes, *notes))
-        work.done(in_one_line(made))
+    work.say("tracing one step")
+    inputs = (tokens, tokens.clone())
+    if card is None:
+        timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
+        traced = trace_fake(step, inputs, {}, [model], device.type, timed)
+        graph = with_overhead(traced)
+        made = _plan_within(graph, options, policy)
+    else:
+        price = pricer(card)
+        graph = trace_fake(
+            step,
+            inputs,
+            {},
+            [model],
+            device.type,
+            lambda specs: {key: price(specs[key]) for key in specs},
+        )
+        graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
+        made = _plan_within(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
+        made = replace(made, notes=(*made.notes, _price_note(card)))
+    notes = (_most_held(graph, made, card), *_reserve_note(graph, made, card), _no_optimizer(model))
+    made = replace(made, notes=(*made.notes, *notes))
     return graph, made
+
+
+def _model(options: PlanOptions, device: torch.device) -> nn.Module:
+    """The model, without its weights' bytes."""
+    spec = checked_spec(
+        options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
+    )
+    return untouched(lambda: build_model(spec), device)
 
 
 def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lowtide.meter import available
 from lowtide.models import ModelSpec, model_spec
+from lowtide.progress import working
 from lowtide.train.errors import require
 from lowtide.train.tokenizer import BYTES
 
@@ -202,7 +203,8 @@ def checked_spec(
         "loss_chunks": loss_chunks,
         "fused_attention": False if unfused_attention else None,
     }
-    spec = model_spec(model, {key: value for key, value in changes.items() if value is not None})
+    with working("planning", "planned"):  # tells what takes seconds
+        spec = model_spec(model, {key: value for key, value in changes.items() if value is not None})
     if spec.positions is not None:
         require(
             seq <= spec.positions, "seq", seq, f"{model} has {spec.positions} positions, choose at most that"
