@@ -286,7 +286,7 @@ def test_while_a_plan_is_compiled_progress_says_so(caplog: pytest.LogCaptureFixt
     with caplog.at_level("DEBUG", "lowtide"):
         lowtide.compile(Model(layers=2), "80%", backend="aot_eager")(torch.randn(256, 32)).backward()
     labels = [one.getMessage() for one in caplog.records if (one.name, one.levelname) == ("lowtide", "DEBUG")]
-    assert len(labels) > 1 and labels[-1] == "compiling: compiling"
+    assert len(labels) > 1 and labels[-1] == "compiling: compiling the step as planned"
 
 
 @pytest.mark.parametrize(("kind", "held"), [(Model, True), (Broken, False)], ids=["one graph", "two graphs"])
