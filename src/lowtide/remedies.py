@@ -23,6 +23,9 @@ WORKSPACES = "cuBLAS workspaces"
 OUTPUTS = "zeros for outputs beside the loss"
 """Names of what is live at a peak, see `lowtide.BudgetError.parts`."""
 
+SCORES = "attention scores"
+"""Name of what softmax makes of the products of queries and keys, and of those, with their gradients."""
+
 UPDATE = "temporary copies of its update"
 """Name of what the optimizer's own step allocates, among these."""
 
@@ -86,6 +89,8 @@ class Holder:
             return self.known_remedy
         if self.name == LOSS:
             return f"computing the loss in {CHUNKS} chunks of tokens", self.bytes - self.bytes // CHUNKS
+        if self.name == SCORES:
+            return "scaled_dot_product_attention with a fused kernel", self.bytes
         if self.name == STATE:
             return "lowtide.optim.HostOptimizer(..., host_fraction=1)", self.bytes
         if self.name in (PARAMETERS, GRADIENTS, OF_PARAMETERS):
@@ -222,9 +227,9 @@ def what_to_do(
         optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
         found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
     for holder in holders:
-        words, freed = holder.known_remedy
-        if freed > missing_bytes:
-            found.append(f"give {words}, which frees about {format_bytes(freed)}")
+        words, freed = holder.remedy
+        if freed > missing_bytes and (holder.known_remedy[0] or holder.name == SCORES):
+            found.append(f"use {words}, which frees about {format_bytes(freed)}")
     if len(found) == 1:
         found += _when_no_one_thing_is_enough(missing_bytes, activations, parts, holders)
     return found
@@ -239,18 +244,23 @@ def _when_no_one_thing_is_enough(
     found: list[str] = []
     shared = parts.get(PARAMETERS, 0) + parts.get(GRADIENTS, 0) + parts.get(STATE, 0)
     buffers, total = parts.get(BUFFERS, 0), sum(parts.values())
-    if sum(holder.remedy[1] for holder in holders) >= missing_bytes:
-        found.append(f"do several of what is listed below: {format_bytes(missing_bytes)} are missing")
     if activations > max(shared, buffers):
+        square = " (attention scores with the square of the sequences' length)" * _has_scores(holders)
         found.append(
-            f"make the batch and the sequences smaller: what grows with them is {format_bytes(activations)}, "
-            f"and {format_bytes(missing_bytes)} are missing"
+            f"make the batch and the sequences smaller: what grows with them is {format_bytes(activations)}"
+            f"{square}, and {format_bytes(missing_bytes)} are missing"
         )
     if buffers > max(shared, activations):
         found.append(f"make the buffers smaller: they are {format_bytes(buffers)}")
+    if sum(holder.remedy[1] for holder in holders) >= missing_bytes:
+        found.append(f"do several of what is listed below: {format_bytes(missing_bytes)} are missing")
     if shared > _LITTLE * total:
         found.append("share the model among devices (FSDP2, lowtide.parallel) or train a smaller one")
     return found
+
+
+def _has_scores(holders: Sequence[Holder]) -> bool:
+    return any(holder.name == SCORES for holder in holders)
 
 
 def rounded_up(count: int) -> str:

@@ -12,6 +12,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.plan import by_members, ranges
+from lowtide.plan.simulate.origins import Origins
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 from lowtide.plan.simulate.walk import LiveCopies
 from lowtide.remedies import (
@@ -23,6 +24,7 @@ from lowtide.remedies import (
     OF_PARAMETERS,
     PARAMETERS,
     RESIDENT,
+    SCORES,
     STATE,
     Holder,
     largest,
@@ -61,7 +63,9 @@ def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
         if piece.name == LOSS and loss is not None:
             piece = piece._replace(module=loss.module, source=loss.source)
         kind, _ = by_members(piece.module)
-        key = (LOSS, "", "") if piece.name == LOSS else (piece.name, kind, piece.source)
+        key = (piece.name, kind, piece.source)
+        if piece.name in (LOSS, SCORES):
+            key = (LOSS, "", "") if piece.name == LOSS else (SCORES, kind, "")
         groups.setdefault(key, []).append(piece)
     found = [_together(name, pieces) for (name, *_), pieces in groups.items()]
     return sorted(found, key=lambda holder: -holder.bytes)
@@ -87,7 +91,7 @@ def loss_storages(sim: Simulator) -> set[int]:
 
 def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
     graph, peak = sim.graph, simulation.peak_event
-    loss = loss_storages(sim)
+    loss, origins = loss_storages(sim), Origins(graph)
     parameters = {storage.bytes for storage in graph.storages if storage.kind == "parameter"}
     for storage in graph.storages:
         until = max(sim.natural_end[storage.id], simulation.held_until.get(storage.id, -1))
@@ -100,7 +104,7 @@ def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
             continue  # a gradient that the step leaves
         passing = OF_PARAMETERS if storage.bytes in parameters else PASSING
         name = LOSS if storage.id in loss else passing if op.phase == "backward" else MADE
-        yield _piece(sim, name, op, storage.id)
+        yield _piece(sim, name, op, storage.id, origins)
     held = _copies(sim, simulation)
     for value in held.values if held is not None else ():
         moved = value in simulation.sources.moved
@@ -108,7 +112,7 @@ def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
             continue  # it lies in the slab
         op, storage = graph.operations[graph.values[value].producer or 0], sim.storage_of[value]
         name = LOSS if storage in loss else FETCHED if moved else RECOMPUTED
-        yield _piece(sim, name, op, storage)
+        yield _piece(sim, name, op, storage, origins)
     scratch = int(simulation.top_bytes[peak] - simulation.live_bytes[peak]) if peak >= 0 else 0
     op = simulation.peak_operation
     if op is not None and scratch > 0 and not simulation.peak_in_replay:
@@ -127,7 +131,8 @@ def _copies(sim: Simulator, simulation: Simulation) -> LiveCopies | None:
     return before[-1] if before else None
 
 
-def _piece(sim: Simulator, name: str, op: Operation, storage: int) -> _Piece:
+def _piece(sim: Simulator, name: str, op: Operation, storage: int, origins: Origins) -> _Piece:
+    """A gradient of an activation is of the module and the line that made that, where these are known."""
     size = sim.graph.storages[storage].bytes
     value = next((v for v in op.writes if sim.storage_of[v] == storage), None)
     form = ""
@@ -136,7 +141,13 @@ def _piece(sim: Simulator, name: str, op: Operation, storage: int) -> _Piece:
         bits = re.search(r"\d+", made.dtype)
         whole = math.prod(made.shape) * (int(bits.group()) if bits else 8) >= 8 * size
         form = f"{'x'.join(map(str, made.shape))} {made.dtype}" if made.shape and whole else ""
-    return _Piece(name, size, op.module, op.source, form)
+    module, source = op.module, op.source
+    if value is not None and name == PASSING:
+        own, source = origins.maker(value)
+        module = module if own is None else own
+    if value is not None and name != LOSS and origins.scores.issuperset(origins.of(value) or (value,)):
+        name = SCORES
+    return _Piece(name, size, module, source, form)
 
 
 def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
