@@ -224,10 +224,13 @@ class _Writer:
         self._of[place] = value
         return value
 
-    def _new(self, size: int, phase: Phase, maker: int) -> int:
-        """A value in a storage of its own."""
-        value = len(self.values)
-        self.values.append(Value(value, len(self.storages), 0, maker))
+    def _new(self, size: int, phase: Phase, maker: int, node: fx.Node | None = None) -> int:
+        """A value in a storage of its own, which the result of this node fills."""
+        value, shape, dtype = len(self.values), (), ""
+        if node is not None:
+            shape = tuple(partitioning.hint(one) for one in node.meta["val"].shape)
+            dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        self.values.append(Value(value, len(self.storages), 0, maker, shape=shape, dtype=dtype))
         self.storages.append(Storage(len(self.storages), size, phase, maker))
         return value
 
@@ -240,6 +243,7 @@ class _Writer:
         cost: CallCost = NOTHING,
         module: str = "",
         reason: str = "",
+        source: str = "",
     ) -> None:
         """The operation that the next event runs."""
         index = len(self.operations)
@@ -255,6 +259,7 @@ class _Writer:
                 reason=reason,
                 seconds=cost.seconds,
                 scratch_bytes=cost.scratch_bytes,
+                source=source,
             )
         )
         self._event("op", index)
@@ -281,12 +286,15 @@ class _Writer:
             reads = tuple(self._value(number, key) for key in call.reads)
             over = joint.written_over(call)
             made = {
-                key: self._new(joint.bytes[key] + cost.surplus_bytes, phase, index + (key in over))
+                key: self._new(
+                    joint.bytes[key] + cost.surplus_bytes, phase, index + (key in over), joint.root[key]
+                )
                 for key in call.writes
             }
             name, ended = str(call.node.target), ends.get(at, ())
             wrote = tuple(made[key] for key in call.writes if key not in over)
-            self._operation(name, reads, wrote, phase, cost, module, call.reason)
+            source = line_of(call) if forward else ""
+            self._operation(name, reads, wrote, phase, cost, module, call.reason, source)
             self._event("done", *asked)
             if over:  # what it reads makes room first
                 self._event("free", *(own.pop(key) for key in ended if key in own))
@@ -345,3 +353,17 @@ def module_of(call: JointCall) -> str:
     names = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
     name = re.sub(r"^L\['\w+'\]|^L__self__", "", str(names[-1]) if names else "")  # forward's first argument
     return name.replace("._modules['", ".").replace("']", "").lstrip("._")
+
+
+def line_of(call: JointCall) -> str:
+    """The innermost line of user code that made a call, as `Operation.source` has it; empty where Dynamo
+    noted none.
+    """
+    lines = re.findall(r'File "([^"]+)", line (\d+)', call.node.meta.get("stack_trace") or "")
+    users = [(file.replace("\\", "/"), line) for file, line in lines]
+    users = [(file, line) for file, line in users if "/torch/" not in file]
+    if not users:
+        return ""
+    file, line = users[-1]
+    _, installed, package = file.rpartition("/site-packages/")
+    return f"{package if installed else file.rsplit('/', 1)[-1]}:{line}"

@@ -419,3 +419,27 @@ def test_on_a_cpu_nobody_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         model(batch()).backward()
     assert not torch.cuda.is_initialized()
+
+
+class Head(nn.Module):
+    """Logits that are most of what a step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(2000, 16), nn.Linear(16, 2000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(x)), x)
+
+
+def test_a_compiled_refusal_names_shape_and_line_as_an_eager_one() -> None:
+    eager: Any = Head()
+    lowtide.limit_memory(eager, "100KiB")
+    lines = []
+    for model in (eager, lowtide.compile(Head(), "100KiB", backend="aot_eager")):
+        with pytest.raises(BudgetError) as error:
+            model(torch.randint(0, 2000, (128,))).backward()
+        (line,) = [one for one in error.value.holders if "logits and loss" in one]
+        _, form, place = line.partition(": ")[0].split(", ")
+        lines.append((form, place.rpartition("/")[2]))
+    assert lines[0] == lines[1] and lines[0][0] == "128x2000 float32" and "test_refusal.py:" in lines[0][1]
