@@ -163,12 +163,12 @@ class WholeModel(Part):
 
     def _raise_budget(self, error: BudgetError) -> None:
         """Where the budget may be raised to the smallest that works: do so. The next forward plans within
-        it, and the end of the step knows what it is.
+        it.
         """
         if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
         self._handle.set_budget("min")
-        self._refused = error
+        self.note, self._refused = raised_note(self.options.budget, error), error
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
         """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the
@@ -202,11 +202,11 @@ class WholeModel(Part):
         plan = self._handle.plan
         if before is None and plan is not None and budgets.asks_for(self.options.budget) == "min":
             self.note = f"budget {budgets.format_bytes(plan.budget_bytes)}, the smallest that works"
-        if self._refused is not None and plan is not None:
+        if self._refused is not None and plan is not None and len(batches) > 1:
+            # those that add to gradients take more than the first: one budget for all
             self.note = raised_note(self.options.budget, self._refused, plan.budget_bytes)
-            self._refused = None
-            if len(batches) > 1:  # those that add to gradients take more than the first: one budget for all
-                self._handle.set_budget(plan.budget_bytes)
+            self._handle.set_budget(plan.budget_bytes)
+        self._refused = None
         if not self.ranks.alone:
             self.reduce(optimizer)
         return loss

@@ -349,7 +349,7 @@ def compiled_in_words(
 
 def _with_buffers(error: BudgetError, model: torch.nn.Module) -> BudgetError:
     """The same refusal, with the name of the model's largest buffer where buffers are live at the peak."""
-    named = sorted(model.named_buffers(), key=lambda one: one[1].nbytes)
+    named = sorted(model.named_buffers(), key=lambda one: bytes_under([one[1]]))
     size = error.parts.get(BUFFERS, 0)
     if not named or not size or not error.holders:
         return error
