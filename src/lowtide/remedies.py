@@ -47,7 +47,7 @@ WORTH = 0.05
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
-_WHOLE = frozenset({PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, UPDATE, REDUCED})
+_WHOLE = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, UPDATE, REDUCED)
 """What no step makes: holders of their own, whoever made the rest."""
 
 _LITTLE = 0.1
@@ -115,7 +115,7 @@ def largest(made: Iterable[Holder], parts: Mapping[str, int]) -> tuple[Holder, .
     """
     made = tuple(made)
     named = {holder.name for holder in made}
-    found = [*made, *(Holder(name, parts[name]) for name in _WHOLE - named if parts.get(name))]
+    found = [*made, *(Holder(name, parts[name]) for name in _WHOLE if name not in named and parts.get(name))]
     most = sorted(found, key=lambda holder: -holder.bytes)[:SHOWN]
     return tuple(holder for holder in most if holder.bytes >= WORTH * most[0].bytes)
 
