@@ -106,3 +106,11 @@ def test_a_first_step_does_not_wait_for_what_a_process_does_once() -> None:
     """Kernels for thousands of operations took ten times as long as the step of a small model."""
     done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-1500:]
+
+
+def test_a_policy_whose_speeds_are_missing_leaves_the_model_as_it_is() -> None:
+    model = mlp()
+    with pytest.raises(lowtide.PlanError, match="how fast is the group"):
+        lowtide.limit_memory(model, "60%", policy=lowtide.policies.mixed(lowtide.Shard("data", 2)))
+    assert lowtide.handle_of(model) is None and "forward" not in model.__dict__
+    lowtide.limit_memory(model, "100%")

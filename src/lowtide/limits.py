@@ -146,9 +146,7 @@ def limit_memory(
     }
     holds_reserved(reserved, model, budget)  # which checks it
     if schedule is not None:
-        limiter = PipelineLimiter(schedule, model, None, verify, stores, **settings)
-        limiter.maker.measure_tiers()
-        return Handle(limiter)
+        return Handle(PipelineLimiter(schedule, model, None, verify, stores, **settings))
     limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **settings)
     model.__dict__["forward"] = limiter
     if private.may_shard():  # before or after this
@@ -156,7 +154,6 @@ def limit_memory(
     private.replicate_by(model, no_replicas)
     limiter.engagement.begin()
     register_ahead()
-    limiter.maker.measure_tiers()
     if why_eager is not None:
         limiter.warn_once(why_eager)
     if says_it_checkpoints(model):  # others show it in their first step

@@ -109,6 +109,7 @@ class Limiter:
         self.original = model.__dict__.get("forward")
         self.removed = False
         self._begin(stores, settings)
+        self.maker.measure_tiers()  # what that raises leaves the model as it is
 
     def _begin(self, stores: Stores | None, settings: dict[str, Any]) -> None:
         """Make what a copy does not share; a copied model is not complete yet here."""
