@@ -1,0 +1,206 @@
+"""What a limit can be extended with: `Extension`, each method of which does nothing unless it is overridden.
+
+``limit_memory(model, budget)`` on one device, with recomputation, needs no extension. All else is one: what an
+optimizer takes, ranks that plan together, reserved bytes, plans that move values. A limit holds a tuple of
+them, and calls each in order; what one returns is given to the next. The core imports none of them. The face
+does (`lowtide.limits`), where one is asked for, or where the model needs it (`Face`).
+
+Every extension runs one contract: `tests/extensions/test_contract.py`. With it attached, a plain model trains
+with the same bits, keeps to its peak, can be copied, has nothing left of a failed step, and none of it once
+its limit is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.plan.data import Plan
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Claim(NamedTuple):
+    """Bytes that an extension has on the device beside the step.
+
+    Attributes:
+        resident_bytes: before, within and after each step.
+        to_come_bytes: of these, what is not there yet.
+        moved_bytes: what would be resident, too, and has made room.
+        peak_bytes: at the most, parameters and gradients included, of what runs between two steps.
+    """
+
+    resident_bytes: int = 0
+    to_come_bytes: int = 0
+    moved_bytes: int = 0
+    peak_bytes: int = 0
+
+
+class Extension:
+    """What a limit does beyond one device and recomputation.
+
+    Attributes:
+        name: what users call it.
+        hurries: others wait while a plan is made, so that its search is short.
+        shares_plan: several ranks hold one plan, so that no step evicts by itself.
+    """
+
+    name = ""
+    hurries = False
+    shares_plan = False
+
+    # ---- a step begins ---------------------------------------------------------------------------
+
+    def key(self, model: torch.nn.Module) -> Hashable:
+        """What of the cache key the core does not know: steps that differ in it have plans of their own.
+
+        Ranks: the settings of FSDP, which change what is gathered, reduced and freed.
+        """
+        return None
+
+    def begins(self, entry: Any) -> None:
+        """A step of an entry (`lowtide.run.limit.entry.Entry`) begins, before it is known how it runs.
+
+        Ranks: they exchange what the last step showed.
+        """
+
+    def around(self, step: Any) -> AbstractContextManager[None]:
+        """Around a forward of a planned step (`lowtide.run.limit.step.PlannedStep`).
+
+        Moves: what fetches and stores the values that the plan moves.
+        """
+        return nullcontext()
+
+    # ---- from a profiled step to its plan --------------------------------------------------------
+
+    def transform(self, graph: StepGraph, profiler: Any) -> StepGraph:
+        """The step to plan for, from one that was just profiled.
+
+        Ranks: they agree on the program, so that its collectives may run again.
+        """
+        return graph
+
+    def claim(self) -> Claim:
+        """What it takes beside the step.
+
+        Optimizer: its state, and its own step, which a budget holds, too.
+        """
+        return Claim()
+
+    def make_room(self, extra_seconds: Callable[[int], float], shared: bool) -> None:
+        """Take less, where that costs less time than recomputing more.
+
+        Optimizer: some of its state moves to the host.
+
+        Args:
+            extra_seconds: what a plan adds to a step where so many bytes less are resident; infinite where no
+                plan fits.
+            shared: ranks share the plan.
+        """
+
+    def refusal(self, limit_bytes: int) -> BudgetError | None:
+        """Why what it claims cannot be held within a budget, whatever the plan; ``None`` where it can.
+
+        Optimizer: its own step takes more.
+        """
+        return None
+
+    def agree(self, refusal: BudgetError | None) -> BudgetError | None:
+        """The refusal of all, from this process's own.
+
+        Ranks: that of the first one that has one.
+        """
+        return refusal
+
+    def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit_bytes: int | None) -> Plan:
+        """A plan for a step.
+
+        Ranks: one plan for all of them, for the fewest bytes that any has left.
+
+        Args:
+            solve: from a budget in bytes to a plan; what is next in the tuple, the planner at last.
+            graph: the step, as it is planned for.
+            limit_bytes: the budget, or ``None``.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        return solve(limit_bytes)
+
+    def admit(self, plan: Plan, problem: Any, limit_bytes: int) -> Plan:
+        """The plan, or another that keeps to what it demands, too.
+
+        Reserved: what the allocator reserves is within the budget. Moves: the slab leaves the optimizer room.
+
+        Args:
+            plan: within the budget.
+            problem: the step, and how to plan for it (`lowtide.run.limit.planning.Problem`).
+            limit_bytes: the budget.
+
+        Raises:
+            BudgetError: none does.
+        """
+        return plan
+
+    def settle(self, entry: Any, refusal: BudgetError | None) -> BudgetError | None:
+        """A step was profiled, and planned for or refused, for the first time or again. What is raised.
+
+        Ranks: what one refuses is raised on all of them, and those that FSDP shards the model over begin with
+        one plan.
+        """
+        return refusal
+
+    # ---- the limit -------------------------------------------------------------------------------
+
+    def check(self, budget: str | int | None) -> None:
+        """Check a budget, when it is given.
+
+        Reserved: it is in bytes.
+
+        Raises:
+            PlanError: it does not go with the extension.
+        """
+
+    def copied(self, model: torch.nn.Module) -> Extension | None:
+        """The extension of a copy of the limited model; ``None`` where a copy has none.
+
+        Args:
+            model: the copy, which may not be complete yet.
+        """
+        return None
+
+    def close(self) -> None:
+        """The limit is removed."""
+
+
+class Face(Protocol):
+    """What composes limits. It alone imports extensions; the core asks it for what a limit needs later."""
+
+    def counting(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Extension:
+        """What counts an optimizer of a model."""
+        ...
+
+    def engine(self, limiter: Any, compiling: Any) -> Any:
+        """A handle with ``run`` of a limit that `torch.compile` is around.
+
+        Raises:
+            PlanError: no engine can hold it; says why.
+        """
+        ...
+
+
+def solved(
+    extensions: tuple[Extension, ...],
+    solve: Callable[[int | None], Plan],
+    graph: StepGraph,
+    limit_bytes: int | None,
+) -> Plan:
+    """A plan for a step, as these extensions have it solved: the first is asked, which asks the next."""
+    if not extensions:
+        return solve(limit_bytes)
+    first, *others = extensions
+    return first.solve(lambda limit: solved(tuple(others), solve, graph, limit), graph, limit_bytes)
