@@ -316,7 +316,7 @@ def optimizer_row(name: str, where: Where) -> Row:
     if name.startswith("GPT"):
         return _training_row(model, batch)
     options = {"default": {}, "fused": {"fused": True}, "one by one": {"foreach": False}}[name]
-    from lowtide.run.limit.need import optimizer_need
+    from lowtide.extensions.optimizer.need import optimizer_need
 
     adamw = torch.optim.AdamW(model.parameters(), **options)
     for parameter in model.parameters():

@@ -1,7 +1,7 @@
 """What a limit can be extended with: `Extension`, each method of which does nothing unless it is overridden.
 
-``limit_memory(model, budget)`` on one device, with recomputation, needs no extension. All else is one: what an
-optimizer takes, ranks that plan together, reserved bytes, plans that move values. A limit holds a tuple of
+``limit_memory(model, budget)`` on one device, with recomputation, needs no extension. All else is one: what
+an optimizer takes, ranks that plan together, reserved bytes, plans that move values. A limit holds a tuple of
 them, and calls each in order; what one returns is given to the next. The core imports none of them. The face
 does (`lowtide.limits`), where one is asked for, or where the model needs it (`Face`).
 
@@ -12,7 +12,7 @@ its limit is removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -31,13 +31,22 @@ class Claim(NamedTuple):
         resident_bytes: before, within and after each step.
         to_come_bytes: of these, what is not there yet.
         moved_bytes: what would be resident, too, and has made room.
-        peak_bytes: at the most, parameters and gradients included, of what runs between two steps.
+        step_bytes: what it allocates for itself between two steps.
+        peak_bytes: the most that is live then, the model's parameters and gradients included.
     """
 
     resident_bytes: int = 0
     to_come_bytes: int = 0
     moved_bytes: int = 0
+    step_bytes: int = 0
     peak_bytes: int = 0
+
+    @classmethod
+    def of(cls, extensions: Iterable[Extension]) -> Claim:
+        """What several claim together."""
+        claims = [extension.claim() for extension in extensions]
+        *sums, _ = (sum(each) for each in zip(*claims, strict=True)) if claims else cls()
+        return cls(*sums, peak_bytes=max((one.peak_bytes for one in claims), default=0))
 
 
 class Extension:
@@ -45,13 +54,46 @@ class Extension:
 
     Attributes:
         name: what users call it.
+        not_copied: what a copy of the limited model is told, which has none of it.
         hurries: others wait while a plan is made, so that its search is short.
         shares_plan: several ranks hold one plan, so that no step evicts by itself.
+        model: the limited model.
     """
 
     name = ""
+    not_copied = ""
     hurries = False
     shares_plan = False
+    model: torch.nn.Module
+
+    # ---- a limit ---------------------------------------------------------------------------------
+
+    def attach(self, model: torch.nn.Module) -> None:
+        """A limit holds it from now on.
+
+        Args:
+            model: the limited one, which is not complete yet where it is being copied.
+        """
+        self.model = model
+
+    def copied(self) -> Extension | None:
+        """What the limit of a copied or pickled model has in its place, which holds nothing of the model.
+
+        Reserved: the same once more. Optimizer: none, since the copy has another.
+        """
+        return None
+
+    def given(self, budget: str | int | None) -> None:
+        """A budget is given: to the limit, or to its handle later.
+
+        Reserved: it is in bytes.
+
+        Raises:
+            PlanError: it does not go with the extension.
+        """
+
+    def close(self) -> None:
+        """The limit is removed."""
 
     # ---- a step begins ---------------------------------------------------------------------------
 
@@ -154,34 +196,22 @@ class Extension:
         """
         return refusal
 
-    # ---- the limit -------------------------------------------------------------------------------
-
-    def check(self, budget: str | int | None) -> None:
-        """Check a budget, when it is given.
-
-        Reserved: it is in bytes.
-
-        Raises:
-            PlanError: it does not go with the extension.
-        """
-
-    def copied(self, model: torch.nn.Module) -> Extension | None:
-        """The extension of a copy of the limited model; ``None`` where a copy has none.
-
-        Args:
-            model: the copy, which may not be complete yet.
-        """
-        return None
-
-    def close(self) -> None:
-        """The limit is removed."""
-
 
 class Face(Protocol):
-    """What composes limits. It alone imports extensions; the core asks it for what a limit needs later."""
+    """What composes limits. It alone imports extensions; the core asks it for those that a limit needs."""
 
     def counting(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Extension:
-        """What counts an optimizer of a model."""
+        """What counts an optimizer.
+
+        Raises:
+            PlanError: it is no optimizer of the model's parameters.
+        """
+        ...
+
+    def missing(self, limiter: Any, budget: str | int | None) -> Sequence[Extension]:
+        """The extensions that a limit needs by now, for this budget, and does not have: asked when a budget
+        is given, and before a step is profiled.
+        """
         ...
 
     def engine(self, limiter: Any, compiling: Any) -> Any:

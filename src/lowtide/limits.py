@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.extension import Extension
 from lowtide.interception import register_ahead
-from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
@@ -20,7 +21,6 @@ from lowtide.run.limit.pipeline import PipelineLimiter, module_of
 from lowtide.run.limit.refusal import (
     check_arguments,
     check_given,
-    holds_reserved,
     no_replicas,
     refuse_first_fsdp,
     refuse_several_devices,
@@ -110,7 +110,9 @@ def limit_memory(
         )
     check_verify(verify)
     check_given(budget, policy)
-    check_arguments(model, policy, loss_fn, optimizer, stores)
+    check_arguments(policy, loss_fn, stores)
+    face = Face(reserved)
+    extensions = [] if optimizer is None else [face.counting(model, optimizer)]
     refuse_several_devices(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
@@ -136,18 +138,13 @@ def limit_memory(
     if before is not None:
         before.remove()
     refuse_first_fsdp(model)
-    optimizer = None if optimizer is None else innermost(optimizer)
-    settings = {
-        "budget": budget,
-        "policy": policy or "optimal",
-        "optimizer": optimizer,
-        "progress": progress,
-        "reserved": reserved,
-    }
-    holds_reserved(reserved, model, budget)  # which checks it
+    settings = {"budget": budget, "policy": policy or "optimal", "progress": progress}
     if schedule is not None:
-        return Handle(PipelineLimiter(schedule, model, None, verify, stores, **settings))
-    limiter = Limiter(model, loss_fn, verify, stores, compiled_engine, **settings)
+        limiter = PipelineLimiter(schedule, model, None, verify, stores, face, extensions, **settings)
+        limiter.extend(budget)
+        return Handle(limiter)
+    limiter = Limiter(model, loss_fn, verify, stores, face, extensions, **settings)
+    limiter.extend(budget)
     model.__dict__["forward"] = limiter
     if private.may_shard():  # before or after this
         private.called_by(model, limiter.enter)
@@ -178,7 +175,7 @@ def _limit_compiled(
     before = handle_of(model)
     if before is not None:
         before.remove()
-    return limit_compiled(model, budget, optimizer=None if optimizer is None else innermost(optimizer))
+    return limit_compiled(model, budget, optimizer=optimizer)
 
 
 def _limit_blocks(
@@ -193,20 +190,50 @@ def _limit_blocks(
         return None, _BLOCKS_KEEP.format(why)
 
 
-def compiled_engine(limiter: Limiter, compiling: private.Compiling) -> Any:
-    """Hand the limit of a model that `torch.compile` is around to the compiled engine.
+class Face:
+    """Composes limits: imports the extensions that they ask for.
 
-    Raises:
-        PlanError: that engine cannot hold it.
+    Args:
+        reserved: as of `limit_memory`.
     """
-    from lowtide.compiled.api import limit_compiled_forward  # importing Inductor takes seconds
 
-    maker = limiter.maker
-    own = {"policy": maker.policy != "optimal", "stores": not limiter.own_stores}
-    own["verify"], own["reserved"] = limiter.verify != "first", bool(maker.reserved)
-    if asked := [f"{name}=" for name, given in own.items() if given]:
-        raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
-    assert maker.budget is not None, "the optimal policy has one"
-    return limit_compiled_forward(
-        limiter.model, limiter.forward, maker.budget, maker.counted.optimizer, compiling
-    )
+    def __init__(self, reserved: bool | None) -> None:
+        self.reserved = reserved
+
+    def counting(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Extension:
+        """What counts an optimizer.
+
+        Raises:
+            PlanError: it is no optimizer of the model's parameters.
+        """
+        from lowtide.extensions.optimizer.counted import CountedOptimizer, check_optimizer
+
+        check_optimizer(model, optimizer)
+        return CountedOptimizer(optimizer)
+
+    def missing(self, limiter: Limiter, budget: str | int | None) -> list[Extension]:
+        """The extensions that a limit needs by now, for this budget, and does not have."""
+        has, found = {extension.name for extension in limiter.extensions}, list[Extension]()
+        auto = self.reserved is None and budgets.asks_for(budget) == "auto"
+        if (self.reserved or auto) and "reserved" not in has:
+            from lowtide.extensions.reserved.reserved import Reserved
+
+            found.append(Reserved(self.reserved))
+        return found
+
+    def engine(self, limiter: Limiter, compiling: private.Compiling) -> Any:
+        """Hand the limit of a model that `torch.compile` is around to the compiled engine.
+
+        Raises:
+            PlanError: that engine cannot hold it.
+        """
+        from lowtide.compiled.api import limit_compiled_forward  # importing Inductor takes seconds
+
+        maker = limiter.maker
+        own = {"policy": maker.policy != "optimal", "stores": not limiter.own_stores}
+        own["verify"], own["reserved"] = limiter.verify != "first", bool(self.reserved)
+        if asked := [f"{name}=" for name, given in own.items() if given]:
+            raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
+        assert maker.budget is not None, "the optimal policy has one"
+        optimizer = next((getattr(one, "optimizer", None) for one in limiter.extensions), None)
+        return limit_compiled_forward(limiter.model, limiter.forward, maker.budget, optimizer, compiling)

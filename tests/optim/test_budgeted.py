@@ -11,8 +11,8 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
+from lowtide.extensions.optimizer.need import missing_gradient_bytes, optimizer_need
 from lowtide.optim import HostOptimizer
-from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.trainer import train
 

@@ -13,10 +13,10 @@ from moving_net import X, net, same, step
 
 import lowtide
 from lowtide import meter, policies
+from lowtide.extensions.optimizer.need import missing_gradient_bytes, optimizer_need
 from lowtide.plan.data import Chain, Compress, Offload, Plan
 from lowtide.plan.layout import check, without_slab
 from lowtide.plan.simulate import Simulator
-from lowtide.run.limit.need import missing_gradient_bytes, optimizer_need
 from lowtide.store.slab import Slab, hand_out
 
 FORMS = {

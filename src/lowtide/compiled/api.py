@@ -13,12 +13,12 @@ from lowtide.compiled.compiled_handle import CompiledHandle
 from lowtide.compiled.moving import check_tiers
 from lowtide.compiled.planning import cutter_within
 from lowtide.errors import PlanError, expect
+from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.marked_regions import honour_regions
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload
 from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled
 from lowtide.run.limit.handle import handle_of
-from lowtide.run.limit.refusal import check_optimizer
 
 BACKENDS = ("inductor", "aot_eager")
 

@@ -15,6 +15,8 @@ from lowtide.compiled.flow import Flow, Surroundings
 from lowtide.compiled.moving import stores
 from lowtide.compiled.timeline import Resident
 from lowtide.errors import BudgetError, LowtideError, PlanError
+from lowtide.extensions.optimizer.counted import check_optimizer
+from lowtide.extensions.optimizer.need import optimizer_need
 from lowtide.graph import OUTSIDE, StepGraph
 from lowtide.marked_regions import honour_regions
 from lowtide.meter import resident_bytes
@@ -34,9 +36,7 @@ from lowtide.private import (
     uncut_by_ddp,
 )
 from lowtide.run.limit.handle import LimitHandle
-from lowtide.run.limit.need import optimizer_need
 from lowtide.run.limit.refusal import (
-    check_optimizer,
     compiled_in_words,
     no_replicas,
     refuse_several_devices,

@@ -82,6 +82,11 @@ def resident_tensors(
     return found + slabs + [grad for t in found if (grad := gradient_of(t)) is not None]
 
 
+def own_share(item: Any) -> Any:
+    """This process's part of a DTensor; anything else unchanged."""
+    return item.to_local() if hasattr(item, "to_local") else item
+
+
 def model_device(model: torch.nn.Module) -> torch.device:
     """The device of a model's first parameter, whose memory a budget counts; the CPU where it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

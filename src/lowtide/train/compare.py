@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from lowtide import meter
 from lowtide.meter.cuda import resident_workspace_bytes
+from lowtide.meter.resident import own_share
 from lowtide.plan.data import Plan
 from lowtide.progress import Work, working
 from lowtide.report.picture import Curve
-from lowtide.run.limit.need import own_share
 from lowtide.trace.untouched import gpus_of
 from lowtide.train.memory import free_bytes
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
+from lowtide.extensions.optimizer.counted import count_reduced
 from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec, build_model
 from lowtide.models.build import HuggingFaceModel
@@ -28,7 +29,6 @@ from lowtide.parallel.gradients import (
 from lowtide.parallel.grads import clip_grad_norm
 from lowtide.parallel.parallelize import parallelize
 from lowtide.report import Measured, Report
-from lowtide.run.limit.handle import count_reduced
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import DTYPES, OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
@@ -152,7 +152,7 @@ class WholeModel(Part):
         self._handle = lowtide.limit_memory(
             self.model, budget, policy=self.options.policy, optimizer=optimizer
         )
-        count_reduced(self._handle, self.reduced_bytes)
+        count_reduced(self._handle.extensions, self.reduced_bytes)
 
     @property
     def reduced_bytes(self) -> int:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.meter.resident import own_share
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
 from lowtide.parallel.saved import own_part
-from lowtide.run.limit.need import own_share
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks
 

@@ -14,13 +14,13 @@ import lowtide
 from lowtide import budget as budgets
 from lowtide import meter
 from lowtide.errors import BudgetError
+from lowtide.extensions.optimizer.counted import count_reduced
 from lowtide.models import ModelSpec
 from lowtide.models.build import HuggingFaceModel
 from lowtide.models.stage import cut, layers_of_stage, stage_input
 from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
-from lowtide.run.limit.handle import count_reduced
 from lowtide.train.arrangements import DEFAULT_SCHEDULE
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, Part, count_parameters, raised_note, reduced_over, shared_model
@@ -94,7 +94,7 @@ class Stages(Part):
             self.pipeline.schedule, budget, policy=options.policy, optimizer=optimizer
         )
         parameters = chain(*(module.parameters() for module in self.modules))
-        count_reduced(self._handle, reduced_over(parameters, self.ranks))
+        count_reduced(self._handle.extensions, reduced_over(parameters, self.ranks))
         self.pipeline.refused = self._raise_budget
 
     def _raise_budget(self, error: BudgetError) -> None:

@@ -1,6 +1,5 @@
 """Gradients that add up over several steps: what a refusal says of the later ones, and what holds for them;
-what a budget is of, and what follows a refused one; a budget of what PyTorch's caching allocator reserves
-(`tests/gpu` holds one on a card).
+what a budget is of, and what follows a refused one.
 """
 
 from __future__ import annotations
@@ -8,27 +7,20 @@ from __future__ import annotations
 import gc
 import re
 import warnings
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from random_graphs import random_graph
 from small_model import batch, needs_meter, small
 from torch import nn
 
 import lowtide
 from lowtide import BudgetError, meter
 from lowtide.budget import with_slack
-from lowtide.graph import StepGraph
 from lowtide.integrations.peaks import Peaks
 from lowtide.meter import peak, resident_bytes
-from lowtide.plan import Plan, make
-from lowtide.run.limit.planning import within_reserved
 
 MICRO = 3
-MIB = 1 << 20
-GRAPH = random_graph(1)
 
 
 def refused(model: torch.nn.Module, budget: int) -> BudgetError:
@@ -258,56 +250,3 @@ def test_preparing_lets_go_of_the_gradients_that_it_put_aside() -> None:
             assert seen.live_bytes <= before - gradients / 2, "the gradients are gone"
     finally:
         gc.enable()
-
-
-# ---- reserved bytes --------------------------------------------------------------------------------
-
-
-@dataclass
-class Plans:
-    """Plans by the bytes that they leave free, down to the smallest; blocks waste a third of each."""
-
-    limit: int
-    smallest: int
-    tried: int = 0
-
-    def policy(self, graph: StepGraph, budget: int | None = None) -> Plan:
-        self.tried += 1
-        assert budget is not None
-        if budget < self.smallest:
-            raise BudgetError("too small", self.smallest)
-        return replace(make(graph, policy="full"), predicted_peak_bytes=budget)
-
-    def reserved(self, plan: Plan) -> int:
-        return plan.predicted_peak_bytes * 3 // 2
-
-
-def test_a_plan_whose_blocks_fit_is_found() -> None:
-    plans = Plans(limit=900 * MIB, smallest=100 * MIB)
-    plan = within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
-    assert 0.7 * plans.limit < plans.reserved(plan) <= plans.limit
-    assert any("allocator reserves" in note for note in plan.notes) and plans.tried <= 8
-
-
-def test_the_last_plan_that_fits_is_found_beside_those_that_do_not_exist() -> None:
-    plans = Plans(limit=900 * MIB, smallest=570 * MIB)  # a first step of 450 MiB less finds none
-    plan = within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
-    assert plans.reserved(plan) <= plans.limit
-
-
-def test_the_refusal_says_the_least_that_was_found() -> None:
-    plans = Plans(limit=900 * MIB, smallest=700 * MIB)
-    with pytest.raises(BudgetError, match="too small for what PyTorch's allocator reserves") as caught:
-        within_reserved(GRAPH, plans.limit, plans.policy(GRAPH, plans.limit), plans.policy, plans.reserved)
-    assert plans.smallest * 1.5 <= (caught.value.smallest_bytes or 0) < plans.limit * 1.5
-    assert "expandable_segments" in str(caught.value)
-    named = caught.value.smallest_bytes
-    assert named is not None
-    within_reserved(GRAPH, named, plans.policy(GRAPH, named), plans.policy, plans.reserved)
-
-
-def test_without_it_the_budget_is_of_requested_bytes() -> None:
-    model = torch.nn.Linear(64, 64)
-    handle = lowtide.limit_memory(model, "auto")  # of which None makes one of reserved bytes on CUDA alone
-    model(torch.ones(8, 64)).sum().backward()
-    assert handle.plan is not None and not any("reserves" in note for note in handle.plan.notes)

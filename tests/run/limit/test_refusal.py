@@ -19,10 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide import BudgetError, LowtideWarning, PlanError, TraceError, private
 from lowtide.graph import StepGraph
-from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE
+from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE, Holder
 from lowtide.run.limit.entry import Entry, Traits
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.need import Shortage
 from lowtide.run.limit.refusal import OPTIMIZER_TOO, Demand, OutOfMemory, in_words, on_rank
 from lowtide.run.messages import OWN_OFF
 
@@ -307,8 +306,13 @@ def refused(step_bytes: int, update_bytes: int | None) -> BudgetError:
     """The refusal of a step whose plans take so much, with an optimizer's own step that takes so much."""
     model = torch.nn.Linear(2, 2)
     parts = {PARAMETERS: 24, UPDATE: (update_bytes or 0) - 24}
-    shortage = Shortage(100, parts) if update_bytes is not None else None
-    demand = Demand(StepGraph((), (), (), (), (), resident_bytes=1 << 30), 100, 0, 0, None, shortage)
+    short = None
+    if update_bytes is not None:
+        made = [Holder(UPDATE, parts[UPDATE])]
+        short = BudgetError(
+            None, update_bytes, budget_bytes=100, parts=parts, subject="optimizer.step()", made=made
+        )
+    demand = Demand(StepGraph((), (), (), (), (), resident_bytes=1 << 30), 100, 0, 0, None, short)
     entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1), traits=Traits(checkpoints=1))
     planners = BudgetError(None, step_bytes, budget_bytes=100, parts={RESIDENT: step_bytes})
     return in_words(planners, entry, model, 0, demand)

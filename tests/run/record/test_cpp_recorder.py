@@ -119,7 +119,7 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
         pair.step(lambda m: m(batch()), seed)
     limiter = pair.limited.__dict__["forward"]
     first = limiter.cache.latest
-    limiter.maker.set_optimizer(None)
+    pair.handle.set_optimizer(None)
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     assert limiter.cache.latest is not first

@@ -252,9 +252,8 @@ class Cache:
         maker, peak = self.maker, profiler.peak_bytes
         taken = None
         if users and peak is not None:
-            optimizer = maker.counted.optimizer
-            has_state = optimizer is not None and optimizer.state
-            taken = graph.resident_bytes + (maker.counted.state_bytes if has_state else 0) + peak
+            claim = maker.claim
+            taken = graph.resident_bytes + claim.resident_bytes - claim.to_come_bytes + peak
             machine.note_peak(entry, taken)
         self._warn_of_operations(profiler)
         if profiler.verified:

@@ -65,13 +65,6 @@ _NOTHING = (
 LIMITED = object()
 """In place of a result: the call is a limited step, and has not run."""
 
-Engine = Callable[[Any, Compiling], Any]
-"""From a limiter, and from what compiles, to a handle with ``run``.
-
-Raises:
-    PlanError: the engine cannot hold this limit; says why.
-"""
-
 
 class Limiting(Protocol):
     """What running a call asks of the limiter: the model, its own step, and a block within which calls of the
@@ -242,14 +235,16 @@ class Delegate:
     the model's own forward is compiled within the budget with the same.
 
     Args:
-        engine: makes the handle; ``None`` takes no step.
+        engine: makes the handle, as `lowtide.extension.Face.engine`; ``None`` takes no step.
         warn_once: warns of something once.
 
     Attributes:
         handle: the compiled engine's, once it holds the limit.
     """
 
-    def __init__(self, engine: Engine | None, warn_once: Callable[[str], None]) -> None:
+    def __init__(
+        self, engine: Callable[[Any, Compiling], Any] | None, warn_once: Callable[[str], None]
+    ) -> None:
         self.engine = engine
         self.handle: Any = None
         self._warn_once = warn_once

@@ -20,13 +20,12 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import PlanError, expect
+from lowtide.extension import Extension
 from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
-from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.refusal import check_optimizer, holds_reserved
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
 
@@ -223,6 +222,11 @@ class Handle(LimitHandle):
         return list(self.plans.values())
 
     @property
+    def extensions(self) -> tuple[Extension, ...]:
+        """What the limit does beyond one device and recomputation."""
+        return self._limiter.extensions
+
+    @property
     @_of_engine
     def plan(self) -> Plan | None:
         """The plan of the latest step, or ``None`` before the first has ended. Its
@@ -258,7 +262,7 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def optimizer_bytes(self) -> int:
-        return self._limiter.maker.counted.state_bytes
+        return self._limiter.maker.claim.resident_bytes
 
     @property
     @_of_engine
@@ -299,7 +303,7 @@ class Handle(LimitHandle):
         """
         budgets.check(budget)
         limiter = self._in_force()
-        holds_reserved(limiter.maker.reserved, limiter.model, budget)  # which checks it
+        limiter.extend(budget)  # which checks it
         with limiter.cache.lock:
             limiter.maker.set_budget(budget)
         if limiter.delegate.handle is not None:
@@ -322,9 +326,10 @@ class Handle(LimitHandle):
             >>> handle.set_optimizer(torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
         """
         limiter = self._in_force()
-        check_optimizer(self.model, optimizer)
+        counted = () if optimizer is None else (limiter.face.counting(self.model, optimizer),)
         with limiter.cache.lock:
-            limiter.maker.set_optimizer(None if optimizer is None else innermost(optimizer))
+            limiter.maker.extend(*counted, without="optimizer")
+            limiter.maker.version += 1
         if limiter.delegate.handle is not None:
             limiter.delegate.handle.set_optimizer(optimizer)
 
@@ -364,17 +369,6 @@ class Handle(LimitHandle):
         """
         self._check_in_force()
         return self._limiter
-
-
-def count_reduced(handle: Handle, reduced_bytes: int) -> None:
-    """Count the buffers that gradients are copied into while ranks add them up, beside the optimizer's state:
-    they exist after backward, when the optimizer's own step may be the peak.
-
-    Args:
-        handle: of a limit that knows its optimizer; nothing is planned yet.
-        reduced_bytes: the most bytes that these buffers have at once.
-    """
-    handle._limiter.maker.counted.reduced_bytes = reduced_bytes
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:

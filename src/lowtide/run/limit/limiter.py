@@ -21,13 +21,14 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide.errors import TraceError
+from lowtide.extension import Extension, Face
 from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import alone, drop_idle_key
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
-from lowtide.run.limit.calls import LIMITED, Calls, Delegate, Engine
+from lowtide.run.limit.calls import LIMITED, Calls, Delegate
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
@@ -72,8 +73,9 @@ class Limiter:
 
     Args:
         model, loss_fn, verify, stores: as of `limit_memory`.
-        engine: holds the limit where `torch.compile` is around the model; ``None`` runs it eagerly.
-        settings: budget, policy, optimizer, progress and reserved, as of `PlanMaker`.
+        face: composes limits.
+        extensions: of the limit.
+        settings: budget, policy and progress, as of `PlanMaker`.
 
     The limiter is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the
     unchanged model. It can be copied and pickled with the model; the copy makes plans of its own.
@@ -94,6 +96,7 @@ class Limiter:
     """
 
     forwards: Forwards | None = None
+    compiles = True  # `torch.compile` around the model is taken to the compiled engine
 
     def __init__(
         self,
@@ -101,14 +104,15 @@ class Limiter:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         verify: Verify,
         stores: Stores | None,
-        engine: Engine | None = None,
+        face: Face,
+        extensions: Iterable[Extension] = (),
         **settings: Any,
     ) -> None:
-        self.model, self.loss_fn, self.engine = model, loss_fn, engine
+        self.model, self.loss_fn, self.face = model, loss_fn, face
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
-        self._begin(stores, settings)
+        self._begin(stores, settings | {"extensions": extensions})
         self.maker.measure_tiers()  # what that raises leaves the model as it is
 
     def _begin(self, stores: Stores | None, settings: dict[str, Any]) -> None:
@@ -120,7 +124,7 @@ class Limiter:
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
         self.overruns = Overruns()
-        self.delegate = Delegate(self.engine, self.warn_once)
+        self.delegate = Delegate(self.face.engine if self.compiles else None, self.warn_once)
         self.local = _Local()
         self.engagement = Engagement(self.model)
         self.calls = Calls(self.delegate, self.engagement, self.warn_once)
@@ -129,28 +133,21 @@ class Limiter:
         self._abandoned = False  # whether a profiled step was
 
     def __getstate__(self) -> dict[str, Any]:
-        names, maker = ("model", "loss_fn", "verify", "engine", "original", "removed"), self.maker
-        settings = {
-            "budget": maker.budget,
-            "policy": maker.policy,
-            "progress": maker.progress,
-            "reserved": maker.reserved,
-        }
+        names, maker = ("model", "loss_fn", "verify", "face", "original", "removed"), self.maker
+        copies = [copied for extension in maker.extensions if (copied := extension.copied()) is not None]
+        settings = {"budget": maker.budget, "policy": maker.policy, "progress": maker.progress}
         return {
-            "settings": settings,
-            "counted": maker.counted.optimizer is not None,
+            "settings": settings | {"extensions": copies},
+            "not_copied": [one.not_copied for one in maker.extensions if one.not_copied],
             **{name: self.__dict__[name] for name in names},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings, counted = state.pop("settings"), state.pop("counted")
+        settings, not_copied = state.pop("settings"), state.pop("not_copied")
         self.__dict__.update(state)
         self._begin(None, settings)
-        if counted:
-            warn(
-                "the copy of a limited model does not count an optimizer: remove() its limit and call "
-                "limit_memory with the copy's optimizer"
-            )
+        for text in not_copied:
+            warn(text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limiter:
         twin = memo[id(self)] = Limiter.__new__(Limiter)
@@ -158,6 +155,21 @@ class Limiter:
         twin.__setstate__(state | {n: copy.deepcopy(state[n], memo) for n in ("model", "original")})
         twin.stores = self.stores.fresh()
         return twin
+
+    @property
+    def extensions(self) -> tuple[Extension, ...]:
+        """What the limit does beyond one device and recomputation."""
+        return self.maker.extensions
+
+    def extend(self, budget: str | int | None) -> None:
+        """Hold the extensions that the limit needs by now, for this budget.
+
+        Raises:
+            PlanError: the budget does not go with one.
+        """
+        self.maker.extend(*self.face.missing(self, budget))
+        for extension in self.extensions:
+            extension.given(budget)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -42,6 +42,8 @@ class PipelineLimiter(Limiter):
         rest, settings: as of `Limiter`.
     """
 
+    compiles = False
+
     def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **settings: Any) -> None:
         self.schedule, self._schedule_step = schedule, schedule.step
         stages = private.stages_of(schedule)

@@ -6,9 +6,8 @@ In: an entry whose step graph is known. Out: its `Planned`, or the refusal. Read
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +17,8 @@ import torch
 from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
+from lowtide.extension import Claim, Extension
 from lowtide.graph import StepGraph, no_collection
-from lowtide.meter.reserved import MIB
 from lowtide.meter.resident import model_device
 from lowtide.plan import make, resolve
 from lowtide.plan.background import BackgroundSearch
@@ -30,9 +29,8 @@ from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.run.limit.entry import Entry, History, Planned
-from lowtide.run.limit.need import CountedOptimizer, reserved_bytes
 from lowtide.run.limit.ranks import Peers
-from lowtide.run.limit.refusal import Demand, holds_reserved, in_words, refuse_nested, too_much_reserved
+from lowtide.run.limit.refusal import Demand, in_words, refuse_nested
 from lowtide.run.messages import Once
 from lowtide.run.transforms import (
     spread,
@@ -52,12 +50,6 @@ _SEARCH_STEPS = 10
 
 _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
-
-_RESERVED_ERROR = 0.02
-"""What the prediction of reserved bytes may be short by, as a share of the budget. An operation may request
-other bytes, or in another order, than in the profiled step; in what the allocator recorded by itself it is
-not known which operation requested which.
-"""
 
 
 @dataclass(frozen=True)
@@ -84,11 +76,15 @@ class Problem:
         graph: the step, as transformed (`PlanMaker.transform`).
         free_bytes: what a plan leaves free of the budget.
         patience: how long the step waits for a search.
+        claim: what the extensions take beside the step.
+        shared: several ranks hold one plan.
     """
 
     graph: StepGraph
     free_bytes: int
     patience: Patience
+    claim: Claim
+    shared: bool
 
     def with_resident(self, more: int) -> Problem:
         """The same problem with so many more resident bytes."""
@@ -118,7 +114,7 @@ class Problem:
             return math.inf
 
     def fits(self, limit: int) -> bool:
-        """Whether some plan keeps within so many bytes, such as those that the optimizer's own step takes."""
+        """Whether some plan keeps within so many bytes, such as those that an extension claims."""
         reaches = limit >= self.graph.resident_bytes + self.free_bytes
         return bool(limit) and reaches and self.extra_seconds(limit) < math.inf
 
@@ -137,12 +133,11 @@ class PlanMaker:
         groups: process groups over which plans may shard, by name.
         budget: as given to `limit_memory`.
         policy: a policy or its name.
-        optimizer: counts against the budget, or ``None``.
         progress: as of `limit_memory`.
-        reserved: as of `limit_memory`.
+        extensions: of the limit.
 
     Attributes:
-        counted: the optimizer, and what it takes.
+        extensions: of the limit, in their order.
         version: how often another budget or optimizer was given.
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
@@ -157,14 +152,14 @@ class PlanMaker:
         groups: Callable[[], Mapping[str, Any]],
         budget: str | int | None,
         policy: str | Callable[..., Plan],
-        optimizer: torch.optim.Optimizer | None = None,
         progress: bool | None = None,
-        reserved: bool | None = None,
+        extensions: Iterable[Extension] = (),
     ) -> None:
         self.model, self.policy, self.progress = model, policy, progress
-        self.budget, self.reserved, self.version = budget, reserved, 0
+        self.budget, self.version = budget, 0
         self.warn_once = Once()
-        self.counted = CountedOptimizer(model, optimizer, self.warn_once)
+        self.extensions: tuple[Extension, ...] = ()
+        self.extend(*extensions)
         self.findings: dict[str, str] = {}
         self.solved = 0
         self.peers = Peers(model, groups)
@@ -185,10 +180,23 @@ class PlanMaker:
         """Plan for another budget from now on."""
         self.budget, self.version = budget, self.version + 1
 
-    def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count this optimizer from now on."""
-        self.counted.set(optimizer)
-        self.version += 1
+    def extend(self, *more: Extension, without: str = "") -> None:
+        """Hold more extensions from now on, and none of the name ``without``."""
+        for extension in more:
+            extension.attach(self.model)
+        stays = (extension for extension in self.extensions if extension.name != without)
+        self.extensions = (*stays, *more)
+
+    @property
+    def claim(self) -> Claim:
+        """What the extensions take beside a step, now."""
+        return Claim.of(self.extensions)
+
+    def _refusal(self, limit: int | None) -> BudgetError | None:
+        """Why what an extension claims cannot be held within the budget; ``None`` where all can."""
+        if limit is None:
+            return None
+        return next((found for one in self.extensions if (found := one.refusal(limit)) is not None), None)
 
     def make(self, entry: Entry, budget: str | int | None) -> Planned:
         """A plan for an entry's step within a budget, less what the entry says is to be left free.
@@ -213,7 +221,7 @@ class PlanMaker:
         self.solved += not plan.changes_nothing
         search, goes_on, agreement = None, _ended_early(plan), self.peers.agreement
         if goes_on and (agreement is None or agreement.rank == 0):
-            least = 0 if plan.budget_bytes else self.counted.step_peak_bytes - entry.beside.free_bytes
+            least = 0 if plan.budget_bytes else self.claim.peak_bytes - entry.beside.free_bytes
             with suppress(OSError):  # where no process can be started the plan stays
                 search = BackgroundSearch(graph, plan.budget_bytes, patience.goes_on, least)
         # ranks that share a plan take a better one together, which the first of them finds
@@ -246,28 +254,30 @@ class PlanMaker:
         try:
             graph = self.transform(entry)
             patience = self._patience(graph, budget)
-            problem = Problem(graph, entry.beside.free_bytes, patience)
+            shared = self.peers.agreement is not None
+            problem = Problem(graph, entry.beside.free_bytes, patience, self.claim, shared)
             demand = self._demand(entry, problem, budget)
-            plan, limit = self._plan_for(replace(problem, graph=demand.graph), demand)
+            problem = replace(problem, graph=demand.graph, claim=self.claim)
+            plan, limit = self._plan_for(problem, demand)
             if not plan.changes_nothing:
                 refuse_nested(entry)
         except BudgetError as error:
             refuse_nested(entry)
-            raise in_words(error, entry, self.model, self.counted.state_bytes, demand) from None
+            raise in_words(error, entry, self.model, self.claim.resident_bytes, demand) from None
         self._greatest_plain = demand.plain_peak_bytes
         return demand.graph, patience, plan, limit
 
     def transform(self, entry: Entry) -> StepGraph:
         """An entry's step as it is planned for: its profile, and what that does not show. These are gradients
         that exist before the step, the executor's own time, what never runs again, and what else is resident:
-        the rest of the model, and all of the optimizer's state.
+        the rest of the model, and what the extensions claim.
         """
         assert entry.profiled is not None
         graph = with_earlier_gradients(entry.profiled) if entry.borrowed else entry.profiled
         graph = with_crossing(with_overhead(graph), entry.forward_spans)
         graph = with_unreplayable(graph, self.findings)
-        state_bytes = self.counted.state_bytes + self.counted.moved_bytes
-        return with_resident(graph, entry.beside.unused_bytes + state_bytes)
+        claim = self.claim
+        return with_resident(graph, entry.beside.unused_bytes + claim.resident_bytes + claim.moved_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search."""
@@ -282,25 +292,26 @@ class PlanMaker:
         return Patience(optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time)
 
     def _demand(self, entry: Entry, problem: Problem, budget: str | int | None) -> Demand:
-        """What an entry's step may take of the budget; a part of the optimizer's state may move to the host.
+        """What an entry's step may take of the budget; what extensions claim may make room before.
 
         Raises:
             BudgetError: the budget is ``"auto"``, and too little is free.
         """
         plain_peak = max(plain(problem.graph).peak_bytes + entry.beside.hidden_bytes, self._greatest_plain)
-        whole_peak = max(plain_peak, self.counted.step_peak_bytes + self.counted.moved_bytes)
-        limit, agreement = None, self.peers.agreement
+        claim, limit, agreement = problem.claim, None, self.peers.agreement
+        whole_peak = max(plain_peak, claim.peak_bytes + claim.moved_bytes)
         if budget is not None:
             limit = most = self._limit_bytes(budget, problem, whole_peak)
-            self.counted.move_state(
-                lambda fewer: problem.with_resident(-fewer).extra_seconds(most), agreement is not None
-            )
-        shortage = self.counted.shortage(limit)
+            for extension in self.extensions:
+                extension.make_room(
+                    lambda fewer: problem.with_resident(-fewer).extra_seconds(most), problem.shared
+                )
+        refusal = self._refusal(limit)
         if agreement is not None:
-            shortage = agreement.first_of_any(shortage)
+            refusal = agreement.first_of_any(refusal)
         share = whole_peak if str(budget).rstrip().endswith("%") else None
-        graph = with_resident(problem.graph, -self.counted.moved_bytes)
-        return Demand(graph, limit, problem.free_bytes, plain_peak, share, shortage)
+        graph = with_resident(problem.graph, -self.claim.moved_bytes)
+        return Demand(graph, limit, problem.free_bytes, plain_peak, share, refusal)
 
     def _limit_bytes(self, budget: str | int, problem: Problem, whole_peak: int) -> int:
         """The budget in bytes. A percentage is of the plain step with collectives under way, or of the
@@ -311,7 +322,7 @@ class PlanMaker:
         graph, patience = problem.graph, problem.patience
 
         def smallest() -> int:
-            updating = self.counted.step_peak_bytes
+            updating = problem.claim.peak_bytes
             if not patience.finds_budget and problem.fits(updating):
                 return updating
             try:
@@ -324,8 +335,8 @@ class PlanMaker:
                 least = error.smallest_bytes
             return max(math.ceil(problem.budget_for(least)), updating)
 
-        # of the optimizer's state to come "auto" finds nothing allocated
-        resident = graph.resident_bytes - self.counted.need.to_come_bytes
+        # of what is to come "auto" finds nothing allocated
+        resident = graph.resident_bytes - problem.claim.to_come_bytes
         device = torch.device(graph.device)
         return budgets.resolve(budget, whole_peak, smallest, device, resident_bytes=resident)
 
@@ -335,21 +346,22 @@ class PlanMaker:
         """A plan, and the budget in bytes that it is for.
 
         Raises:
-            BudgetError: no plan fits, or the optimizer's own step does not; without a user's words.
+            BudgetError: no plan fits, or what an extension claims does not; without a user's words.
         """
-        limit, shortage, finds_budget = demand.limit_bytes, demand.shortage, problem.patience.finds_budget
-        if shortage is not None and self.peers.agreement is None and problem.fits(shortage.least_bytes):
-            raise shortage.error()  # no search for a smaller step
+        limit, refusal, finds_budget = demand.limit_bytes, demand.refusal, problem.patience.finds_budget
+        if refusal is not None and not problem.shared and problem.fits(refusal.smallest_bytes or 0):
+            raise refusal  # no search for a smaller step
         plan = self._solve(problem, None if finds_budget else limit)
-        if shortage is not None:
-            raise shortage.error()
+        if refusal is not None:
+            raise refusal
         if finds_budget:
             least = budgets.with_slack(problem.budget_for(plan.predicted_peak_bytes))
-            limit = max(least, self.counted.step_peak_bytes)
-        if plan.slab_bytes and limit is not None and self.counted.shortage(limit - plan.slab_bytes):
+            limit = max(least, problem.claim.peak_bytes)
+        if plan.slab_bytes and limit is not None and self._refusal(limit - plan.slab_bytes) is not None:
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
-        if limit is not None and holds_reserved(self.reserved, self.model, self.budget):
-            plan = self._within_reserved(problem, plan, limit)
+        if limit is not None:
+            for extension in self.extensions:
+                plan = extension.admit(plan, problem, limit)
         return plan, limit
 
     def _solve(self, problem: Problem, limit: int | None) -> Plan:
@@ -364,56 +376,6 @@ class PlanMaker:
 
         agreement = self.peers.agreement
         return solve(limit) if agreement is None else agreement.solve(solve, problem.graph, limit)
-
-    def _within_reserved(self, problem: Problem, plan: Plan, limit: int) -> Plan:
-        """A plan within the budget with what CUDA's allocator reserves for it.
-
-        Raises:
-            BudgetError: none was found.
-        """
-        if self.peers.agreement is not None:
-            self.warn_once(
-                "reserved",
-                "the budget counts requested bytes here: ranks that share a plan reserve different bytes",
-            )
-            return plan
-        price = functools.partial(reserved_bytes, problem.graph, model=self.model, need=self.counted.need)
-        plan = within_reserved(problem.graph, limit, plan, problem.patience.policy, price)
-        accelerator.empty_cache()  # what the profiled step left in pieces
-        return plan
-
-
-def within_reserved(
-    graph: StepGraph, limit: int, plan: Plan, policy: str | Policy, reserved: Callable[[Plan], int]
-) -> Plan:
-    """A plan within the budget with what the allocator reserves for it.
-
-    Args:
-        graph: the step.
-        limit: the budget in bytes.
-        plan: the plan for as many requested bytes.
-        policy: makes plans for less.
-        reserved: what is reserved for a plan.
-
-    Raises:
-        BudgetError: none was found; says the least that one reserves.
-    """
-    taken: list[tuple[int, Plan]] = []  # what is reserved for each plan
-
-    def price(plan: Plan) -> int:
-        taken.append((reserved(plan), plan))
-        return taken[-1][0]
-
-    room = int(limit * (1 - _RESERVED_ERROR))
-    try:
-        plan = choose(graph, room, price, policy=policy, target=plan.predicted_peak_bytes, first=plan)
-    except BudgetError:
-        least, lowest = min(taken, key=lambda one: one[0])
-        smallest = int(least / (1 - _RESERVED_ERROR)) + MIB
-        raise too_much_reserved(limit, least, lowest.predicted_peak_bytes, smallest) from None
-    found = next(bytes for bytes, one in taken if one is plan)
-    note = f"PyTorch's allocator reserves {budgets.format_bytes(found)} for its steps, as predicted"
-    return replace(plan, notes=(*plan.notes, note))
 
 
 def _ended_early(plan: Plan) -> bool:

@@ -17,13 +17,13 @@ from weakref import WeakSet
 
 import torch
 
-from lowtide import accelerator, private
 from lowtide import budget as budgets
+from lowtide import private
 from lowtide.budget import format_bytes
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import bytes_under, gradient_of, model_device
+from lowtide.meter.resident import bytes_under, gradient_of, own_share
 from lowtide.plan import resolve
 from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import planned_holders
@@ -41,7 +41,6 @@ from lowtide.remedies import (
     in_lines,
 )
 from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.limit.need import Shortage, own_share
 from lowtide.run.messages import AS_IF, LEAST, OF_GRAPH, OWN_OFF, warn
 from lowtide.run.scope.rules import takes
 from lowtide.store.stores import Stores
@@ -74,8 +73,8 @@ class CallError(PlanError, TypeError):
     """``loss_fn`` takes other arguments than it will be given."""
 
 
-def check_arguments(model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
-    """Check the types of the arguments, and that they go with the model.
+def check_arguments(policy: Any, loss_fn: Any, stores: Any) -> None:
+    """Check the types of the arguments.
 
     Raises:
         PlanError: one does not; a `CallError`, which is a `TypeError`, too, where ``loss_fn`` takes other
@@ -94,30 +93,8 @@ def check_arguments(model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer
             "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
             "criterion(output, target)"
         )
-    check_optimizer(model, optimizer)
     if stores is not None and not isinstance(stores, Stores):
         raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
-
-
-def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
-    """Check that this is ``None`` or an optimizer of the model's parameters.
-
-    Raises:
-        PlanError: it is neither.
-    """
-    if optimizer is None:
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
-    own = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if any(own.values()) and not held & own.keys():  # a frozen model is not limited
-        raise PlanError(
-            f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
-            "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
-            "the budget"
-        )
 
 
 def sharded_units(model: torch.nn.Module) -> list[str]:
@@ -193,34 +170,6 @@ def no_replicas() -> NoReturn:
     )
 
 
-def holds_reserved(reserved: bool | None, model: torch.nn.Module, budget: str | int | None) -> bool:
-    """Whether a budget counts what is reserved: where that is asked for, and for ``"auto"`` on CUDA.
-
-    Raises:
-        PlanError: it is asked for, and the device or its allocator has nothing of the kind, or the budget is
-            a share of what the step requests.
-    """
-    if reserved is False:
-        return False
-    device = model_device(model)
-    auto = budgets.asks_for(budget) == "auto"
-    native = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
-    if not reserved:
-        return auto and native
-    if not native:
-        found = f"under {accelerator.allocator()}" if accelerator.is_accelerator(device) else f"on {device}"
-        raise PlanError(
-            "reserved=True holds what PyTorch's caching allocator for CUDA takes, and this model is "
-            f"{found}, which has none: leave reserved out; the budget counts requested bytes"
-        )
-    if not auto and (budgets.asks_for(budget) or budgets.is_share(budget)):
-        raise PlanError(
-            f"reserved=True takes a budget in bytes, such as '20GiB', or 'auto', not {budget!r}, which is "
-            "measured in requested bytes"
-        )
-    return True
-
-
 # ---- budgets -------------------------------------------------------------------------------------
 
 
@@ -234,7 +183,7 @@ class Demand:
         free_bytes: what a plan leaves free of it.
         plain_peak_bytes: of the plain step, or of the largest that was planned for.
         whole_peak_bytes: what a budget in percent is of; ``None`` where it was given otherwise.
-        shortage: of the optimizer's own step, or ``None`` where the budget holds that.
+        refusal: of what an extension claims, or ``None`` where the budget holds that.
     """
 
     graph: StepGraph
@@ -242,7 +191,7 @@ class Demand:
     free_bytes: int
     plain_peak_bytes: int
     whole_peak_bytes: int | None
-    shortage: Shortage | None
+    refusal: BudgetError | None
 
 
 def in_words(
@@ -252,7 +201,7 @@ def in_words(
 
     Args:
         error: the planner's, with the budget that is too small, the smallest peak of any plan and what is
-            live there; or that of a `Shortage`.
+            live there; or that of what an extension claims.
         entry: of the step.
         model: the limited one.
         state_bytes: of the optimizer.
@@ -285,12 +234,12 @@ def _of_step_or_optimizer(
     error: BudgetError, model: torch.nn.Module, state_bytes: int, demand: Demand
 ) -> BudgetError:
     """The refusal that names the larger budget of the two: that has to do for both."""
-    short, graph, free = demand.shortage, demand.graph, demand.free_bytes
+    short, graph, free = demand.refusal, demand.graph, demand.free_bytes
     least = smallest = error.smallest_bytes or 0
     if UPDATE not in error.parts:
         least = min(plain(graph).peak_bytes + free, budgets.with_slack(smallest + free) + 1)
-    if short is not None and least <= short.least_bytes:
-        return short.error()
+    if short is not None and least <= (short.smallest_bytes or 0):
+        return short
     shown = dict.fromkeys(_OF_GRAPH.values(), 0)
     for storage in graph.storages:
         if storage.kind in _OF_GRAPH:
@@ -424,25 +373,6 @@ def _resident_by_name(
     return {name: count for name, count in (found | {RESIDENT: rest}).items() if count}
 
 
-def too_much_reserved(limit: int, least: int, requested: int, smallest: int) -> BudgetError:
-    """The refusal of a budget that holds what a plan requests, and not what PyTorch's allocator reserves.
-
-    Args:
-        limit: the budget in bytes.
-        least: the least that the allocator reserves for any plan that was found.
-        requested: what that plan requests.
-        smallest: the budget that would do.
-    """
-    return BudgetError(
-        f"the budget of {format_bytes(limit)} is too small for what PyTorch's allocator reserves: "
-        f"{format_bytes(least)} for {format_bytes(requested)} requested",
-        smallest,
-        "The rest is lost between blocks: with PYTORCH_ALLOC_CONF=expandable_segments:True it is often less.",
-        budget_bytes=limit,
-        remedies=[f"give a budget of {format_bytes(smallest)} or more, or leave reserved=True out"],
-    )
-
-
 # ---- out of memory -------------------------------------------------------------------------------
 
 
@@ -467,7 +397,7 @@ class OutOfMemory:
         for limiter in tuple(self._limiters):
             planned = limiter.cache.latest
             if planned is not None and not limiter.removed:
-                state = limiter.maker.counted.state_bytes
+                state = limiter.maker.claim.resident_bytes
                 warn(_out_of_memory_text(planned, state, device, asked_bytes), each_time=True)
 
 

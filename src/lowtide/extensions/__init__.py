@@ -1,0 +1,1 @@
+"""What a limit does beyond one device and recomputation, a package each (`lowtide.extension`)."""
