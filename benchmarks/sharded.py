@@ -166,15 +166,7 @@ class Run:
             found.append(measured.value.clone())
             found += [local(p.grad).clone() for p in self.model.parameters() if p.grad is not None]
             self.optimizer.step()
-            if handle is not None and not number:
-                _wait_for_search(handle)
         return found, max(peaks[1:])
-
-
-def _wait_for_search(handle: lowtide.Handle) -> None:
-    for entry in handle._limiter.cache.known.values():
-        if entry.planned is not None and entry.planned.history.search is not None:
-            entry.planned.history.search.plan()
 
 
 def local(tensor: Any) -> Tensor:

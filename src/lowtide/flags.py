@@ -30,6 +30,13 @@ PolicyName = Annotated[
         "keep_all, full, sqrt, selective, offload, compress."
     ),
 ]
+PlanSeconds = Annotated[
+    float | None,
+    typer.Option(
+        help="About how long a search for a plan may take; less time may mean a slower plan. [default: 0.7 "
+        "s or ten plain steps while training, half a minute else]"
+    ),
+]
 Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]

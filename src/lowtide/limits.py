@@ -14,6 +14,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.extension import Extension
 from lowtide.interception import register_ahead
+from lowtide.plan import check_seconds
 from lowtide.plan.data import Plan
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
@@ -46,6 +47,7 @@ def limit_memory(
     stores: Stores | None = None,
     progress: bool | None = None,
     reserved: bool | None = None,
+    plan_seconds: float | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
@@ -60,9 +62,9 @@ def limit_memory(
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``. What
             `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; only
-            ``optimizer`` goes with that. Or a pipeline's schedule, as of ``torch.distributed.pipelining``,
-            whose ``step`` is replaced: the budget is then for all of this rank's stages and micro-batches
-            together. Every rank of the pipeline puts a limit on its own.
+            ``optimizer`` and ``plan_seconds`` go with that. Or a pipeline's schedule, as of
+            ``torch.distributed.pipelining``, whose ``step`` is replaced: the budget is then for all of this
+            rank's stages and micro-batches together. Every rank of the pipeline puts a limit on its own.
         budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
             planned so far, or of ``optimizer.step()`` where that takes more), ``"min"`` for the smallest that
             works, or ``"auto"`` for what the device has, less a reserve. ``None`` needs a policy that does
@@ -80,6 +82,10 @@ def limit_memory(
             ``"auto"``.
         verify: ``first`` compares, in profiled steps, results of an operation with those of its second run;
             ``always`` also compares digests of what is recomputed in every later step; ``never`` trusts.
+        plan_seconds: about how long a search for a plan may take, which a step waits for: counted in work
+            that is done, not timed. A plan may lie further from the best one where it is short, and says so.
+            ``None`` is 0.7 seconds or ten plain steps, whichever is more, for ``optimal``; where other ranks
+            wait, too, 0.05 seconds or one plain step; other policies search for as long as they say.
 
     Returns:
         The handle; for what `torch.compile` returned a `CompiledHandle`.
@@ -110,6 +116,7 @@ def limit_memory(
         )
     check_verify(verify)
     check_given(budget, policy)
+    check_seconds(plan_seconds, policy, "limit_memory(plan_seconds=)")
     check_arguments(policy, loss_fn, stores)
     face = Face(reserved)
     extensions = [] if optimizer is None else [face.counting(model, optimizer)]
@@ -126,19 +133,24 @@ def limit_memory(
     }
     if private.is_compiled(model) and "_orig_mod" in model._modules:
         return _limit_compiled(
-            model, budget, optimizer, [name for name, given in meaningless.items() if given]
+            model, budget, optimizer, plan_seconds, [name for name, given in meaningless.items() if given]
         )
     why_eager = None
     in_parts = any(private.is_compiled(block) for block in model.modules() if block is not model)
     if in_parts and schedule is None and budget is not None and not any(meaningless.values()):
-        handle, why_eager = _limit_blocks(model, budget, optimizer)
+        handle, why_eager = _limit_blocks(model, budget, optimizer, plan_seconds)
         if handle is not None:
             return handle
     before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
     refuse_first_fsdp(model)
-    settings = {"budget": budget, "policy": policy or "optimal", "progress": progress}
+    settings = {
+        "budget": budget,
+        "policy": policy or "optimal",
+        "progress": progress,
+        "plan_seconds": plan_seconds,
+    }
     if schedule is not None:
         limiter = PipelineLimiter(schedule, model, None, verify, stores, face, extensions, **settings)
         limiter.extend(budget)
@@ -162,11 +174,12 @@ def _limit_compiled(
     model: torch.nn.Module,
     budget: str | int | None,
     optimizer: torch.optim.Optimizer | None,
+    plan_seconds: float | None,
     meaningless: list[str],
 ) -> Any:
     if meaningless or budget is None:
         raise PlanError(
-            "this model is compiled: its limit takes a budget and optimizer=, and knows no "
+            "this model is compiled: its limit takes a budget, optimizer= and plan_seconds=, and knows no "
             f"{' and no '.join(f'{name}=' for name in meaningless) or 'policy'}. Leave that out, or limit "
             "the model itself in place of what torch.compile returned"
         )
@@ -175,17 +188,20 @@ def _limit_compiled(
     before = handle_of(model)
     if before is not None:
         before.remove()
-    return limit_compiled(model, budget, optimizer=optimizer)
+    return limit_compiled(model, budget, optimizer=optimizer, plan_seconds=plan_seconds)
 
 
 def _limit_blocks(
-    model: torch.nn.Module, budget: str | int, optimizer: torch.optim.Optimizer | None
+    model: torch.nn.Module,
+    budget: str | int,
+    optimizer: torch.optim.Optimizer | None,
+    plan_seconds: float | None,
 ) -> tuple[Any, str | None]:
     """The compiled engine's handle for a model whose blocks are compiled, or ``None`` and why it has none."""
     from lowtide.compiled.api import limit_compiled_blocks  # importing Inductor takes seconds
 
     try:
-        return limit_compiled_blocks(model, budget, optimizer=optimizer), None
+        return limit_compiled_blocks(model, budget, optimizer=optimizer, plan_seconds=plan_seconds), None
     except PlanError as why:
         return None, _BLOCKS_KEEP.format(why)
 
@@ -236,4 +252,6 @@ class Face:
             raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
         assert maker.budget is not None, "the optimal policy has one"
         optimizer = next((getattr(one, "optimizer", None) for one in limiter.extensions), None)
-        return limit_compiled_forward(limiter.model, limiter.forward, maker.budget, optimizer, compiling)
+        return limit_compiled_forward(
+            limiter.model, limiter.forward, maker.budget, optimizer, compiling, maker.plan_seconds
+        )

@@ -16,6 +16,7 @@ from lowtide.errors import PlanError, expect
 from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.marked_regions import honour_regions
 from lowtide.meter.resident import innermost
+from lowtide.plan import check_seconds
 from lowtide.plan.data import Offload
 from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled
 from lowtide.run.limit.handle import handle_of
@@ -34,6 +35,7 @@ def compile(
     regional: bool = False,
     codecs: str | Sequence[str] = (),
     tiers: str | Offload | Sequence[str | Offload] = (),
+    plan_seconds: float | None = None,
     **torch_compile_options: Any,
 ) -> Any:
     """`torch.compile` a model so that its training step fits a budget, at the least extra time.
@@ -61,6 +63,8 @@ def compile(
         tiers: ``"host"``, ``"disk"`` or `lowtide.Offload` with a path: saved values may wait there where that
             costs least. For one graph that returns its loss alone, of sizes that do not vary: each size
             compiles by itself (``dynamic=False``).
+        plan_seconds: about how long one search for a plan may take, of up to eight; what is lowered and
+            compiled to price plans comes on top. ``None`` is half a minute.
 
     Returns:
         What `torch.compile` returns, or with ``regional`` the model; `lowtide.handle_of` has its handle.
@@ -112,6 +116,7 @@ def compile(
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
     budgets.check(budget)
+    check_seconds(plan_seconds, None, "compile(plan_seconds=)")
     check_optimizer(model, optimizer)
     optimizer = None if optimizer is None else innermost(optimizer)
     inner = uncompiled(model)
@@ -121,12 +126,18 @@ def compile(
     model = inner
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
     blocks = _blocks_of(model) if regional else ()
-    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, blocks, away)
+    CompiledHandle(
+        model, compiled, budget, backend, optimizer, chosen, how, blocks, away, plan_seconds=plan_seconds
+    )
     return compiled
 
 
 def limit_compiled(
-    compiled: Any, budget: str | int, *, optimizer: torch.optim.Optimizer | None = None
+    compiled: Any,
+    budget: str | int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    plan_seconds: float | None = None,
 ) -> CompiledHandle:
     """Hold a budget for what `torch.compile` returned: its next step compiles anew, with the backend and the
     settings that it was made with.
@@ -136,11 +147,17 @@ def limit_compiled(
     """
     model, backend, options, how = compile_settings(compiled)
     _check_backend(backend)
-    return CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
+    return CompiledHandle(
+        model, compiled, budget, backend, optimizer, options, how, plan_seconds=plan_seconds
+    )
 
 
 def limit_compiled_blocks(
-    model: torch.nn.Module, budget: str | int, *, optimizer: torch.optim.Optimizer | None = None
+    model: torch.nn.Module,
+    budget: str | int,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    plan_seconds: float | None = None,
 ) -> CompiledHandle | None:
     """Hold a budget for a model of which blocks that repeat are compiled, each by itself: as `compile` with
     ``regional``, with what they were compiled with. ``None`` where no blocks repeat, or they differ in that.
@@ -155,7 +172,8 @@ def limit_compiled_blocks(
         return None
     _, backend, options, how = found[0]
     _check_backend(backend)
-    compile(model, budget, optimizer=optimizer, backend=backend, options=options, regional=True, **how)
+    how = {**how, "backend": backend, "options": options, "plan_seconds": plan_seconds}
+    compile(model, budget, optimizer=optimizer, regional=True, **how)
     return model.__dict__["_lowtide_handle"]
 
 
@@ -165,6 +183,7 @@ def limit_compiled_forward(
     budget: str | int,
     optimizer: torch.optim.Optimizer | None,
     compiling: Compiling,
+    plan_seconds: float | None = None,
 ) -> CompiledHandle:
     """Hold a budget for a model that `torch.compile` is around: its forward runs through the handle.
 
@@ -174,14 +193,14 @@ def limit_compiled_forward(
         budget: as of `lowtide.compile`.
         optimizer: its state counts, too.
         compiling: what compiles, and with what.
+        plan_seconds: as of `lowtide.compile`.
 
     Raises:
         PlanError: it is compiled with another backend, or with CUDA graphs.
     """
     _check_backend(compiling.backend)
-    how = {"fullgraph": compiling.fullgraph}
-    options = compiling.options
-    return CompiledHandle(model, None, budget, compiling.backend, optimizer, options, how, forward=forward)
+    how, more = {"fullgraph": compiling.fullgraph}, {"forward": forward, "plan_seconds": plan_seconds}
+    return CompiledHandle(model, None, budget, compiling.backend, optimizer, compiling.options, how, **more)
 
 
 def _check_backend(backend: str) -> None:

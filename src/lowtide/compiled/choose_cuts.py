@@ -31,7 +31,7 @@ from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.timeline import Moment, Timeline
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan import make, policies
+from lowtide.plan import make, policies, within_seconds
 from lowtide.plan.bound import Bound, LinearProgram
 from lowtide.plan.choose import NEAR, Correction, at_or_smallest
 from lowtide.plan.data import Offload, Plan, decision_of
@@ -112,6 +112,7 @@ def choice_of(
     candidates: Sequence[CandidateCuts],
     budget: str | int,
     tiers: tuple[Offload, ...] = (),
+    plan_seconds: float | None = None,
 ) -> Choice:
     """How to cut every call of a step.
 
@@ -120,6 +121,7 @@ def choice_of(
         candidates: those of each call's graph.
         budget: as of `lowtide.limit_memory`.
         tiers: where saved values may wait.
+        plan_seconds: as of `lowtide.compile`.
     """
     step = step_of([one.joint for one in candidates], [one.costs for one in candidates], timeline)
     policy: Any = "optimal"
@@ -127,6 +129,7 @@ def choice_of(
         with outside_modes():  # AOTAutograd calls us among fake tensors
             links = missing_links(decisions, None, (), timeline.device)
         policy = policies.mixed(*decisions, links=links, slab=False)
+    policy = within_seconds(policy, plan_seconds, timeline.device)
     return Choice(timeline, candidates, step, budget, policy)
 
 

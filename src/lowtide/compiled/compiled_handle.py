@@ -82,13 +82,14 @@ class CompiledHandle(LimitHandle):
         blocks: Sequence[torch.nn.Module] = (),
         tiers: tuple[Offload, ...] = (),
         forward: Callable[..., Any] | None = None,
+        plan_seconds: float | None = None,
     ) -> None:
         refuse_several_devices(model)
         if backend != "aot_eager":
             refuse_cuda_graphs(options)
         budgets.check(budget)
         honour_regions()
-        self._tiers = tiers
+        self._tiers, self._plan_seconds = tiers, plan_seconds
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
         self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
@@ -361,7 +362,8 @@ class CompiledHandle(LimitHandle):
 
         Compiled code is shared by what has the same backend, so each flow is one of its own.
         """
-        flow = Flow(self.budget, self._settings, self._surroundings(), self._tiers, gradients_bytes)
+        wish = self.budget, self._settings, self._surroundings(), self._tiers
+        flow = Flow(*wish, gradients_bytes, self._plan_seconds)
         run = self._compiled_with(backend=flow.backend, **{**counted_apart(), **self._how})
         self._runs[flow] = run, self._block_calls()
         return flow

@@ -174,6 +174,7 @@ class Flow:
         beside: what there is beside the graphs.
         tiers: where saved values may wait.
         gradients_bytes: the gradients to plan for, where there are fewer when a step begins.
+        plan_seconds: as of `lowtide.compile`.
 
     Attributes:
         graphs: the graphs that are parts of a step.
@@ -189,8 +190,10 @@ class Flow:
         beside: Surroundings,
         tiers: tuple[Offload, ...] = (),
         gradients_bytes: int = 0,
+        plan_seconds: float | None = None,
     ) -> None:
         self.budget, self.options, self.tiers = budget, options, tiers
+        self._plan_seconds = plan_seconds
         self.device, self._beside = beside.device, beside
         self.graphs: list[PartGraph] = []
         self.mixed = self.ran_uncompiled = False
@@ -272,7 +275,8 @@ class Flow:
                 beside, known = self._beside, self._known
                 resident = beside.resident() + max(0, self.gradients_bytes - beside.gradients())
                 graph = CapturedGraph(captured.Captured(module, inputs), self.options, wishes_of(module))
-                alone = Beside(self.options, resident, self.tiers, beside.after(), known.held)
+                after, seconds = beside.after(), self._plan_seconds
+                alone = Beside(self.options, resident, self.tiers, after, known.held, seconds)
                 if (found := self._plan(WholeStep(graph, alone))) is None:
                     return graph.run_plain()
                 known.alone.append(found.plan)
@@ -419,7 +423,8 @@ class Flow:
             return
         known.forwards = step.forwards
         made, after = self._beside.gradients(), self._beside.after()
-        found = RecordedStep(timeline, [*step.sizes], made, self.gradients_bytes, after)
+        bytes_ = made, self.gradients_bytes, after
+        found = RecordedStep(timeline, [*step.sizes], *bytes_, self._plan_seconds)
         if not self._serves(found):
             self._plan_recorded(found)
         known.missed.discard(step.shapes)

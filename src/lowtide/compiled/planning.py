@@ -107,7 +107,7 @@ class RecordedStep:
         sizes: of its calls.
         made_bytes: of parameters' gradients that there were at its end.
         gradients_bytes: of gradients that are there when it begins.
-        after_bytes: as of `Beside`.
+        after_bytes, plan_seconds: as of `Beside`.
     """
 
     recorded: Timeline
@@ -115,6 +115,7 @@ class RecordedStep:
     made_bytes: int
     gradients_bytes: int
     after_bytes: int
+    plan_seconds: float | None = None
 
     @property
     def graphs(self) -> list[PartGraph]:
@@ -140,7 +141,8 @@ class RecordedStep:
     @property
     def facts(self) -> list[Any]:
         """What its plan follows from, beside bytes, in JSON's words."""
-        return [self.timeline.facts, [graph.joint.facts for graph in self.graphs], self.sizes]
+        joints = [graph.joint.facts for graph in self.graphs]
+        return [self.timeline.facts, joints, self.sizes, self.plan_seconds]
 
     def is_kept(self, ways: Sequence[Way]) -> bool:
         """Whether a plan on disk is enough to run it: always, for code that is not on disk is compiled."""
@@ -149,7 +151,7 @@ class RecordedStep:
     def choice(self, budget: str | int) -> Choice:
         """How to cut its calls."""
         candidates = list(map(PartGraph.candidates_at, self.graphs, self.sizes))
-        return choice_of(self.timeline, candidates, budget)
+        return choice_of(self.timeline, candidates, budget, plan_seconds=self.plan_seconds)
 
     def search(self, budget: str | int, largest_bytes: int) -> CutSearch:
         """Search for its cuts within a budget."""
@@ -171,6 +173,7 @@ class Beside:
         after_bytes: the most live bytes when backward has ended; 0 for what the graph returns.
         held: structure of a graph -> sizes up to which its largest plan within the budget holds;
             `search_range` reads it, and adds to it.
+        plan_seconds: as of `lowtide.compile`.
     """
 
     options: dict[str, Any] | None
@@ -178,11 +181,13 @@ class Beside:
     tiers: tuple[Offload, ...] = ()
     after_bytes: int = 0
     held: dict[str, Numbers] = field(default_factory=dict)
+    plan_seconds: float | None = None
 
     @property
     def facts(self) -> list[Any]:
         """What plans follow from beside the bytes that are resident, in JSON's words."""
-        return [[astuple(tier) for tier in self.tiers], self.after_bytes, self.resident_bytes is None]
+        alone, tiers = self.resident_bytes is None, [astuple(tier) for tier in self.tiers]
+        return [tiers, self.after_bytes, alone, self.plan_seconds]
 
 
 @dataclass(frozen=True)
@@ -260,7 +265,7 @@ def search_alone(joint: Joint, beside: Beside, budget: str | int, largest_bytes:
             free = budgets.parse(budget) - resident if in_bytes else 0
             candidates = CandidateCuts(at, beside.options, free)
             timeline = candidates.timeline_alone(resident).ending_with(beside.after_bytes)
-            return choice_of(timeline, [candidates], budget, beside.tiers).search()
+            return choice_of(timeline, [candidates], budget, beside.tiers, beside.plan_seconds).search()
 
         return search_within(search, budget, largest_bytes)
 
@@ -286,7 +291,13 @@ class _Enough(Exception):
     """The graph is planned; nobody runs it."""
 
 
-def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str = "inductor") -> Plan:
+def forecast(
+    model: torch.nn.Module,
+    budget: str | int,
+    *args: Any,
+    backend: str = "inductor",
+    plan_seconds: float | None = None,
+) -> Plan:
     """Trace a step, plan it and predict what the backend would allocate; then stop.
 
     No value of a parameter or an input is read: uninitialised tensors may be given.
@@ -296,6 +307,7 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
         budget: as of `lowtide.compile`.
         args: of the call.
         backend: ``inductor`` or ``aot_eager``.
+        plan_seconds: as of `lowtide.compile`.
 
     Raises:
         BudgetError: no plan fits.
@@ -303,7 +315,8 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
     """
     # what a cache hands out nobody plans
     options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
-    beside = Beside(options, resident_bytes(model) + workspace_bytes(model_device(model)))
+    resident = resident_bytes(model) + workspace_bytes(model_device(model))
+    beside = Beside(options, resident, plan_seconds=plan_seconds)
     planned: list[Plan] = []
 
     def planning(module: Any, inputs: Any) -> Any:

@@ -19,12 +19,13 @@ In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from lowtide.budget import resolve as bytes_of
-from lowtide.errors import PlanError
+from lowtide.errors import PlanError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.simulate import plain
@@ -55,6 +56,50 @@ def resolve(policy: str | Policy) -> Policy:
     from lowtide.plan import policies
 
     return getattr(policies, policy)()
+
+
+def within_seconds(policy: str | Policy, seconds: float | None, device: str) -> str | Policy:
+    """The policy, whose search takes about so many seconds; ``None`` leaves it as it is.
+
+    Args:
+        policy: a policy or its name; one that searches, and does not say itself for how long.
+        seconds: as `check_seconds` has checked them.
+        device: that values leave.
+    """
+    if seconds is None:
+        return policy
+    from lowtide.plan.policies.chosen import hurried
+
+    return hurried(resolve(policy), seconds, device)
+
+
+def check_seconds(seconds: float | None, policy: str | Policy | None, what: str) -> None:
+    """Check how long a search may take, and that there is one.
+
+    Args:
+        seconds: as given; ``None`` for what is usual.
+        policy: as given; ``None`` searches.
+        what: names the argument, as in ``"limit_memory(plan_seconds=)"``.
+
+    Raises:
+        PlanError: that is no time, or the policy does not search, or says itself for how long.
+    """
+    if seconds is None:
+        return
+    number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    fits = number and 0 < seconds < math.inf
+    expect(fits, what, seconds, "seconds, more than 0, or None for what is usual")
+    searching = policy in (None, "optimal", "mixed")
+    if callable(policy):
+        from lowtide.plan.policies.chosen import searches
+
+        searching = searches(policy)
+    if not searching:
+        name = policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
+        raise PlanError(
+            f"{what} is for policies that search and do not say for how long, and the policy is {name}: "
+            "leave one of them out, or choose optimal or mixed"
+        )
 
 
 def make(

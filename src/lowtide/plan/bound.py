@@ -65,7 +65,7 @@ Floats = NDArray[np.float64]
 A_SECOND = 750_000
 """How many operations are simulated in about a second: the unit of a search's work."""
 
-_A_COLUMN = 30
+A_COLUMN = 30
 """Work of solving a linear program, in simulated operations for each of its columns."""
 
 _WHOLE = 3
@@ -437,7 +437,7 @@ class Relaxation:
             if number and not fresh:
                 break
             status, objective, answer = self.linear_program.solve()
-            self.effort.note(_A_COLUMN * len(self.linear_program.cost))
+            self.effort.note(A_COLUMN * len(self.linear_program.cost))
             if status == 2:
                 return float("inf")
             if status != 0 or answer is None:
@@ -455,7 +455,7 @@ class Relaxation:
             self._answers.pop(budget, None)
             self.solve(budget)
         _, bound, answer = self.linear_program.solve(range(self.count), _NODES, gap)
-        self.effort.note(_WHOLE * _A_COLUMN * len(self.linear_program.cost))
+        self.effort.note(_WHOLE * A_COLUMN * len(self.linear_program.cost))
         if bound < float("inf"):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer

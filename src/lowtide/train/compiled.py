@@ -51,7 +51,10 @@ class CompiledModel(WholeModel):
         if budgets.asks_for(budget) == "auto":
             budget = self.auto_budget(resident_bytes(self.model))
         assert budget is not None  # checked with the options
-        self._call = lowtide.compile(self.model, budget, optimizer=optimizer, backend=self._backend)
+        seconds = self.options.plan_seconds
+        self._call = lowtide.compile(
+            self.model, budget, optimizer=optimizer, backend=self._backend, plan_seconds=seconds
+        )
         self._handle = lowtide.handle_of(self._call)
         self._handle.reduced_bytes = self.reduced_bytes
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lowtide.budget import check
-from lowtide.plan import POLICIES
+from lowtide.plan import POLICIES, check_seconds
 from lowtide.report import check_path
 from lowtide.train.arrangements import check_compile, check_compiled_run, check_pipeline, check_sharding
 from lowtide.train.errors import OptionError, require
@@ -69,6 +69,7 @@ class TrainOptions(Settings):
             self.lr_schedule in SHAPES, "lr-schedule", self.lr_schedule, f"choose one of {', '.join(SHAPES)}"
         )
         check_policy(self.policy)
+        check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         if self.checkpoint_dir is not None:
             fits = self.checkpoint_dir.is_dir() or not self.checkpoint_dir.exists()
             require(fits, "checkpoint-dir", self.checkpoint_dir, "that is a file, and a folder is needed")

@@ -150,7 +150,11 @@ class WholeModel(Part):
         if budgets.asks_for(budget) == "auto":
             budget = self.auto_budget(resident_bytes(self.model))
         self._handle = lowtide.limit_memory(
-            self.model, budget, policy=self.options.policy, optimizer=optimizer
+            self.model,
+            budget,
+            policy=self.options.policy,
+            optimizer=optimizer,
+            plan_seconds=self.options.plan_seconds,
         )
         count_reduced(self._handle.extensions, self.reduced_bytes)
 

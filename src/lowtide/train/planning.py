@@ -20,7 +20,7 @@ from lowtide.estimate.suggest import RESERVE
 from lowtide.graph import StepGraph
 from lowtide.models import build_model
 from lowtide.models.build import untouched
-from lowtide.plan import Plan, make
+from lowtide.plan import Plan, check_seconds, make, within_seconds
 from lowtide.plan.data import in_one_line
 from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.plan.simulate.holders import planned_holders
@@ -55,6 +55,7 @@ class PlanOptions:
     budget: str | None = "60%"
     raise_budget: bool = False
     policy: str | None = None
+    plan_seconds: float | None = None
     batch: int = 8
     seq: int = 256
     dtype: Literal["fp32", "bf16"] | None = None
@@ -73,6 +74,7 @@ class PlanOptions:
         if self.budget is not None:
             budgets.check(self.budget)  # not only after a minute of tracing
         check_policy(self.policy)
+        check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         check_file("json", self.json)
         check_compile(self.compile, self.compile_backend, self.policy, self.device)
         priced = self.device.lower() in DEVICES
@@ -129,7 +131,8 @@ def compiled_plan(options: PlanOptions) -> Plan:
 
     def within(budget: str | int) -> Plan:
         with torch.autocast(device.type, DTYPES[options.precision], enabled=options.precision != "fp32"):
-            return forecast(model, budget, tokens, tokens.clone(), backend=backend)
+            inputs, seconds = (tokens, tokens.clone()), options.plan_seconds
+            return forecast(model, budget, *inputs, backend=backend, plan_seconds=seconds)
 
     assert options.budget is not None  # checked with the options
     with working("planning", "planned") as work:
@@ -171,14 +174,13 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
         with torch.autocast(device.type, DTYPES[options.precision], enabled=options.precision != "fp32"):
             return model(tokens, targets).loss
 
-    policy = options.policy or "optimal"
     work.say("tracing one step")
     inputs = (tokens, tokens.clone())
     if card is None:
         timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
         traced = trace_fake(step, inputs, {}, [model], device.type, timed)
         graph = with_overhead(traced)
-        made = _plan_within(graph, options, policy)
+        made = _plan_within(graph, options)
     else:
         price = pricer(card)
         graph = trace_fake(
@@ -190,7 +192,7 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
             lambda specs: {key: price(specs[key]) for key in specs},
         )
         graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
-        made = _plan_within(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
+        made = _plan_within(graph, replace(options, budget=_budget_on(card, model, options.budget)))
         made = replace(made, notes=(*made.notes, _price_note(card)))
     notes = (_most_held(graph, made, card), *_reserve_note(graph, made, card), _no_optimizer(model))
     made = replace(made, notes=(*made.notes, *notes))
@@ -247,8 +249,9 @@ def _no_optimizer(model: nn.Module) -> str:
     return f"no optimizer is counted: AdamW's state takes {budgets.format_bytes(state)} more"
 
 
-def _plan_within(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
+def _plan_within(graph: StepGraph, options: PlanOptions) -> Plan:
     """The plan within the budget, or within the smallest that works where the budget may be raised."""
+    policy = within_seconds(options.policy or "optimal", options.plan_seconds, graph.device)
     try:
         return make(graph, budget=options.budget, policy=policy)
     except BudgetError as error:

@@ -26,6 +26,7 @@ class Settings:
             that takes none.
         raise_budget: take the smallest budget that works where ``budget`` is below it.
         policy: how to meet the budget; ``None`` is ``optimal``.
+        plan_seconds: about how long a search for a plan may take; ``None`` for what is usual.
         steps: optimizer steps.
         batch, seq: sequences in a micro-batch, tokens in a sequence.
         dtype: ``fp32``, or ``bf16`` for autocast over float32 weights.
@@ -70,6 +71,7 @@ class Settings:
     budget: str | None = "60%"
     raise_budget: bool = False
     policy: str | None = None
+    plan_seconds: float | None = None
     steps: int = 100
     batch: int = 8
     seq: int = 256

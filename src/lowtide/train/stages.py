@@ -91,7 +91,11 @@ class Stages(Part):
         if budgets.asks_for(budget) == "auto":
             budget = self.auto_budget(sum(map(meter.resident_bytes, self.modules)))
         self._handle = lowtide.limit_memory(
-            self.pipeline.schedule, budget, policy=options.policy, optimizer=optimizer
+            self.pipeline.schedule,
+            budget,
+            policy=options.policy,
+            optimizer=optimizer,
+            plan_seconds=options.plan_seconds,
         )
         parameters = chain(*(module.parameters() for module in self.modules))
         count_reduced(self._handle.extensions, reduced_over(parameters, self.ranks))

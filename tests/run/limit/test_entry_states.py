@@ -71,7 +71,6 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.STALE, E.PLAN_REFUSED, ("peers wait", "margin"), S.STALE, A.PLAN),
     (S.STALE, E.PLAN_REFUSED, ("peers wait",), S.STALE, A.PLAN_SMALLEST),
     (S.STALE, E.PLAN_REFUSED, (), S.REFUSED, A.RAISE),
-    (S.PLANNED, E.BETTER_FOUND, (), S.PLANNED, A.RUN),
     # the forward of a planned step begins
     (S.VARYING, E.FORWARD_BEGINS, ("can evict",), S.VARYING, A.EVICT),
     (S.VARYING, E.FORWARD_BEGINS, ("can evict", "untried", "may differ"), S.VARYING, A.EVICT),
@@ -120,7 +119,7 @@ CASES: list[tuple[State, Evidence, tuple[Fact, ...], State, Action]] = [
     (S.VARYING, E.ENDED, ("above", "departed", "profiles left", "late buffer"), S.VARYING, A.LEAVE_RESERVE),
     (S.VARYING, E.ENDED, ("above", "longer", "profiles left"), S.DOUBTED, A.DOUBT),
     # the end
-    (S.PLANNED, E.REMOVED, (), S.GONE, A.CLOSE),
+    (S.PLANNED, E.REMOVED, (), S.GONE, A.NOTHING),
     (S.GONE, E.PROFILED, (), S.GONE, A.NOTHING),
     (S.GONE, E.ENDED, ("above",), S.GONE, A.IGNORE),
 ]

@@ -4,7 +4,6 @@ gradients bit by bit, as many gathers as without a limit, and what is predicted 
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.plan import policies
 from lowtide.plan.bound import A_SECOND, Effort
-from lowtide.run.limit import machine, planning
+from lowtide.run.limit import planning
 
 pytestmark = on_each_backend
 
@@ -394,7 +393,7 @@ class Long(nn.Module):
 
 def searched() -> None:
     """Others wait in the first step's backward: a search there does as much work as a step would take time
-    for, whatever it searches for; the rest is left to a process beside the next steps.
+    for, whatever it searches for.
     """
     spent, own = list[float](), Effort.note
 
@@ -416,28 +415,6 @@ def searched() -> None:
             allowed = max(planning._LEAST_SECONDS, graph.plain_seconds) * A_SECOND
             allowed += 60 * len(graph.operations)
             assert sum(spent) <= 2 * allowed, (budget, policy, sum(spent) / allowed)
-            assert planned.history.search is not None or budget == "70%"
-            machine.stop_search(planned)
-
-
-def better_later() -> bool:
-    """A poor plan of the first step, and a search that goes on: whether each rank takes what it finds."""
-    model = sharded(Model())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "_ended_early", lambda plan: True)
-        patience = planning.Patience(policies.full(), policies.optimal())
-        patch.setattr(planning.PlanMaker, "_patience", lambda *_: patience)
-        handle = lowtide.limit_memory(model, "90%", policy="optimal")
-        model(batch(0)).backward()
-    assert handle.plan is not None
-    first, steps_, going = handle.plan.program, 0, torch.ones(1)
-    while going and steps_ < 300:
-        model(batch(steps_)).backward()
-        going.fill_(handle._limiter.cache.latest.history.search is not None)
-        dist.all_reduce(going)
-        time.sleep(0.1)
-        steps_ += 1
-    return handle.plan.program != first
 
 
 def several(*bodies: Callable[..., None]) -> None:
@@ -457,11 +434,6 @@ def test_what_fsdp_is_asked_for() -> None:
         automatic,
         searched,
     )
-
-
-@pytest.mark.slow
-def test_ranks_take_a_better_plan_each() -> None:
-    assert on_ranks(2, better_later) == [True, True]
 
 
 @pytest.mark.slow

@@ -293,7 +293,7 @@ def test_what_a_graph_does_not_show_is_left_free_when_the_margin_goes() -> None:
 def test_a_step_whose_plan_was_replaced_teaches_nothing() -> None:
     entry = planned_entry()
     step = ran(entry, OVER)
-    machine.on_better_found(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
+    machine.set_plan(entry, Planned(entry.key, GRAPH, GRAPH, PLAN))
     assert "a newer plan" in machine.on_ended(entry, step).warning
     assert entry.beside.margin_bytes == 0
 

@@ -23,8 +23,6 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import lowtide
 from lowtide import meter, private
-from lowtide.plan import policies
-from lowtide.run.limit import planning
 
 pytestmark = [on_each_backend, pytest.mark.skipif(not meter.available(), reason="needs the CPU's meter")]
 SCALARS = 512  # bytes that a trace does not show
@@ -180,38 +178,6 @@ def with_experts() -> tuple[bool, int, bool]:
 def test_experts_on_other_ranks_are_profiled_once() -> None:
     for same, profiles, shared in on_ranks(2, with_experts):
         assert same and profiles == 1 and not shared
-
-
-def better_later(budget: str) -> tuple[list[str], list[int], int]:
-    """A poor plan of the first step, and a search that goes on at the first rank: the first plan and the
-    last, the peaks that they predict, and how many steps the ranks took to it.
-    """
-    warnings.simplefilter("ignore", lowtide.LowtideWarning)
-    model = make(True)
-    patience = planning.Patience(policies.full(), policies.optimal(), finds_budget=budget == "min")
-    with (
-        patch.object(planning, "_ended_early", lambda plan: True),
-        patch.object(planning.PlanMaker, "_patience", lambda *_: patience),
-    ):
-        handle = lowtide.limit_memory(model, budget)
-        step(model, 0, True)
-    cache, steps = handle._limiter.cache, 0
-    plans = [cache.latest.plan]
-    while cache.latest.history.awaits_better and steps < 300:
-        step(model, 0, True)
-        steps += 1
-        time.sleep(0.1)
-    plans.append(cache.latest.plan)
-    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in plans)
-    return [str(plan.program) for plan in plans], [plan.predicted_peak_bytes for plan in plans], steps
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("budget", ["100%", "min"])
-def test_ranks_take_a_better_plan_together(budget: str) -> None:
-    (programs, peaks, steps), (others, _, also) = on_ranks(2, better_later, budget)
-    assert programs == others and programs[0] != programs[1] and steps == also > 0
-    assert (peaks[1] < peaks[0]) is (budget == "min")
 
 
 def in_two_dimensions() -> tuple[bool, str, int, list[int], str]:

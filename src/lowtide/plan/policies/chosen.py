@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
-from lowtide.plan.bound import Bound, Floats, Relaxation
+from lowtide.plan.bound import A_COLUMN, A_SECOND, Bound, Effort, Floats, Relaxation
 from lowtide.plan.data import Links, Move, Moving, Plan, decision_of
 from lowtide.plan.local_search import Candidate
 from lowtide.plan.moves import (
@@ -62,6 +62,9 @@ _ROUNDINGS = (0.0, 0.9)
 
 _GOOD_GAP = 0.003
 
+_SOLUTIONS = 8
+"""For how many solutions of the linear program there has to be time left, else it is not solved at all."""
+
 
 class Exchange(NamedTuple):
     """One decision made otherwise: values to store, values that come back from where they moved, values to
@@ -81,11 +84,19 @@ class MixedSearch:
         placements: see `lowtide.plan.moves.placements_of`.
         links: speeds of the tiers and groups.
         window_bytes: the most that is under way at one time in each direction; ``None`` to choose.
+        seconds: about how long to search, counted in work that is done; ``None`` for as long as it takes.
     """
 
     def __init__(
-        self, search: Search, placements: Placements, links: Links, window_bytes: int | None
+        self,
+        search: Search,
+        placements: Placements,
+        links: Links,
+        window_bytes: int | None,
+        seconds: float | None = None,
     ) -> None:
+        self.seconds = seconds
+        self.effort = Effort(math.inf if seconds is None else seconds * A_SECOND)
         self.search, self.placements, self.links = search, placements, links
         self.graph, self.sim = search.graph, search.sim
         travelling = [v for v, rows in placements.items() if any(m.tier for m in rows)]
@@ -94,7 +105,7 @@ class MixedSearch:
         # 1: nothing is gathered ahead; a gather takes the whole value, perhaps at the peak
         nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
-        self.relaxation = Relaxation(self.sim, placements, links)
+        self.relaxation = Relaxation(self.sim, placements, links, self.effort)
         self.best_placement = {v: min(rows, key=self._costs) for v, rows in placements.items()}
         """the way that is taken where one value is moved by itself"""
 
@@ -112,6 +123,7 @@ class MixedSearch:
         """``stored`` and ``moves``, closed and simulated."""
         kept, going = close_with_moves(self.sim, stored, moves)
         simulation = self.sim.simulate(kept, self.sim.with_moves(going.values(), window), self.links)
+        self.effort.note(len(self.graph.operations))
         return Candidate(kept, simulation, going, window)
 
     def solve(self, budget: int) -> Candidate:
@@ -121,6 +133,12 @@ class MixedSearch:
             BudgetError: none fits; the error carries the smallest budget that a mix can meet.
         """
         starts: list[Candidate] = []
+        if self.seconds is not None:
+            found = self._soon(budget, self.seconds / 2)
+            starts.append(found if found.window else replace(found, window=self.windows[-1]))
+            self.effort.note(self.search.effort.spent)
+            if not self.has_time:
+                return starts[0]
         for found in (self._from_recomputing(budget), self._from_linear_program(budget)):
             starts += sorted(found, key=lambda mix: mix.key)[:_STARTS]
         if not starts:
@@ -134,30 +152,35 @@ class MixedSearch:
             best = min((self._polish(start, budget) for start in starts), key=lambda mix: mix.key)
         return best
 
-    def solve_quickly(self, budget: int | None, seconds: float) -> Candidate:
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time left to solve the linear program."""
+        solution = A_COLUMN * len(self.relaxation.linear_program.cost)
+        return self.effort.limit - self.effort.spent >= _SOLUTIONS * solution
+
+    def _soon(self, budget: int, seconds: float) -> Candidate:
         """A mix that is found in about so many seconds: what recomputing alone finds within ``budget``, else
         the one with the smallest peak.
 
         Raises:
             BudgetError: that does not fit either.
         """
-        if budget is not None:
-            with suppress(BudgetError):
-                return self.search.solve(budget, seconds, at_once=True)
-        least = self.least(None if budget is not None else seconds)
-        if budget is not None and least.simulation.peak_bytes > budget:
+        with suppress(BudgetError):
+            return self.search.solve(budget, seconds, at_once=True)
+        least = self.least()
+        if least.simulation.peak_bytes > budget:
             raise refusal(self.sim, least.simulation, budget)
         return least
 
-    def least(self, seconds: float | None = None) -> Candidate:
+    def least(self, in_time: bool = False) -> Candidate:
         """The mix with the smallest peak that is found: of the sets of stored values with the smallest peaks,
         either all values that may move do, or none.
 
         Args:
-            seconds: about how long the search for the smallest peak may take; ``None`` for no limit.
+            in_time: whether the search for the smallest peak ends after ``seconds``.
         """
         search = self.search
-        lowest = search.smallest if seconds is None else search.lowest_within(seconds)
+        lowest = search.lowest_within(self.seconds) if in_time and self.seconds else search.smallest
         sets = {c.stored for c in [*search.baselines, lowest]}
         smallest = {
             v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
@@ -179,8 +202,12 @@ class MixedSearch:
         """
         top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_kept)]
         for k in range(_POINTS):
+            if self.effort.over:
+                break
+            share = None if self.seconds is None else self.seconds / (4 * _POINTS)
             with suppress(BudgetError):
-                wishes.append(self.search.solve(budget + (top - budget) * k // _POINTS).stored)
+                wishes.append(self.search.solve(budget + (top - budget) * k // _POINTS, share).stored)
+                self.effort.note(self.search.effort.spent)
         for stored in wishes:
             mine = [self.best_placement[v] for v in self.placements if v in stored]
             for window in self.windows:
@@ -193,7 +220,7 @@ class MixedSearch:
                 )
                 if count is not None:
                     yield moved(count)
-                if count == 0:  # other windows are the same then
+                if count == 0 or self.effort.over:  # other windows are the same then
                     break
 
     def _from_linear_program(self, budget: int) -> list[Candidate]:
@@ -207,7 +234,11 @@ class MixedSearch:
                 if bound == float("inf"):
                     break
                 points = [point]
-                if not attempt and len(relaxation.linear_program.cost) <= _WHOLE_COLUMNS:
+                if (
+                    not attempt
+                    and not self.effort.over
+                    and len(relaxation.linear_program.cost) <= _WHOLE_COLUMNS
+                ):
                     good = _GOOD_GAP * self.graph.plain_seconds
                     _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
                     points += [] if whole is None else [whole]
@@ -219,7 +250,8 @@ class MixedSearch:
                 over = min(mix.simulation.peak_bytes for mix in trials) - budget
                 found += [mix for mix in trials if mix.simulation.peak_bytes <= budget]
                 fits, exceeds = (target, exceeds) if over <= 0 else (fits, target)
-                if not exceeds or (fits and exceeds - fits < _CLOSE * budget):
+                close = not exceeds or (fits and exceeds - fits < _CLOSE * budget)
+                if close or self.effort.over:
                     break
                 target = (fits + exceeds) // 2 if fits else target - over
         return found
@@ -288,7 +320,7 @@ class MixedSearch:
         while improved:
             improved = False
             for exchange in self._exchanges(best):
-                if tries <= 0:
+                if tries <= 0 or self.effort.over:
                     return best
                 tries -= 1
                 moves = [m for v, m in best.moves.items() if v not in exchange.back] + [*exchange.moves]
@@ -380,7 +412,7 @@ least_time = obey_scopes(_least_time)
 
 @dataclass(frozen=True, eq=False)
 class Mixed:
-    """What `mixed` returns: a policy, which another process can be given.
+    """What `mixed` returns: a policy.
 
     Args:
         ways, links, min_bytes, window_bytes, codecs, slab: as of `mixed`.
@@ -405,21 +437,29 @@ class Mixed:
 
     def _choose(self, graph: StepGraph, budget: int | None = None) -> Plan:
         known, search = self.with_links(graph.device), search_of(graph)
-        speeds, notes = known.links or {}, tuple[str, ...]()
+        speeds = known.links or {}
         with search.lock:
             mixed_search = MixedSearch(
                 search,
                 placements_of(search.sim, known.ways, speeds, self.min_bytes, self.codecs),
                 speeds,
                 self.window_bytes,
+                self.seconds,
             )
-            if self.seconds is None:
-                limit = budget if budget is not None else mixed_search.least().simulation.peak_bytes
-                best = mixed_search.solve(limit)
-                floor = mixed_search.relaxation.bound(limit)
+            if budget is None and self.seconds is not None:
+                best = mixed_search.least(in_time=True)
             else:
-                best, notes = mixed_search.solve_quickly(budget, self.seconds), (ENDED_EARLY,)
-                floor = Bound(0.0, 0)  # another linear program of the size of the search
+                best = mixed_search.solve(
+                    mixed_search.least().simulation.peak_bytes if budget is None else budget
+                )
+            relaxation, limit = (
+                mixed_search.relaxation,
+                best.simulation.peak_bytes if budget is None else budget,
+            )
+            solved = limit in relaxation.floors  # the linear program, which takes as long as the search
+            early = self.seconds is not None and not (solved and mixed_search.has_time)
+            floor = relaxation.bound(limit) if solved else Bound(0.0, 0)
+            notes = (ENDED_EARLY,) if early else ()
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=search.sim,
             moves={v: m.decision for v, m in best.moves.items()}, window_bytes=best.window,
@@ -462,22 +502,22 @@ def mixed(
     return Mixed(chosen, links, min_bytes, window_bytes, tuple(codecs), slab)
 
 
-def split_search(policy: Policy, seconds: float, device: str) -> tuple[Policy, Policy | None]:
-    """A policy whose plan others wait for, and the one that goes on in a process of its own.
+def searches(policy: Policy) -> bool:
+    """Whether a policy searches for a plan, and does not say itself for how long."""
+    return policy is least_time or (isinstance(policy, Mixed) and policy.seconds is None)
+
+
+def hurried(policy: Policy, seconds: float, device: str, at_once: bool = False) -> Policy:
+    """The same policy, whose search takes about so many seconds.
 
     Args:
-        policy: of a user.
-        seconds: about how long the first may search.
+        policy: of a user; what does not search stays.
+        seconds: about how long it may search.
         device: that values leave.
-
-    Returns:
-        Both; the second is ``None`` where the policy does not search, or has codecs of the user's own, which
-        another process may not know.
+        at_once: other ranks wait: that there is a plan counts most.
     """
     if policy is least_time:
-        hurried = functools.partial(_least_time, seconds=seconds, at_once=True)
-        return obey_scopes(hurried), policy
-    if isinstance(policy, Mixed) and not policy.codecs:
-        policy = policy.with_links(device)
-        return replace(policy, seconds=seconds), policy
-    return policy, None
+        return obey_scopes(functools.partial(_least_time, seconds=seconds, at_once=at_once))
+    if isinstance(policy, Mixed):
+        return replace(policy.with_links(device), seconds=seconds)
+    return policy

@@ -11,13 +11,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit import machine
-from lowtide.run.limit.entry import Entry, History, Planned
+from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
@@ -29,26 +28,6 @@ from lowtide.run.record.replay import Verify
 from lowtide.run.transforms import unused_bytes
 
 MOST_ENTRIES = 24  # are remembered
-
-
-class _BetterPlan(NamedTuple):
-    """A better plan that one rank has found, as it tells the others.
-
-    Attributes:
-        json: the plan.
-        resident_bytes: what is resident before a step on that rank.
-        saved_bytes: by how many bytes the plan's budget is smaller than that of the plan in force.
-    """
-
-    json: str
-    resident_bytes: int
-    saved_bytes: int
-
-    @classmethod
-    def of(cls, planned: Planned, better: Planned) -> _BetterPlan:
-        """The better of two plans."""
-        saved = (planned.plan.budget_bytes or 0) - (better.plan.budget_bytes or 0)
-        return cls(better.plan.to_json(), better.step_graph.resident_bytes, saved)
 
 
 class Cache:
@@ -133,10 +112,6 @@ class Cache:
             self._ask_peers(entry)
             asked = machine.on_called(entry, self.maker.version, shared, backward_unseen, prepared)
             action = self._plan(entry, asked)
-            # ranks that share a plan take a better one together (`_ask_peers`)
-            alone, planned = self.maker.peers.agreement is None, entry.planned
-            if alone and action is Action.RUN and planned and (better := machine.end_search(planned)):
-                machine.on_better_found(entry, better)
             self.latest = entry.planned or self.latest
             self._warn_above(entry)  # of a profiled step whose budget was refused, so that no plan came then
             return action
@@ -170,52 +145,20 @@ class Cache:
 
     def _ask_peers(self, entry: Entry) -> None:
         """The ranks that share the plan exchange what the last step showed: if one of them has to profile or
-        to plan again, all do. They take a better plan together once the first rank has found it.
+        to plan again, all do.
         """
         maker, planned, agreement = self.maker, entry.planned, self.maker.peers.agreement
-        history = None if planned is None else planned.history
         # ranks exchange nothing more after so many steps; they count the same ones, and stop at the same one
-        learned = history is not None and history.steps > LEARNING_STEPS and not history.awaits_better
+        learned = planned is not None and planned.history.steps > LEARNING_STEPS
         if agreement is None or learned:
             return
         outdated = entry.is_outdated(maker.version)
-        better = None if planned is None else machine.end_search(planned)
-        found = (
-            history is not None and history.search is not None,
-            None if better is None or planned is None else _BetterPlan.of(planned, better),
-        )
-        mine = (
-            entry.wants_profile,
-            outdated,
-            maker.version,
-            entry.beside.margin_bytes,
-            maker.findings,
-            found,
-        )
-        profile, old, versions, margins, findings, founds = zip(*agreement.gather(mine), strict=True)
-        if planned is not None:
-            self._adopt_better(entry, planned, *founds[0])
+        mine = (entry.wants_profile, outdated, maker.version, entry.beside.margin_bytes, maker.findings)
+        profile, old, versions, margins, findings = zip(*agreement.gather(mine), strict=True)
         maker.version = max(versions)
         for found in findings:
             maker.findings.update(found)
         machine.on_peers(entry, any(profile), any(old), max(margins))
-
-    def _adopt_better(
-        self, entry: Entry, planned: Planned, goes_on: bool, better: _BetterPlan | None
-    ) -> None:
-        """Take the better plan that the first rank has found.
-
-        Args:
-            entry, planned: of the step that begins, and its plan in force.
-            goes_on: whether the first rank still searches.
-            better: what it has found, or ``None``.
-        """
-        machine.note_peers_search(planned, goes_on)
-        if better is not None:
-            budget = planned.plan.budget_bytes
-            plan = adopt(better.json, planned.step_graph.resident_bytes, better.resident_bytes)
-            plan = replace(plan, budget_bytes=None if budget is None else budget - better.saved_bytes)
-            machine.on_better_found(entry, replace(planned, plan=plan, history=History()))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
@@ -336,8 +279,7 @@ class Cache:
         if found is None and planned is not None and len(set(programs)) == 1:
             _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
             plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
-            # the search goes on (its history is the same), and each rank takes what it finds
-            machine.on_better_found(entry, replace(planned, plan=plan))
+            machine.set_plan(entry, replace(planned, plan=plan))
         return found
 
     # ---- warnings --------------------------------------------------------------------------------

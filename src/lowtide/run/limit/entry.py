@@ -15,7 +15,6 @@ from functools import cached_property
 from typing import Any
 
 from lowtide.graph import StepGraph
-from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.entry_states import UNPLANNED, State
 from lowtide.run.limit.key import StepKey
@@ -35,22 +34,18 @@ Program = tuple[Sequence[ProgramStep], Any]
 
 @dataclass
 class History:
-    """What has come of a plan: the steps that ran under it, and the search for a better one.
+    """What has come of a plan: the steps that ran under it.
 
     Attributes:
         steps: how many steps have run under the plan.
         timed: the step that is being timed, or ``None``.
         seconds: of each of the last steps that were timed, and of recording and replaying in it: ``None`` on
             a GPU, where the host does not know.
-        search: goes on for a better plan, in a process of its own, or ``None``.
-        awaits_better: the first of the ranks that share the plan still searches for a better one.
     """
 
     steps: int = 0
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_TIMED))
-    search: BackgroundSearch | None = field(default=None, repr=False)
-    awaits_better: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,12 +9,10 @@ write down what follows. Who carries an action out:
 | PROFILE, of a step that was profiled | the next call, since the state stays |
 | PLAN, PLAN_SMALLEST, ACCEPT, RAISE | `Cache._plan` |
 | PROFILE, RAISE, where there is no loss | `Limiter._profile_aside_first` |
-| RUN, of a better plan | `machine.on_better_found` |
 | RUN, PASS, EVICT, TRY, of a forward that begins | `PlannedStep.run` |
 | DISCARD | `Limiter._on_profile_end` |
 | LEAVE_MARGIN, LEAVE_NOTHING, LEAVE_RESERVE, WAIT, DOUBT, IGNORE | `machine.on_ended` |
 | VARY, wherever it comes | `machine._advance` |
-| CLOSE | `machine.on_removed` |
 
 ```text
  NEW --> STALE --> PLANNED --> VARYING   a step was profiled; a plan was made; two steps differed
@@ -66,8 +64,6 @@ class Evidence(Enum):
     PLAN_MADE = auto()
     PLAN_REFUSED = auto()
     """No plan fits."""
-    BETTER_FOUND = auto()
-    """A search that went on beside later steps has found a better plan."""
     FORWARD_BEGINS = auto()
     """The forward of a planned step begins."""
     ENDED = auto()
@@ -145,11 +141,9 @@ class Action(Enum):
     ACCEPT = auto()
     """Warn that the plan stays, and run the step under it."""
     VARY = auto()
-    """Run the step. From now on steps evict on demand: a reserve replaces the margin, no search goes on."""
+    """Run the step. From now on steps evict on demand: a reserve replaces the margin."""
     DISCARD = auto()
     """Plan nothing from the profiled step: some operations were not seen, or were other models'."""
-    CLOSE = auto()
-    """End the search that goes on for the entry."""
     DOUBT = auto()
     """Note that steps may run other operations."""
     LEAVE_MARGIN = auto()
@@ -229,7 +223,6 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((_S.STALE,), _E.PLAN_REFUSED, ("planned",), None, _A.RAISE),
         Row((_S.STALE,), _E.PLAN_REFUSED, ("peers wait",), None, _A.PLAN_SMALLEST),
         Row((_S.STALE,), _E.PLAN_REFUSED, (), _S.REFUSED, _A.RAISE),
-        Row((_S.PLANNED,), _E.BETTER_FOUND, (), None, _A.RUN),
         Row((_S.VARYING,), _E.FORWARD_BEGINS, ("can evict",), None, _A.EVICT),
         Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "may differ"), None, _A.TRY),
         Row((_S.PLANNED,), _E.FORWARD_BEGINS, ("can evict", "untried", "unkeyed arguments"), None, _A.TRY),
@@ -250,7 +243,7 @@ TABLE: Table[State, Evidence, Fact, Action] = Table(
         Row((), _E.ENDED, ("above",), None, _A.LEAVE_MARGIN, _MARGIN),
         Row((_S.PLANNED,), _E.ENDED, ("tried", "departed", "profiles left"), _S.DOUBTED, _A.NOTHING),
         Row((_S.PLANNED,), _E.ENDED, ("differs",), _S.VARYING, _A.VARY),
-        Row((), _E.REMOVED, (), _S.GONE, _A.CLOSE),
+        Row((), _E.REMOVED, (), _S.GONE, _A.NOTHING),
     ),
     nothing=Action.NOTHING,
 )

@@ -75,7 +75,7 @@ class Limiter:
         model, loss_fn, verify, stores: as of `limit_memory`.
         face: composes limits.
         extensions: of the limit.
-        settings: budget, policy and progress, as of `PlanMaker`.
+        settings: budget, policy, progress and plan_seconds, as of `PlanMaker`.
 
     The limiter is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the
     unchanged model. It can be copied and pickled with the model; the copy makes plans of its own.
@@ -135,7 +135,7 @@ class Limiter:
     def __getstate__(self) -> dict[str, Any]:
         names, maker = ("model", "loss_fn", "verify", "face", "original", "removed"), self.maker
         copies = [copied for extension in maker.extensions if (copied := extension.copied()) is not None]
-        settings = {"budget": maker.budget, "policy": maker.policy, "progress": maker.progress}
+        settings = {name: getattr(maker, name) for name in ("budget", "policy", "progress", "plan_seconds")}
         return {
             "settings": settings | {"extensions": copies},
             "not_copied": [one.not_copied for one in maker.extensions if one.not_copied],

@@ -16,8 +16,8 @@ import torch
 from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.run import transforms
-from lowtide.run.limit.entry import Entry, History, Planned
-from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact
+from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.entry_states import TABLE, Action, EntryRow, Evidence, Fact, State
 from lowtide.run.limit.key import StepKey
 from lowtide.run.watch import StepWatch
 
@@ -32,7 +32,6 @@ def _advance(entry: Entry, evidence: Evidence, facts: dict[Fact, bool] | None = 
         entry.state = row.then
     if row.action is Action.VARY:
         assert entry.planned is not None and entry.planned_for is not None
-        stop_search(entry.planned)
         entry.beside.margin_bytes, entry.planned_for = 0, (entry.planned_for[0], 0)
     return row
 
@@ -193,8 +192,6 @@ def set_graph(entry: Entry, graph: StepGraph) -> None:
 
 def on_plan_made(entry: Entry, planned: Planned, version: int) -> Action:
     """A plan was made for this version of budget and optimizer; it leaves the margin free."""
-    if entry.planned is not None:
-        stop_search(entry.planned)
     entry.planned, entry.planned_for = planned, (version, entry.beside.margin_bytes)
     entry.accepted_bytes, entry.refused_at = 0, None
     return _advance(entry, Evidence.PLAN_MADE, {"differed": entry.traits.differed}).action
@@ -230,44 +227,10 @@ def on_plan_refused(entry: Entry, version: int, peers_wait: bool = False) -> Act
     return action
 
 
-def on_better_found(entry: Entry, planned: Planned) -> Action:
-    """A search that went on has found a better plan."""
-    action = _advance(entry, Evidence.BETTER_FOUND).action
-    if action is Action.RUN:
+def set_plan(entry: Entry, planned: Planned) -> None:
+    """The plan is replaced by the one that the ranks that shard the model agreed on."""
+    if entry.state is State.PLANNED:
         entry.planned = planned
-    return action
-
-
-def end_search(planned: Planned) -> Planned | None:
-    """The better plan that a search has found, once it is over; it is handed out once.
-
-    A search for less time has found one that adds less within the same budget; a search for less memory one
-    with a smaller peak, and the budget falls by the difference.
-    """
-    search, plan = planned.history.search, planned.plan
-    if search is None or not search.is_over:
-        return None
-    planned.history.search = None
-    found = search.plan()
-    if found is None:
-        return None
-    saved = max(0, plan.predicted_peak_bytes - found.predicted_peak_bytes) if search.lowers else 0
-    if not saved and found.predicted_extra_seconds >= plan.predicted_extra_seconds:
-        return None
-    budget = None if plan.budget_bytes is None else plan.budget_bytes - saved
-    return replace(planned, plan=replace(found, budget_bytes=budget), history=History())
-
-
-def note_peers_search(planned: Planned, goes_on: bool) -> None:
-    """Whether the first of the ranks that share the plan still searches for a better one."""
-    planned.history.awaits_better = goes_on
-
-
-def stop_search(planned: Planned) -> None:
-    """End the search for a better plan."""
-    if planned.history.search is not None:
-        planned.history.search.stop()
-        planned.history.search = None
 
 
 # ---- a step runs under its plan ------------------------------------------------------------------
@@ -476,5 +439,4 @@ def _may_be_late(planned: Planned, took: int) -> bool:
 
 def on_removed(entry: Entry) -> None:
     """The limit was removed, or the entry has made room for another."""
-    if _advance(entry, Evidence.REMOVED).action is Action.CLOSE and entry.planned is not None:
-        stop_search(entry.planned)
+    _advance(entry, Evidence.REMOVED)

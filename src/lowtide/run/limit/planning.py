@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,14 +20,13 @@ from lowtide.extension import Claim, Extension
 from lowtide.graph import StepGraph, no_collection
 from lowtide.meter.resident import model_device
 from lowtide.plan import make, resolve
-from lowtide.plan.background import BackgroundSearch
 from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.limit.entry import Entry, History, Planned
+from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.ranks import Peers
 from lowtide.run.limit.refusal import Demand, in_words, refuse_nested
 from lowtide.run.messages import Once
@@ -54,17 +52,15 @@ _LEAST_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a step waits for a search, and what goes on after it.
+    """How long a step waits for a search.
 
     Attributes:
         policy: makes the plan; its search ends in time.
-        goes_on: makes a better plan, in a process of its own beside later steps; or ``None``.
         finds_budget: the budget is ``"min"``, and other ranks wait: what the search finds in that time is the
-            budget, until the longer one has found less.
+            budget.
     """
 
     policy: str | Policy
-    goes_on: Policy | None = None
     finds_budget: bool = False
 
 
@@ -135,6 +131,7 @@ class PlanMaker:
         policy: a policy or its name.
         progress: as of `limit_memory`.
         extensions: of the limit.
+        plan_seconds: as of `limit_memory`.
 
     Attributes:
         extensions: of the limit, in their order.
@@ -154,8 +151,9 @@ class PlanMaker:
         policy: str | Callable[..., Plan],
         progress: bool | None = None,
         extensions: Iterable[Extension] = (),
+        plan_seconds: float | None = None,
     ) -> None:
-        self.model, self.policy, self.progress = model, policy, progress
+        self.model, self.policy, self.progress, self.plan_seconds = model, policy, progress, plan_seconds
         self.budget, self.version = budget, 0
         self.warn_once = Once()
         self.extensions: tuple[Extension, ...] = ()
@@ -216,19 +214,11 @@ class PlanMaker:
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
             work.say(f"planning {count_text(len(entry.profiled.operations), 'operation')}")
             with no_collection():
-                graph, patience, plan, limit = self._choose(entry, budget)
+                graph, plan, limit = self._choose(entry, budget)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
-        search, goes_on, agreement = None, _ended_early(plan), self.peers.agreement
-        if goes_on and (agreement is None or agreement.rank == 0):
-            least = 0 if plan.budget_bytes else self.claim.peak_bytes - entry.beside.free_bytes
-            with suppress(OSError):  # where no process can be started the plan stays
-                search = BackgroundSearch(graph, plan.budget_bytes, patience.goes_on, least)
-        # ranks that share a plan take a better one together, which the first of them finds
-        history = History(search=search, awaits_better=goes_on and agreement is not None)
         plan = replace(plan, budget_bytes=limit)
-        forwards = entry.forward_spans, entry.later_keys
-        return Planned(entry.key, entry.profiled, graph, plan, *forwards, history)
+        return Planned(entry.key, entry.profiled, graph, plan, entry.forward_spans, entry.later_keys)
 
     def exchange_stage_peaks(self, entry: Entry) -> None:
         """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
@@ -240,12 +230,12 @@ class PlanMaker:
 
     # ---- the path --------------------------------------------------------------------------------
 
-    def _choose(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Patience, Plan, int | None]:
+    def _choose(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Plan, int | None]:
         """A plan for an entry's step within a budget. The arguments are those of `make`.
 
         Returns:
-            The step that is planned for, as transformed; how its plan was searched for; the plan, which names
-            as its budget what the policy was given; and the budget in bytes.
+            The step that is planned for, as transformed; the plan, which names as its budget what the policy
+            was given; and the budget in bytes.
 
         Raises:
             BudgetError: no plan fits; in a user's words.
@@ -265,7 +255,7 @@ class PlanMaker:
             refuse_nested(entry)
             raise in_words(error, entry, self.model, self.claim.resident_bytes, demand) from None
         self._greatest_plain = demand.plain_peak_bytes
-        return demand.graph, patience, plan, limit
+        return demand.graph, plan, limit
 
     def transform(self, entry: Entry) -> StepGraph:
         """An entry's step as it is planned for: its profile, and what that does not show. These are gradients
@@ -280,16 +270,16 @@ class PlanMaker:
         return with_resident(graph, entry.beside.unused_bytes + claim.resident_bytes + claim.moved_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
-        """How long a step may wait for a search."""
-        from lowtide.plan.policies.chosen import least_time, optimal, split_search
-
-        if self.peers.wait:
-            seconds = max(_LEAST_SECONDS, graph.plain_seconds)
-            policy, goes_on = split_search(resolve(self.policy), seconds, graph.device)
-            return Patience(policy, goes_on, goes_on is not None and budgets.asks_for(budget) == "min")
-        if self.policy != "optimal":
+        """How long a step may wait for a search: ``plan_seconds``, or by default for as long as is usual."""
+        if self.plan_seconds is None and not self.peers.wait and self.policy != "optimal":
             return Patience(self.policy)
-        return Patience(optimal(max(_SEARCH_SECONDS, _SEARCH_STEPS * graph.plain_seconds)), least_time)
+        from lowtide.plan.policies.chosen import hurried, searches
+
+        least, steps = (_LEAST_SECONDS, 1) if self.peers.wait else (_SEARCH_SECONDS, _SEARCH_STEPS)
+        seconds = self.plan_seconds or max(least, steps * graph.plain_seconds)
+        policy = resolve(self.policy)
+        finds = self.peers.wait and searches(policy) and budgets.asks_for(budget) == "min"
+        return Patience(hurried(policy, seconds, graph.device, self.peers.wait), finds)
 
     def _demand(self, entry: Entry, problem: Problem, budget: str | int | None) -> Demand:
         """What an entry's step may take of the budget; what extensions claim may make room before.
@@ -376,12 +366,3 @@ class PlanMaker:
 
         agreement = self.peers.agreement
         return solve(limit) if agreement is None else agreement.solve(solve, problem.graph, limit)
-
-
-def _ended_early(plan: Plan) -> bool:
-    """Whether a longer search may find a better plan."""
-    if plan.policy not in ("optimal", "mixed"):
-        return False
-    from lowtide.plan.policies.chosen import ENDED_EARLY
-
-    return ENDED_EARLY in plan.notes

@@ -10,8 +10,7 @@ the same values.
 Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
 keeps the results of collectives. Pipeline stages share no layers, and never wait for one another here. Ranks
 that FSDP shards a model over, and those of DDP, exchange once, when the first profiled step has ended: what
-one of them refuses fails on all. FSDP's begin with one plan; a better one, which the search finds beside
-later steps, each takes when it is there, since replays of sharded blocks issue no collective.
+one of them refuses fails on all. FSDP's begin with one plan.
 """
 
 from __future__ import annotations
