@@ -36,7 +36,7 @@ from benchmarks.common import (
 )
 from benchmarks.versus_checkpoint import checkpoint_blocks
 from lowtide import policies
-from lowtide.meter.cuda import workspace_bytes
+from lowtide.meter.resident import workspace_bytes
 
 LAYERS = 4
 ENOUGH = 0.05

@@ -25,7 +25,8 @@ from benchmarks.cases import gpt, llama, resnet
 from benchmarks.common import RESULTS, Case, machine
 from benchmarks.tables import mib, percent, table
 from lowtide import meter
-from lowtide.meter.cuda import caching_allocator, workspace_bytes
+from lowtide.extensions.reserved.card import caching_allocator
+from lowtide.meter.resident import workspace_bytes
 from lowtide.plan.reserved_bytes import reserved_after
 
 BUDGETS = ("65%", "min")

@@ -13,6 +13,7 @@ NAMED = {
     "accelerator.py": "the one file",
     "compiled/lower.py": "names that Inductor's wrappers call",
     "estimate": "cards, which need not be there",
+    "extensions/reserved/card.py": "CUDA's allocator, as it is set",
     "meter/cuda.py": "CUDA's own allocator and its statistics",
     "meter/register.py": "the name of that meter",
     "private": "what PyTorch hides of CUDA",

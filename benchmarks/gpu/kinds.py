@@ -14,7 +14,7 @@ from torch.nn import functional
 import lowtide
 from benchmarks.gpu.rows import Row, Unmeasured, Where
 from benchmarks.gpu.training import allocator_peaks, case_of, compared, gradients, placed
-from lowtide.meter.cuda import workspace_bytes
+from lowtide.meter.resident import workspace_bytes
 
 Built = tuple[nn.Module, dict[str, Any], str]
 """A model whose call returns the loss, what it is called with, and the budget."""

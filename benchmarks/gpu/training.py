@@ -27,7 +27,8 @@ from benchmarks.common import (
 from benchmarks.curve_engines import OwnBackend, checkpoint_blocks, shared_copy
 from benchmarks.gpu.rows import AS_PER_BLOCK, Row, Where
 from lowtide import meter
-from lowtide.meter.cuda import caching_allocator, workspace_bytes
+from lowtide.extensions.reserved.card import caching_allocator
+from lowtide.meter.resident import workspace_bytes
 from lowtide.plan.reserved_bytes import reserved_after
 
 Gradients = list[torch.Tensor]

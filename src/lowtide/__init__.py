@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lowtide.run.apply import apply
     from lowtide.run.limit.handle import Handle, handle_of
     from lowtide.run.messages import LowtideWarning
-    from lowtide.run.profile.aside import trace
+    from lowtide.run.profile.trace_step import trace
     from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
 
@@ -105,11 +105,11 @@ class _Trace(ModuleType):
     """Lets ``lowtide.trace`` be the room and the verb, which runs a step: the room knows nothing of that."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepGraph:
-        return import_module("lowtide.run.profile.aside").trace(*args, **kwargs)
+        return import_module("lowtide.run.profile.trace_step").trace(*args, **kwargs)
 
     @property
     def __signature__(self) -> Signature:
-        return signature(import_module("lowtide.run.profile.aside").trace)
+        return signature(import_module("lowtide.run.profile.trace_step").trace)
 
 
 import_module("lowtide.trace").__class__ = _Trace

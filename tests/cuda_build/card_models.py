@@ -14,7 +14,7 @@ import zoo
 
 import lowtide
 from lowtide import meter
-from lowtide.meter.cuda import workspace_bytes
+from lowtide.meter.resident import workspace_bytes
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
 

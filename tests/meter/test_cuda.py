@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowtide.meter import measure, peak
-from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
+from lowtide.meter.resident import resident_workspace_bytes, workspace_bytes
 
 
 class Played:

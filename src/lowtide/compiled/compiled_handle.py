@@ -20,8 +20,7 @@ from lowtide.extensions.optimizer.need import optimizer_need
 from lowtide.graph import OUTSIDE, StepGraph
 from lowtide.marked_regions import honour_regions
 from lowtide.meter import resident_bytes
-from lowtide.meter.cuda import resident_workspace_bytes, workspace_bytes
-from lowtide.meter.resident import innermost, model_device
+from lowtide.meter.resident import innermost, model_device, resident_workspace_bytes, workspace_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import (
     compile_forward,

@@ -34,8 +34,7 @@ from lowtide.compiled.shelf import Shelf, cache_key, facts_of, ways_in
 from lowtide.compiled.timeline import Timeline
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
-from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import model_device
+from lowtide.meter.resident import model_device, workspace_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured

@@ -16,7 +16,6 @@ import torch
 from lowtide import private
 
 from .register import LiveSource, Moments, Peak
-from .reserved import Block, CachingAllocator
 
 _LOCK = threading.Lock()
 _MAX_EVENTS = 200_000
@@ -129,30 +128,6 @@ class CudaPeak(Peak):
         return tuple(moments)
 
 
-def caching_allocator(device: torch.device) -> tuple[CachingAllocator, dict[int, Block]]:
-    """A model of a CUDA device's native allocator as it is set and as it stands.
-
-    Returns:
-        The model, and its blocks that are handed out, by address.
-    """
-    device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    settings, segments = private.cuda_allocator_state(device)
-    fraction = torch.cuda.get_per_process_memory_fraction(device)
-    model = CachingAllocator(
-        capacity=torch.cuda.get_device_properties(device).total_memory,
-        expandable_segments=settings["expandable_segments"],
-        roundup_power2_divisions=list(settings["roundup_power2_divisions"].values()),
-        max_split_bytes=settings["max_split_size"] if settings["max_split_size"] > 0 else None,
-        garbage_collection_threshold=settings["garbage_collection_threshold"],
-        fraction=fraction if fraction < 1 else None,
-    )
-    return model, model.resume(segments)
-
-
-_THREADS = 2
-"""Threads of a training step that have cuBLAS workspaces of their own: forward's and backward's."""
-
-
 class _Taken(threading.local):
     """The devices and streams on which this thread, and backwards that it begins, have their workspaces."""
 
@@ -163,25 +138,15 @@ class _Taken(threading.local):
 _TAKEN = _Taken()
 
 
-def workspace_bytes(device: torch.device) -> int:
-    """Bytes of the cuBLAS workspaces of a training step on ``device``; 0 where none are, as on a CPU."""
-    return _THREADS * private.blas_workspace_bytes(device)
-
-
-def resident_workspace_bytes(device: torch.device) -> int:
-    """Allocate the cuBLAS workspaces of steps on this thread and the current stream, and return their bytes
-    (`workspace_bytes`). They are resident then, and no part of what a later step is seen to allocate.
-    """
-    count = workspace_bytes(device)
-    if count and device.type == "cuda":
-        at = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        where = at.index, torch.cuda.current_stream(at).cuda_stream
-        if where not in _TAKEN.where:
-            _TAKEN.where.add(where)
-            with torch.enable_grad():
-                one = torch.ones(1, device=at, requires_grad=True)
-                _Takes.apply(one).backward()  # type: ignore[union-attr]
-    return count
+def take_workspaces(device: torch.device) -> None:
+    """Allocate the cuBLAS workspaces of steps on this thread and the current stream, if they are not yet."""
+    at = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    where = at.index, torch.cuda.current_stream(at).cuda_stream
+    if where not in _TAKEN.where:
+        _TAKEN.where.add(where)
+        with torch.enable_grad():
+            one = torch.ones(1, device=at, requires_grad=True)
+            _Takes.apply(one).backward()  # type: ignore[union-attr]
 
 
 class _Takes(torch.autograd.Function):

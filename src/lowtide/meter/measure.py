@@ -16,7 +16,6 @@ from lowtide import accelerator
 from lowtide.errors import MeterError, expect, is_count
 
 from .allocator import AllocatorPeak, ProfilerPeak, available, counting_allocator
-from .cuda import CudaPeak
 from .register import Peak, Source
 from .resident import device_of
 
@@ -62,8 +61,11 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
     """What reads a device's memory."""
-    on_cpu: tuple[type[Peak], ...] = (AllocatorPeak, ProfilerPeak)
-    known = (CudaPeak,) if accelerator.is_accelerator(device) else on_cpu
+    known: tuple[type[Peak], ...] = (AllocatorPeak, ProfilerPeak)
+    if accelerator.is_accelerator(device):
+        from .cuda import CudaPeak  # loaded where a card is
+
+        known = (CudaPeak,)
     if source == "auto":
         return known[-1] if device.type == "cpu" and not available() else known[0]
     for kind in known:

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.errors import MeterError, expect
+
+_THREADS = 2
+"""Threads of a training step that have cuBLAS workspaces of their own: forward's and backward's."""
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -138,6 +141,23 @@ def resident_bytes(
         )
 
     return sum(s.nbytes() for s in storages(resident_tensors(model, optimizer)) if counts(s))
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Bytes of the cuBLAS workspaces of a training step on ``device``; 0 where none are, as on a CPU."""
+    return _THREADS * private.blas_workspace_bytes(device)
+
+
+def resident_workspace_bytes(device: torch.device) -> int:
+    """Allocate the cuBLAS workspaces of steps on this thread and the current stream, and return their bytes
+    (`workspace_bytes`). They are resident then, and no part of what a later step is seen to allocate.
+    """
+    count = workspace_bytes(device)
+    if count and accelerator.is_accelerator(device):
+        from .cuda import take_workspaces  # loaded where a card is
+
+        take_workspaces(device)
+    return count
 
 
 def _check_resident(function: str, model: Any, optimizer: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.meter.cuda import workspace_bytes
+from lowtide.meter.resident import workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_wrapper_type, op_info, tensors_of
 from lowtide.private import FakeTensor, TorchDispatchMode
 from lowtide.progress import current

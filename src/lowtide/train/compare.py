@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import meter
-from lowtide.meter.cuda import resident_workspace_bytes
-from lowtide.meter.resident import own_share
+from lowtide.meter.resident import own_share, resident_workspace_bytes
 from lowtide.plan.data import Plan
 from lowtide.progress import Work, working
 from lowtide.report.picture import Curve

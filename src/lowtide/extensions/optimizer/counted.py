@@ -21,8 +21,7 @@ from lowtide.extensions.optimizer.need import (
     smaller_update,
 )
 from lowtide.meter import resident_bytes
-from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import bytes_under, innermost, model_device, own_share
+from lowtide.meter.resident import bytes_under, innermost, model_device, own_share, workspace_bytes
 from lowtide.remedies import BUFFERS, GRADIENTS, PARAMETERS, REDUCED, STATE, UPDATE, WORKSPACES, Holder
 from lowtide.run.messages import warn
 from lowtide.words import format_bytes

@@ -17,8 +17,8 @@ from lowtide import budget as budgets
 from lowtide.budget import format_bytes
 from lowtide.errors import BudgetError, PlanError
 from lowtide.extension import Claim, Extension
+from lowtide.extensions.reserved.card import caching_allocator
 from lowtide.graph import StepGraph
-from lowtide.meter.cuda import caching_allocator
 from lowtide.meter.reserved import MIB
 from lowtide.meter.resident import model_device
 from lowtide.plan.choose import choose

@@ -22,8 +22,7 @@ from lowtide import private
 from lowtide.budget import format_bytes
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.meter.cuda import workspace_bytes
-from lowtide.meter.resident import bytes_under, gradient_of, own_share
+from lowtide.meter.resident import bytes_under, gradient_of, own_share, workspace_bytes
 from lowtide.plan import resolve
 from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import planned_holders

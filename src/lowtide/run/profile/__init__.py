@@ -3,5 +3,5 @@
 In: a model's forward and its arguments, or a function that ends in a loss. Out: a `StepGraph`. Begin with
 `profiler.py`: it sees each operation, which the `Tracer` (`lowtide.trace.tracer`) writes down, `segments.py`
 brings back what autograd saves from where few bytes cross, `saved.py` is what autograd holds of it, and
-`costs.py` measures. `aside.py` is `lowtide.trace`.
+`costs.py` measures. `trace_step.py` is `lowtide.trace`.
 """

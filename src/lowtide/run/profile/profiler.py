@@ -25,8 +25,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph, collect_rarely, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen
-from lowtide.meter.cuda import resident_workspace_bytes
-from lowtide.meter.resident import plain_parts
+from lowtide.meter.resident import plain_parts, resident_workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_nested_without_layout, is_sparse, is_wrapper
 from lowtide.plan.data import module_in_words
 from lowtide.run.forwards import Forwards, left_alone
