@@ -35,6 +35,7 @@ def test_is_compiled() -> None:
     twin.compile(backend="eager")
     assert private.is_compiled(twin)
     assert not private.is_compiled(torch.nn.Sequential(model))
+    assert private.compiled_among([model, twin]) == [twin]
 
 
 def test_compiled_call_names_what_a_call_goes_through() -> None:

@@ -72,7 +72,7 @@ class Peak:
     @property
     def peak_bytes(self) -> int:
         """Most bytes live so far, above those at entry."""
-        return self._now()[0]
+        return self._read()[0] if self._is_open and self._kept is None else self._now()[0]
 
     @property
     def live_bytes(self) -> int:

@@ -76,6 +76,7 @@ from lowtide.private.dynamo import (
     compile_forward,
     compile_in_place,
     compile_settings,
+    compiled_among,
     compiled_call,
     counted_apart,
     is_compiled,

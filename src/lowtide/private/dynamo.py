@@ -21,10 +21,18 @@ import torch
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calling the module runs code that `torch.compile` made."""
-    if module.__dict__.get("_compiled_call_impl") is not None:  # asked of every module in every step
-        return True
+    return bool(compiled_among((module,)))
+
+
+def compiled_among(modules: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """The modules whose calls run code that `torch.compile` made."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    returned: Any = () if dynamo is None else dynamo.OptimizedModule
+    found = list[torch.nn.Module]()
+    for module in modules:  # all of a model's, in every step
+        if module.__dict__.get("_compiled_call_impl") is not None or isinstance(module, returned):
+            found.append(module)
+    return found
 
 
 class Compiling(NamedTuple):

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 import time
-from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide import private
+
+# read of all modules or parameters in every step, without a call of Python for each
+_TRAINING, _TRAINS, _TYPE = attrgetter("training"), attrgetter("requires_grad"), attrgetter("dtype", "nbytes")
 
 
 class StepKey(NamedTuple):
@@ -63,18 +66,25 @@ def _leaf(item: Any) -> Any:
         if item.is_nested:
             return "nested", item.layout
         strides = item.stride() if item.layout is torch.strided else ()
-        order = tuple(sorted(range(len(strides)), key=lambda at: -strides[at]))
+        order = tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
         return item.dim(), item.dtype, item.device.type, item.requires_grad, item.layout, order
     if isinstance(item, (str, bool, type(None))):
         return item
     return type(item).__qualname__
 
 
-def _shapes(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
-    """The sizes of one tensor; of a nested one, whose shape has no numbers, those of what it is made of."""
-    if not tensor.is_nested:
-        yield tuple(tensor.shape)
-    elif tensor.layout is torch.strided:  # it has no shape, and PyTorch aborts where asked
+def _shapes(leaves: Iterable[Any]) -> tuple[tuple[int, ...], ...]:
+    """The sizes of the tensors among the arguments."""
+    shapes = list[tuple[int, ...]]()
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            shapes += _shapes_of_nested(leaf) if leaf.is_nested else (tuple(leaf.shape),)
+    return tuple(shapes)
+
+
+def _shapes_of_nested(tensor: torch.Tensor) -> Iterator[tuple[int, ...]]:
+    """The sizes of what a nested tensor, whose shape has no numbers, is made of."""
+    if tensor.layout is torch.strided:  # it has no shape, and PyTorch aborts where asked
         yield (tensor.numel(),)
     else:
         parts, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
@@ -95,6 +105,7 @@ class Members:
         sharded: whether FSDP shards some of them.
         compiled: the modules whose calls `torch.compile` may have made.
         training: a byte for each module.
+        device: the first parameter's device.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -120,27 +131,23 @@ class Members:
                     modules.append(child)
         self.parameters = [one for one in parameters if one is not None]
         self.buffers = [one for one in buffers if one is not None]
-        of_each_type = {type(one): one for one in (*self.parameters, *self.buffers)}
+        tensors = (*self.parameters, *self.buffers)
+        of_each_type = dict(zip(map(type, tensors), tensors, strict=True))
         self.lazy = any(map(torch.nn.parameter.is_lazy, of_each_type.values()))
         self.sharded = any(map(private.is_unit, modules))
-        self.compiled = [module for module in modules if private.is_compiled(module)]
-        self.training = bytes([bool(module.training) for module in modules])
+        self.compiled = private.compiled_among(modules)
+        self.training = bytes(map(bool, map(_TRAINING, modules)))
+        self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
 
-    def parameter_states(self) -> tuple[bytes, bytes, bytes]:
-        """For each parameter, as bytes: whether it is trainable, has a gradient, and its type and size.
-        Only leaves are asked for a gradient: PyTorch warns for others.
+    def parameter_states(self) -> tuple[bytes, bytes, int]:
+        """For each parameter, as bytes, whether it is trainable, and whether it has a gradient; and a hash of
+        their types and sizes. Only leaves are asked for a gradient: PyTorch warns for others.
         """
-        types = [part for one in self.parameters for part in (id(one.dtype), hash(one.nbytes))]
         return (
-            bytes([one.requires_grad for one in self.parameters]),
+            bytes(map(_TRAINS, self.parameters)),
             bytes([one.is_leaf and one.grad is not None for one in self.parameters]),
-            array("q", types).tobytes(),
+            hash(tuple(map(_TYPE, self.parameters))),
         )
-
-    @property
-    def device(self) -> torch.device:
-        """The first parameter's device."""
-        return self.parameters[0].device if self.parameters else torch.device("cpu")
 
 
 class Inputs:
@@ -190,14 +197,14 @@ def _step_key(members: Members, leaves: list[Any], structure: Any) -> StepKey:
     device = members.device.type
     trainable, gradients, types = members.parameter_states()
     return StepKey(
-        shapes=tuple(shape for leaf in leaves if isinstance(leaf, torch.Tensor) for shape in _shapes(leaf)),
+        shapes=_shapes(leaves),
         inputs=tuple(map(_leaf, leaves)),
         structure=str(structure),
         training=hash(members.training),
         autocast=torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
         trainable=hash(trainable),
         # a model may be cast, or its embeddings resized, between two steps
-        parameters=hash(types),
+        parameters=types,
         gradients=hash(gradients) if any(gradients) else 0,
         sharding=hash(private.settings(members.modules[0])) if members.sharded else 0,
     )
