@@ -10,6 +10,7 @@ In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(
 `speeds`    how fast tiers, codecs and groups are, measured
 `layout`    a plan -> the same plan with a slab for what comes back
 `bound`     a budget -> the seconds that no plan undercuts
+`moving_bound`  the same where values may move
 `local_search`  a plan -> one with decisions changed, which is faster or lower
 `search`    a budget -> the stored values with the least seconds
 `policies`  how to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used

@@ -20,21 +20,11 @@ and not yet dropped: they are there, stored or not. A stored value is surely hel
 or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
 make from it. All other bytes that replays hold are left out, so the bound is below the true optimum (with
 whole numbers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7).
-
-Where values may also move (`lowtide.plan.moves`), every value v and way k has m_vk in [0, 1]. A value that
-moves may be unpacked and, where its codec allows, replayed from, so the sum of m_vk over k joins s_v in the
-first two rows. Moving costs encoding, decoding, the executor's own time, and what a transfer takes from the
-operations beside it. What waits encoded or cut on the device takes its bytes from the operation that made it
-to its last unpack; copies under way are left out. Transfers hide behind what runs meanwhile, as far as there
-is time: for each tier or group, each direction and some events e,
-
-    sum of writes of values born at e or later  <=  seconds from e to backward + encoding + waiting
-    sum of reads of values unpacked by e        <=  seconds of backward to e + replays + decoding + waiting
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -44,7 +34,6 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.index import Bytes, bytes_over_time, replay_set
 from lowtide.plan.simulate.simulator import Simulator
 
@@ -53,9 +42,6 @@ _ROUNDS = 30
 
 _ROWS_PER_ROUND = 48
 """For how many moments above the budget rows are added at a time."""
-
-_ROWS_PER_LINK = 8
-"""For how many moments the linear program says what hides a link's transfers."""
 
 _NODES = 1
 """Branch-and-bound nodes of a program in whole numbers: the gain over the relaxed one comes at the root."""
@@ -173,26 +159,18 @@ class Bound:
 
 class Relaxation:
     """The linear program of one step graph; `solve` answers for a budget. Its columns are the decisions,
-    relaxed to shares between 0 and 1: values, operations and moves, in this order.
+    relaxed to shares between 0 and 1: values, then operations.
 
     Args:
         sim: the step.
-        placements: value -> the ways in which it may move.
-        links: speeds of tiers and groups.
         effort: counts what is solved, and says when to stop.
 
     Attributes:
         floors: budget -> seconds that no schedule undercuts, the most that is known by now.
     """
 
-    def __init__(
-        self,
-        sim: Simulator,
-        placements: Mapping[int, Sequence[Move]] | None = None,
-        links: Links | None = None,
-        effort: Effort | None = None,
-    ) -> None:
-        self.sim, self.links, self.effort = sim, links or {}, effort or Effort(float("inf"))
+    def __init__(self, sim: Simulator, effort: Effort | None = None) -> None:
+        self.sim, self.effort = sim, effort or Effort(float("inf"))
         self.floors: dict[int, float] = {}
         self._answers: dict[int, tuple[float, Floats]] = {}
         self.demanded = [v for v in sim.droppable if v in sim.last_unpack]
@@ -202,15 +180,14 @@ class Relaxation:
         self.operations = sorted(operations)
         self.column = {v: k for k, v in enumerate(self.values)}
         self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
-        self.first_move = len(self.values) + len(self.operations)
-        self.moves = [m for v in self.demanded for m in (placements or {}).get(v, ())]
-        self._moving: dict[int, list[tuple[int, Move]]] = {}
-        for column, m in enumerate(self.moves, self.first_move):
-            self._moving.setdefault(m.value, []).append((column, m))
-        self.count = self.first_move + len(self.moves)
-        """how many columns decide"""
-        self._tabulate(self._hand_out(), self._surely_held())
+        self._rows = np.array(self._tabulate(self._hand_out(), self._surely_held()), dtype=np.int64)
+        self._rows = self._rows.reshape(-1, 4)
         self._begin(0)
+
+    @property
+    def count(self) -> int:
+        """How many columns decide."""
+        return len(self.values) + len(self.operations)
 
     # ---- what a decision costs and allows --------------------------------------------------------
 
@@ -218,27 +195,18 @@ class Relaxation:
         """Seconds of one more run of an operation, the executor's own included."""
         return self.sim.graph.operations[index].seconds + self.sim.graph.replay_overhead_seconds
 
-    def seconds_to_move(self, m: Move) -> float:
-        """What moving takes from the device, whatever it hides behind."""
-        link = self.links.get(m.tier)
-        busy = link.busy * link.there_and_back(m.encoded_bytes) if link else 0.0
-        return m.encode_seconds + m.decode_seconds + self.sim.graph.replay_overhead_seconds + busy
-
     def replay_column(self, value: int) -> int | None:
         """The column of the operation that brings ``value`` back, if any may."""
         return self.op_column.get(self.sim.producer[value])
 
-    def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
-        """The columns of ``value``'s moves, each with -1; with ``replayed_from`` only of those moves after
-        which a replay may read it.
-        """
-        rows = self._moving.get(value, ())
-        return [(column, -1.0) for column, m in rows if m.replayable_from or not replayed_from]
-
     def _available(self, value: int) -> list[tuple[int, float]]:
-        """The columns, each with -1, by which an operation can read ``value``: stored, replayed or moved."""
+        """The columns, each with -1, by which an operation can read ``value``: stored or replayed."""
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
-        return [*entries, *self.replays_of(value), *self.moves_of(value, replayed_from=True)]
+        return [*entries, *self.replays_of(value)]
+
+    def _demandable(self, value: int) -> list[tuple[int, float]]:
+        """The columns, each with -1, by which backward can unpack ``value``: stored or replayed."""
+        return [(self.column[value], -1.0), *self.replays_of(value)]
 
     def replays_of(self, value: int) -> list[tuple[int, float]]:
         """The column of ``value``'s replay, with -1; nothing where it may not be replayed."""
@@ -257,66 +225,29 @@ class Relaxation:
             program.column(upper=0.0 if v in self.sim.evicted_by_scopes else 1.0)
         for i in self.operations:
             program.column(self._seconds_of(i))
-        for m in self.moves:
-            program.column(self.seconds_to_move(m))
+        self._add_columns(program)
         for v in self.demanded:
-            program.row([(self.column[v], -1.0), *self.replays_of(v), *self.moves_of(v)], -1.0)
+            program.row(self._demandable(v), -1.0)
         for i in self.operations:
             for u in self.sim.reads[i]:
                 program.row([(self.op_column[i], 1.0), *self._available(u)], 0.0)
-        self._add_waiting(program)
 
-    def _add_waiting(self, program: LinearProgram) -> None:
-        """Columns for waiting, and for each link and direction rows that say what hides its transfers: those
-        out from an event on hide until backward begins, those in until an event since then.
-        """
-        sim, graph = self.sim, self.sim.graph
-        transfers: dict[tuple[str, bool], list[tuple[int, int, float]]] = {}
-        """(link, whether out) -> event, column and seconds of each transfer"""
-        for column, m in enumerate(self.moves, self.first_move):
-            if m.tier in self.links:
-                seconds, born = self.links[m.tier].seconds_out(m.encoded_bytes), sim.producer[m.value]
-                transfers.setdefault((m.tier, True), []).append((sim.op_event[born], column, seconds))
-            if m.link_in in self.links:
-                seconds = self.links[m.link_in].seconds_in(m.bytes_in)
-                asked = min(
-                    sim.unpacks[tensor][0][0] for tensor in sim.saved_of[m.value] if sim.unpacks[tensor]
-                )
-                transfers.setdefault((m.link_in, False), []).append((asked, column, seconds))
-        if not transfers:
-            return
-        clock = np.cumsum([graph.operations[k].seconds if kind == "op" else 0.0 for kind, k in graph.events])
-        turn = float(clock[min(sim.first_unpack, sim.end - 1)])
-        wait = {out: program.column(1.0, np.inf) for out in (True, False)}
-        moves = list(enumerate(self.moves, self.first_move))
-        again = [(column, graph.operations[i].seconds) for i, column in self.op_column.items()]
-        for (_, out), rows in transfers.items():
-            coding = [(column, m.encode_seconds if out else m.decode_seconds) for column, m in moves]
-            hiding = [*coding, *([] if out else again), (wait[out], 1.0)]
-            events = sorted({at for at, _, _ in rows}, reverse=not out)
-            for event in events[:: -(-len(events) // _ROWS_PER_LINK)]:
-                there = float(turn - clock[event] if out else clock[event] - turn)
-                mine = [(column, s) for at, column, s in rows if (at >= event if out else at <= event)]
-                unit = max(there, *(seconds for _, seconds in mine), 1e-9)
-                entries = [*mine, *((column, -seconds) for column, seconds in hiding)]
-                program.row([(column, seconds / unit) for column, seconds in entries], there / unit)
+    def _add_columns(self, program: LinearProgram) -> None:
+        """Columns of other decisions, behind those of values and operations: none."""
 
     def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
-        """Whole decisions as a point of the linear program; nothing moves."""
-        again = set(replayed)
-        point = [*(v in stored for v in self.values), *(i in again for i in self.operations)]
-        return np.array([*point, *([False] * len(self.moves))], dtype=np.float64)
+        """Whole decisions as a point of the linear program."""
+        again, point = set(replayed), np.zeros(self.count)
+        whole = [*(v in stored for v in self.values), *(i in again for i in self.operations)]
+        point[: len(whole)] = whole
+        return point
 
     def _forced_shares(self) -> Floats:
         """As a point, the least share of every value's bytes that each schedule holds: all of what is
-        demanded and may neither be replayed nor move.
+        demanded and may not be replayed.
         """
         least = np.zeros(self.count)
-        for v in self.demanded:
-            rows = self._moving.get(v, ())
-            if self.replay_column(v) is None:
-                shares = [0.0 if m.tier else m.encoded_bytes / max(1, m.bytes) for _, m in rows]
-                least[self.column[v]] = min([1.0, *shares])
+        least[[self.column[v] for v in self.demanded if self.replay_column(v) is None]] = 1.0
         return least
 
     # ---- memory ----------------------------------------------------------------------------------
@@ -362,7 +293,9 @@ class Relaxation:
         """bytes that every schedule holds at each event"""
         return handed
 
-    def _tabulate(self, handed: dict[int, Spans], held_until: dict[int, int]) -> None:
+    def _tabulate(
+        self, handed: dict[int, Spans], held_until: dict[int, int]
+    ) -> list[tuple[int, int, int, int]]:
         """One row for each stretch of time in which a column takes memory beyond what is `fixed`: column,
         begin, end and bytes. A stored value does when it is dead by itself and surely held.
         """
@@ -373,16 +306,10 @@ class Relaxation:
             if sim.storable[value]:
                 spans = _outside(handed.get(sid, []), sim.natural_end[sid], until)
                 rows += [(self.column[value], a, b, sim.value_bytes[value]) for a, b in spans]
-        for k, m in enumerate(self.moves, self.first_move):
-            if not m.tier:
-                born = sim.op_event[sim.producer[m.value]]
-                rows.append((k, born, sim.last_unpack[m.value], m.encoded_bytes))
-        self._rows = np.array(rows, dtype=np.int64).reshape(-1, 4)
+        return rows
 
     def occupancy(self, point: Floats) -> Floats:
-        """Bytes of stored and encoded values at every event, those handed out left aside (they are in
-        ``fixed``).
-        """
+        """Bytes of what a point stores at every event, but what is handed out (that is in ``fixed``)."""
         column, start, stop, size = self._rows.T
         amount, change = size * point[column], np.zeros(self.sim.end + 1)
         np.add.at(change, start, amount)

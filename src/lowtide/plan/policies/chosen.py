@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
-from lowtide.plan.bound import A_COLUMN, A_SECOND, Bound, Effort, Floats, Relaxation
+from lowtide.plan.bound import A_COLUMN, A_SECOND, Bound, Effort, Floats
 from lowtide.plan.data import Links, Move, Moving, Plan, decision_of
 from lowtide.plan.local_search import Candidate
 from lowtide.plan.moves import (
@@ -33,6 +33,7 @@ from lowtide.plan.moves import (
     missing_links,
     placements_of,
 )
+from lowtide.plan.moving_bound import MovingRelaxation
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search import Search, search_of
 from lowtide.plan.simulate.holders import refusal
@@ -105,7 +106,7 @@ class MixedSearch:
         # 1: nothing is gathered ahead; a gather takes the whole value, perhaps at the peak
         nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
-        self.relaxation = Relaxation(self.sim, placements, links, self.effort)
+        self.relaxation = MovingRelaxation(self.sim, placements, links, self.effort)
         self.best_placement = {v: min(rows, key=self._costs) for v, rows in placements.items()}
         """the way that is taken where one value is moved by itself"""
 
