@@ -56,25 +56,31 @@ class Extension:
         name: what users call it.
         not_copied: what a copy of the limited model is told, which has none of it.
         hurries: others wait while a plan is made, so that its search is short.
-        shares_plan: several ranks hold one plan, so that no step evicts by itself.
-        model: the limited model.
+        awaited: others wait in a step until there is a plan, so that one that is refused runs under the plan
+            that takes least.
+        shares_plan: several ranks hold one plan.
+        evicts: a step may evict by itself, whatever its plan says.
+        maker: makes the limit's plans (`lowtide.run.limit.planning.PlanMaker`).
     """
 
     name = ""
     not_copied = ""
     hurries = False
+    awaited = False
     shares_plan = False
-    model: torch.nn.Module
+    evicts = True
+    maker: Any
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The limited model, which is not complete yet while it is being copied."""
+        return self.maker.model
 
     # ---- a limit ---------------------------------------------------------------------------------
 
-    def attach(self, model: torch.nn.Module) -> None:
-        """A limit holds it from now on.
-
-        Args:
-            model: the limited one, which is not complete yet where it is being copied.
-        """
-        self.model = model
+    def attach(self, maker: Any) -> None:
+        """A limit holds it from now on, whose plans ``maker`` makes."""
+        self.maker = maker
 
     def copied(self) -> Extension | None:
         """What the limit of a copied or pickled model has in its place, which holds nothing of the model.
@@ -111,18 +117,24 @@ class Extension:
         """
 
     def around(self, step: Any) -> AbstractContextManager[None]:
-        """Around a forward of a planned step (`lowtide.run.limit.step.PlannedStep`).
+        """Around a forward of a step (`lowtide.run.limit.step`: a `ProfiledStep` or a `PlannedStep`).
 
-        Moves: what fetches and stores the values that the plan moves.
+        Ranks: who averages the gradients, and what is gathered. Moves: what fetches and stores the values
+        that the plan moves.
         """
         return nullcontext()
 
     # ---- from a profiled step to its plan --------------------------------------------------------
 
-    def transform(self, graph: StepGraph, profiler: Any) -> StepGraph:
+    def transform(self, graph: StepGraph, entry: Any, profiler: Any) -> StepGraph:
         """The step to plan for, from one that was just profiled.
 
         Ranks: they agree on the program, so that its collectives may run again.
+
+        Args:
+            graph: the step.
+            entry: of the step (`lowtide.run.limit.entry.Entry`).
+            profiler: of the step (`lowtide.run.profile.profiler.Profiler`).
         """
         return graph
 
@@ -221,16 +233,3 @@ class Face(Protocol):
             PlanError: no engine can hold it; says why.
         """
         ...
-
-
-def solved(
-    extensions: tuple[Extension, ...],
-    solve: Callable[[int | None], Plan],
-    graph: StepGraph,
-    limit_bytes: int | None,
-) -> Plan:
-    """A plan for a step, as these extensions have it solved: the first is asked, which asks the next."""
-    if not extensions:
-        return solve(limit_bytes)
-    first, *others = extensions
-    return first.solve(lambda limit: solved(tuple(others), solve, graph, limit), graph, limit_bytes)

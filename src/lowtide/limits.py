@@ -18,12 +18,9 @@ from lowtide.plan import check_seconds
 from lowtide.plan.data import Plan
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.pipeline import PipelineLimiter, module_of
 from lowtide.run.limit.refusal import (
     check_arguments,
     check_given,
-    no_replicas,
-    refuse_first_fsdp,
     refuse_several_devices,
 )
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
@@ -108,7 +105,9 @@ def limit_memory(
     if schedule is not None:
         if loss_fn is not None:
             raise PlanError("loss_fn= does not go with a pipeline's schedule, which has one: leave it out")
-        model = module_of(private.stages_of(schedule))
+        from lowtide.extensions.ranks.pipeline import module_of
+
+        model = module_of(schedule)
     if not isinstance(model, torch.nn.Module):
         raise PlanError(
             f"limit_memory takes a torch.nn.Module, or a schedule of torch.distributed.pipelining, not "
@@ -144,29 +143,39 @@ def limit_memory(
     before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
-    refuse_first_fsdp(model)
     settings = {
         "budget": budget,
         "policy": policy or "optimal",
         "progress": progress,
         "plan_seconds": plan_seconds,
     }
+    given: Any = (model, loss_fn, verify, stores, face, extensions)
     if schedule is not None:
-        limiter = PipelineLimiter(schedule, model, None, verify, stores, face, extensions, **settings)
-        limiter.extend(budget)
-        return Handle(limiter)
-    limiter = Limiter(model, loss_fn, verify, stores, face, extensions, **settings)
-    limiter.extend(budget)
-    model.__dict__["forward"] = limiter
-    if private.may_shard():  # before or after this
-        private.called_by(model, limiter.enter)
-    private.replicate_by(model, no_replicas)
+        from lowtide.extensions.ranks.pipeline import PipelineLimiter
+
+        return _begun(PipelineLimiter(schedule, *given, **settings))
+    kind = Limiter
+    if private.may_shard():
+        from lowtide.extensions.ranks.ranks import refuse_first_fsdp
+        from lowtide.extensions.ranks.sharded import ShardedLimiter
+
+        refuse_first_fsdp(model)
+        kind = ShardedLimiter  # it may be sharded after this
+    limiter = kind(*given, **settings)
+    handle = _begun(limiter)
     limiter.engagement.begin()
     register_ahead()
     if why_eager is not None:
         limiter.warn_once(why_eager)
     if says_it_checkpoints(model):  # others show it in their first step
         limiter.warn_once(own_checkpointing(model))
+    return handle
+
+
+def _begun(limiter: Limiter) -> Handle:
+    """The handle of a limit that is in force from now on."""
+    limiter.extend(limiter.maker.budget)
+    limiter.install()
     return Handle(limiter)
 
 
@@ -235,6 +244,10 @@ class Face:
             from lowtide.extensions.reserved.reserved import Reserved
 
             found.append(Reserved(self.reserved))
+        if private.may_shard() and "ranks" not in has:
+            from lowtide.extensions.ranks.ranks import ranks_of
+
+            found.append(ranks_of(limiter))
         return found
 
     def engine(self, limiter: Limiter, compiling: private.Compiling) -> Any:
@@ -251,7 +264,9 @@ class Face:
         if asked := [f"{name}=" for name, given in own.items() if given]:
             raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
         assert maker.budget is not None, "the optimal policy has one"
-        optimizer = next((getattr(one, "optimizer", None) for one in limiter.extensions), None)
+        optimizer = next(
+            (vars(one)["optimizer"] for one in limiter.extensions if one.name == "optimizer"), None
+        )
         return limit_compiled_forward(
             limiter.model, limiter.forward, maker.budget, optimizer, compiling, maker.plan_seconds
         )

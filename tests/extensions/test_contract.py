@@ -12,12 +12,14 @@ import gc
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_model import batch, needs_meter, small
 
 import lowtide
@@ -63,17 +65,30 @@ class Case:
         options: from a model to the arguments of `limit_memory` that bring it.
         also: extensions that are attached beside those.
         copies: whether a copy of the model has it.
+        within: a context that it needs.
     """
 
     name: str
     options: Callable[[torch.nn.Module], dict[str, Any]] = lambda model: {}
     also: Callable[[], Extension] | None = None
     copies: bool = True
+    within: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 CASES = [
     Case("plain", also=Plain),
     Case("noting", also=Noting),
+    Case("ranks", within=one_rank),
     Case("optimizer", lambda model: {"optimizer": torch.optim.AdamW(model.parameters())}, copies=False),
 ]
 
@@ -84,7 +99,8 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     found: Case = request.param
     also = found.also
     if also is None:
-        yield found
+        with found.within():
+            yield found
         return
 
     def missing(self: Any, limiter: Any, budget: Any) -> list[Extension]:
@@ -177,3 +193,29 @@ def test_a_removed_limit_leaves_the_model_as_it_was(case: Case) -> None:
     handle.remove()
     assert vars(model).keys() == vars(plain).keys()
     assert same(train(model, 1), train(plain, 1)) and lowtide.handle_of(model) is None
+
+
+def test_ranks_that_come_after_the_limit_take_part_from_the_next_profiled_step_on() -> None:
+    model = small()
+    handle = lowtide.limit_memory(model, "60%")
+    with one_rank():
+        train(model, 0)
+        assert has(handle, "ranks")
+        assert same(train(model, 1), train(small(), 1))
+
+
+def test_the_core_calls_all_that_it_says() -> None:
+    with patch.object(limits.Face, "missing", lambda *_: ()):
+        model = small()
+        handle = lowtide.limit_memory(model, "60%")
+    noting = Noting()
+    handle._limiter.maker.extend(noting)
+    for seed in range(3):
+        train(model, seed)
+    copy.deepcopy(model)
+    handle.set_budget("1KiB")
+    with pytest.raises(lowtide.BudgetError):
+        train(model, 3)
+    handle.remove()
+    methods = {name for name in vars(Extension) if callable(getattr(Extension, name)) and name[0] != "_"}
+    assert set(noting.calls) == methods

@@ -37,6 +37,7 @@ def test_units_are_found(model: Any) -> None:
     model(torch.ones(2, 4))
     assert private.is_root(model) and not private.is_root(model[0])
     assert not private.is_unit(model[1]) and not private.is_first_fsdp(model)
+    assert private.is_sharded(model) and not private.is_sharded(model[1])
     assert len(private.process_groups(model)) == 1
 
 

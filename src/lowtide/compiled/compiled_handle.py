@@ -29,6 +29,7 @@ from lowtide.private import (
     counted_apart,
     has_new_buckets,
     inductor,
+    is_sharded,
     recompile_limit_hits,
     replicate_by,
     room_for_backends,
@@ -39,7 +40,6 @@ from lowtide.run.limit.refusal import (
     compiled_in_words,
     no_replicas,
     refuse_several_devices,
-    sharded_units,
 )
 from lowtide.run.messages import UNCOMPILED, Once, Overruns, warn
 from lowtide.run.watch import StepWatch
@@ -352,7 +352,7 @@ class CompiledHandle(LimitHandle):
             gradients=self._weakly(lambda one: one._resident.gradients_now(), 0),
             after=self._weakly(CompiledHandle._after, 0),
             # weights that come and go are in no graph
-            in_parts=self._weakly(lambda one: one._in_parts or bool(sharded_units(one.model)), False),
+            in_parts=self._weakly(lambda one: one._in_parts or is_sharded(one.model), False),
             in_words=in_words,
         )
 

@@ -7,6 +7,9 @@ may change, and attributes that torch's own users read: ``_version``, ``_base``,
 ``_buffers``, ``_modules``.
 """
 
+import importlib
+import typing
+
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from lowtide.private.autograd import (
@@ -52,25 +55,6 @@ from lowtide.private.dispatch import (
     without_torch_function,
     without_torch_functions,
 )
-from lowtide.private.distributed import (
-    assert_on_device,
-    collectives,
-    distributed_like,
-    fake_store,
-    forget_last_step,
-    has_new_buckets,
-    is_distributed,
-    is_schedule,
-    local_tensor,
-    make_buffers,
-    own_part,
-    process_group_named,
-    process_group_of,
-    replicated_by,
-    stages_of,
-    wait_for_collective,
-    wait_for_work,
-)
 from lowtide.private.dynamo import (
     Compiling,
     compile_forward,
@@ -99,21 +83,6 @@ from lowtide.private.fake import (
     is_fake_mode_active,
     without_fake_mode,
 )
-from lowtide.private.fsdp import (
-    around_units,
-    called_by,
-    gathered,
-    is_first_fsdp,
-    is_root,
-    is_unit,
-    may_shard,
-    own_call,
-    process_groups,
-    settings,
-    units,
-    unsharded_gradients,
-    weight_in,
-)
 from lowtide.private.measuring import (
     blas_workspace_bytes,
     cpu_device_type,
@@ -128,6 +97,7 @@ from lowtide.private.measuring import (
     stop_cuda_history,
     take_blas_workspaces,
 )
+from lowtide.private.ranks import is_schedule, may_shard
 from lowtide.private.storages import (
     base_of,
     before_storage_resizes,
@@ -152,3 +122,50 @@ from lowtide.private.storages import (
     versioned_alias,
     wrapper_of,
 )
+
+if typing.TYPE_CHECKING:
+    from lowtide.private.distributed import (
+        assert_on_device,
+        collectives,
+        distributed_like,
+        fake_store,
+        forget_last_step,
+        has_new_buckets,
+        is_distributed,
+        local_tensor,
+        make_buffers,
+        own_part,
+        process_group_named,
+        process_group_of,
+        replicated_by,
+        stages_of,
+        wait_for_collective,
+        wait_for_work,
+    )
+    from lowtide.private.fsdp import (
+        around_units,
+        called_by,
+        gathered,
+        is_first_fsdp,
+        is_root,
+        is_sharded,
+        is_unit,
+        own_call,
+        process_groups,
+        settings,
+        units,
+        unsharded_gradients,
+        weight_in,
+    )
+
+_OF_RANKS = ("distributed", "fsdp")
+"""Files that are loaded when a name of theirs is first used: a process without ranks needs none."""
+
+
+def __getattr__(name: str) -> typing.Any:
+    if name.startswith("_"):
+        raise AttributeError(name)
+    for file in (importlib.import_module(f"{__name__}.{file}") for file in _OF_RANKS):
+        if hasattr(file, name):
+            return getattr(file, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,6 @@ overrides.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -118,12 +117,6 @@ assert_on_device: Any = torch._assert_async  # pyright: ignore
 """Raise, with a message, where a tensor of one boolean is false: on a GPU without waiting for it, as a failed
 device-side assertion.
 """
-
-
-def is_schedule(item: Any) -> bool:
-    """Whether this is a schedule of a pipeline."""
-    module: Any = sys.modules.get("torch.distributed.pipelining.schedules")  # imported, if there is one
-    return module is not None and isinstance(item, module._PipelineSchedule)
 
 
 def stages_of(schedule: Any) -> list[Any]:

@@ -37,10 +37,9 @@ def is_first_fsdp(module: torch.nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def may_shard() -> bool:
-    """Whether a model may be sharded in this process: it has a process group."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized()
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Whether FSDP, the first or the second, shards a model or a part of it."""
+    return any(is_unit(module) or is_first_fsdp(module) for module in model.modules())
 
 
 def called_by(module: torch.nn.Module, call: Any) -> None:

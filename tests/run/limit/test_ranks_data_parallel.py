@@ -192,7 +192,8 @@ def ddp_refused(rank: int) -> None:
         told += sum("the plan that takes the least memory" in str(one.message) for one in caught)
     assert told == rank
     limiter = handle._limiter
-    assert limiter.maker.peers.replicas is not None
+    (ranks,) = limiter.extensions
+    assert ranks.replicas is not None
     assert handle.plan is not None and handle.plan.replayed
     assert (handle.plan.predicted_peak_bytes > 240 * 1024) is (rank == 1)
 

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide
 from lowtide import BudgetError, LowtideWarning, PlanError, TraceError, private
+from lowtide.extensions.ranks.agreement import on_rank
 from lowtide.graph import StepGraph
 from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE, Holder
 from lowtide.run.limit.entry import Entry, Traits
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.refusal import OPTIMIZER_TOO, Demand, OutOfMemory, in_words, on_rank
+from lowtide.run.limit.refusal import OPTIMIZER_TOO, Demand, OutOfMemory, in_words
 from lowtide.run.messages import OWN_OFF
 
 

@@ -13,8 +13,6 @@ their order:
 `machine.py`  looks up what follows in the table, and assigns the records; no other file does
 `key.py`      what a step begins with, and its cache key
 `calls.py`    which calls are no limited steps, and how these run
-`ranks.py`    what ranks agree on before and after they plan
-`pipeline.py` the steps of a pipeline's schedule
 `refusal.py`  errors and warnings in a user's words
 `engagement.py`  warns where no limited step ever begins
 `handle.py`   what users hold

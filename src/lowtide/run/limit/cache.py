@@ -6,11 +6,9 @@ where one can be made. The state machine says what follows (`machine.py`); plans
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
@@ -20,8 +18,7 @@ from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.ranks import LEARNING_STEPS, Agreement, adopt
-from lowtide.run.limit.refusal import keeps_plan, refuse_first_fsdp, refuse_several_devices, runs_least
+from lowtide.run.limit.refusal import keeps_plan, refuse_several_devices, runs_least
 from lowtide.run.messages import own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.replay import Verify
@@ -65,7 +62,6 @@ class Cache:
             if found is not None:
                 self.known[found.key] = self.known.pop(found.key)  # now the latest used
                 return found
-            refuse_first_fsdp(self.maker.model)
             refuse_several_devices(self.maker.model)
             sibling = self._sibling(key)
             entry = self.known[key] = Entry(key)
@@ -109,7 +105,8 @@ class Cache:
             BudgetError: no plan fits.
         """
         with self.lock:
-            self._ask_peers(entry)
+            for extension in self.maker.extensions:
+                extension.begins(entry)
             asked = machine.on_called(entry, self.maker.version, shared, backward_unseen, prepared)
             action = self._plan(entry, asked)
             self.latest = entry.planned or self.latest
@@ -128,7 +125,7 @@ class Cache:
             try:
                 planned = maker.make(entry, maker.budget if smallest is None else smallest)
             except BudgetError as error:
-                waits = maker.peers.await_plan and smallest is None and bool(error.smallest_bytes)
+                waits = maker.is_awaited and smallest is None and bool(error.smallest_bytes)
                 action = machine.on_plan_refused(entry, version, waits)
                 if action is Action.RAISE:
                     raise
@@ -142,23 +139,6 @@ class Cache:
         elif refused is not None:
             maker.warn_once("stays", keeps_plan(refused))
         return Action.RUN if action in (Action.ACCEPT, Action.VARY) else action
-
-    def _ask_peers(self, entry: Entry) -> None:
-        """The ranks that share the plan exchange what the last step showed: if one of them has to profile or
-        to plan again, all do.
-        """
-        maker, planned, agreement = self.maker, entry.planned, self.maker.peers.agreement
-        # ranks exchange nothing more after so many steps; they count the same ones, and stop at the same one
-        learned = planned is not None and planned.history.steps > LEARNING_STEPS
-        if agreement is None or learned:
-            return
-        outdated = entry.is_outdated(maker.version)
-        mine = (entry.wants_profile, outdated, maker.version, entry.beside.margin_bytes, maker.findings)
-        profile, old, versions, margins, findings = zip(*agreement.gather(mine), strict=True)
-        maker.version = max(versions)
-        for found in findings:
-            maker.findings.update(found)
-        machine.on_peers(entry, any(profile), any(old), max(margins))
 
     # ---- a step was profiled ---------------------------------------------------------------------
 
@@ -233,54 +213,21 @@ class Cache:
         Raises:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
-        refusal, peers = None, self.maker.peers
-        graph, neighbours = peers.agree_on_step(graph, profiler.collectives.groups, profiler.given)
+        refusal = None
+        for extension in self.maker.extensions:
+            graph = extension.transform(graph, entry, profiler)
         machine.set_graph(entry, graph)
-        if profiler.runs_backwards:
-            self.maker.exchange_stage_peaks(entry)
         try:
             self._plan(entry, Action.PLAN)
         except BudgetError as error:
             refusal = error
-        if neighbours is not None:  # if one refused alone, the others would wait in a collective
-            refusal = neighbours.first_of_any(refusal)
-        waiting, one_plan = peers.meet()
-        if waiting is not None and one_plan:
-            refusal = self._agree_on_plan(waiting, entry, graph, refusal)
-        elif waiting is not None:
-            refusal = waiting.first_of_any(refusal)
+        for extension in self.maker.extensions:
+            refusal = extension.settle(entry, refusal)
         if refusal is not None:
             try:
                 raise refusal
             finally:
                 del refusal  # its traceback holds this frame, and all that the step's frames hold
-
-    def _agree_on_plan(
-        self, agreement: Agreement, entry: Entry, graph: StepGraph, refusal: BudgetError | None
-    ) -> BudgetError | None:
-        """Exchange with the ranks that shard the model what each refuses and plans. Where all of them run the
-        same program they begin with the plan of the one with the fewest bytes left.
-
-        Returns:
-            The first refusal of any.
-        """
-        planned = None if refusal is not None else entry.planned
-        program = replace(graph, resident_bytes=0, events=()).fingerprint()
-        left, text = math.inf, ""
-        if planned is not None:
-            text = planned.plan.to_json()
-            if planned.plan.budget_bytes is not None:
-                left = planned.plan.budget_bytes - planned.step_graph.resident_bytes
-        resident = 0 if planned is None else planned.step_graph.resident_bytes
-        refusals, programs, *plans = zip(
-            *agreement.gather((refusal, program, left, resident, text)), strict=True
-        )
-        found = next((one for one in refusals if one is not None), None)
-        if found is None and planned is not None and len(set(programs)) == 1:
-            _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
-            plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
-            machine.set_plan(entry, replace(planned, plan=plan))
-        return found
 
     # ---- warnings --------------------------------------------------------------------------------
 

@@ -136,7 +136,8 @@ class Calls:
         hides = why.in_backward and not self._visible
         self._visible |= not (why.in_backward or why.saves_nothing)
         unseen = unseen_by_checkpoint() if hides else nullcontext()
-        with limiter.inside(), meter_gathered(limiter.model), unseen:
+        metered = meter_gathered(limiter.model) if private.may_shard() else nullcontext()
+        with limiter.inside(), metered, unseen:
             return limiter.own_step(*inputs.args, **inputs.kwargs)
 
 

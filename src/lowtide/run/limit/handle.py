@@ -341,6 +341,8 @@ class Handle(LimitHandle):
             return
         limiter.removed = True
         limiter.cache.stop()
+        for extension in limiter.extensions:
+            extension.close()
         limiter.uninstall()
         if limiter.own_stores:
             limiter.stores.close()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import private
+from lowtide.extension import Extension
 
 # read of all modules or parameters in every step, without a call of Python for each
 _TRAINING, _TRAINS, _TYPE = attrgetter("training"), attrgetter("requires_grad"), attrgetter("dtype", "nbytes")
@@ -36,7 +37,7 @@ class StepKey(NamedTuple):
     trainable: int
     parameters: int
     gradients: int
-    sharding: int = 0
+    extensions: int = 0
 
     def fits_in(self, other: StepKey) -> bool:
         """Whether this is the key of the same step as ``other``, only smaller in some dimensions."""
@@ -102,7 +103,6 @@ class Members:
     Attributes:
         modules, parameters, buffers: all of them, modules once.
         lazy: whether some parameters or buffers are not initialized yet.
-        sharded: whether FSDP shards some of them.
         compiled: the modules whose calls `torch.compile` may have made.
         training: a byte for each module.
         device: the first parameter's device.
@@ -134,7 +134,6 @@ class Members:
         tensors = (*self.parameters, *self.buffers)
         of_each_type = dict(zip(map(type, tensors), tensors, strict=True))
         self.lazy = any(map(torch.nn.parameter.is_lazy, of_each_type.values()))
-        self.sharded = any(map(private.is_unit, modules))
         self.compiled = private.compiled_among(modules)
         self.training = bytes(map(bool, map(_TRAINING, modules)))
         self.device = self.parameters[0].device if self.parameters else torch.device("cpu")
@@ -158,15 +157,22 @@ class Inputs:
         args, kwargs: of its forward.
         compiled: `torch.compile` is around the call and restores dispatch when it returns, so no interceptor
             sees the backward.
+        extensions: of the limit.
 
     Attributes:
         begin: when the call began, by `time.perf_counter`.
     """
 
     def __init__(
-        self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool
+        self,
+        model: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        compiled: bool,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.begin = time.perf_counter()
+        self._extensions = extensions
         self.args, self.kwargs, self.compiled = args, kwargs, compiled
         self._model = model
 
@@ -183,7 +189,8 @@ class Inputs:
     @cached_property
     def key(self) -> StepKey:
         """The key of the step."""
-        return _step_key(self.members, *self._flat)
+        keys = [found for one in self._extensions if (found := one.key(self._model)) is not None]
+        return _step_key(self.members, *self._flat, hash(tuple(keys)) if keys else 0)
 
     @property
     def has_unkeyed_arguments(self) -> bool:
@@ -192,8 +199,8 @@ class Inputs:
         return not all(isinstance(leaf, shown) for leaf in self._flat[0])
 
 
-def _step_key(members: Members, leaves: list[Any], structure: Any) -> StepKey:
-    """The key of a step of a model with these members and arguments, now."""
+def _step_key(members: Members, leaves: list[Any], structure: Any, extensions: int) -> StepKey:
+    """The key of a step of a model with these members, arguments and keys of extensions, now."""
     device = members.device.type
     trainable, gradients, types = members.parameter_states()
     return StepKey(
@@ -206,5 +213,5 @@ def _step_key(members: Members, leaves: list[Any], structure: Any) -> StepKey:
         # a model may be cast, or its embeddings resized, between two steps
         parameters=types,
         gradients=hash(gradients) if any(gradients) else 0,
-        sharding=hash(private.settings(members.modules[0])) if members.sharded else 0,
+        extensions=extensions,
     )

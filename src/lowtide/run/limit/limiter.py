@@ -1,7 +1,7 @@
 """Replace the forward of a model whose training step stays within a budget.
 
 In: a call of the model (`Limiter.__call__`). Out: what the model returns. A call that is no training step
-runs plainly. Else (`Limiter._limited`) the last step is finished, the entry of this one is found, and it
+runs plainly. Else (`Limiter.limited`) the last step is finished, the entry of this one is found, and it
 runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
 """
 
@@ -12,7 +12,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import CodeType
 from typing import Any
@@ -34,9 +34,9 @@ from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.refusal import out_of_memory
+from lowtide.run.limit.refusal import no_replicas, out_of_memory
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
-from lowtide.run.messages import ABANDONED, SHARED, UNCALLED, UNMEASURED, UNREACHED, Overruns, warn
+from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, Overruns, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.cpp_recorder import cpp_recorder
@@ -194,15 +194,17 @@ class Limiter:
 
     @property
     def own_step(self) -> Callable[..., Any]:
-        """What runs in a step: the model's own forward; of FSDP's root the whole call, whose hooks gather the
-        weights; of a pipeline the schedule's own ``step``.
-        """
-        return partial(private.own_call, self.model) if private.is_root(self.model) else self.forward
+        """What runs in a step: the model's own forward."""
+        return self.forward
+
+    def install(self) -> None:
+        """Take the place of the model's forward."""
+        self.model.__dict__["forward"] = self
+        private.replicate_by(self.model, no_replicas)
 
     def uninstall(self) -> None:
         """Give the model its own forward back."""
         private.replicate_by(self.model, None)
-        private.called_by(self.model, None)
         if self.model.__dict__.get("forward") is self:
             if self.original is None:
                 del self.model.__dict__["forward"]
@@ -217,40 +219,27 @@ class Limiter:
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
         self.called = True
-        return self._limited(args, kwargs) if self._limits_forward() else self.forward(*args, **kwargs)
+        return self.limited(args, kwargs) if self.is_limited() else self.forward(*args, **kwargs)
 
     @private.skipped_by_dynamo
-    def enter(self, *args: Any, **kwargs: Any) -> Any:
-        """A call of the model, hooks and all: those of FSDP's root belong to the step."""
-        limits = private.is_root(self.model) and not self._is_off()
-        return self._limited(args, kwargs) if limits else private.own_call(self.model, *args, **kwargs)
-
-    @private.skipped_by_dynamo
-    def _limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call within the limit: finish the last step, find the entry of this one, and run its next step.
         What is no limited step after all runs without one (`Calls.run_unlimited`).
         """
         self.called = True
         with private.out_of_dynamo() as compiling:
-            inputs = Inputs(self.model, args, kwargs, compiling is not None)
+            inputs = Inputs(self.model, args, kwargs, compiling is not None, self.extensions)
             if (result := self.calls.run_unlimited(self, inputs, compiling)) is not LIMITED:
                 return result
             if (step := self._finish_last()) is not None:
                 return self._run_another(step, inputs)
             return self._run_next(self.cache.find(inputs.key), inputs)
 
-    def _limits_forward(self) -> bool:
-        """Whether a call of the model's forward is one within the limit: not past the hooks of FSDP's root,
-        whose calls `enter` gets.
-        """
-        if self._is_off():
-            return False
-        past_hooks = private.is_root(self.model)
-        if past_hooks:
-            self.warn_once(UNCALLED)
-        return not past_hooks
+    def is_limited(self) -> bool:
+        """Whether a call of the model's forward is one within the limit."""
+        return not self.is_off()
 
-    def _is_off(self) -> bool:
+    def is_off(self) -> bool:
         """Whether calls run unchanged: those that the model makes of itself, and all without a limit."""
         return self.local.inside or self.removed or self.paused
 
@@ -262,6 +251,14 @@ class Limiter:
             yield
         finally:
             self.local.inside = False
+
+    @contextmanager
+    def _around(self, step: ProfiledStep | PlannedStep) -> Iterator[None]:
+        """Around a forward of a step: what the extensions do there."""
+        with self.inside(), ExitStack() as stack:
+            for extension in self.extensions:
+                stack.enter_context(extension.around(step))
+            yield
 
     def _finish_last(self) -> ProfiledStep | PlannedStep | None:
         """Finish this thread's last step, whose graph its caller may have kept; returns it if what begins is
@@ -289,7 +286,7 @@ class Limiter:
     def _run_another(self, step: ProfiledStep | PlannedStep, inputs: Inputs) -> Any:
         """Run another forward of a step whose backward is to come."""
         self._join(steps_of_others(inputs))
-        with self.inside():
+        with self._around(step):
             return step.run_another(self.own_step, inputs)
 
     # ---- the next step of an entry ---------------------------------------------------------------
@@ -311,7 +308,7 @@ class Limiter:
             # without the cache's lock, since no row of FORWARD_BEGINS changes the state
             run = partial(step.run, machine.on_forward_begins(entry, step.planned, step.can_evict, unkeyed))
         try:
-            with self.inside():
+            with self._around(step):
                 result = run(self.own_step)
         except BaseException:
             self.local.step = None
@@ -333,21 +330,17 @@ class Limiter:
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
         cpp_recorder()  # takes half a minute once; better now than after backward
-        self.maker.peers.replicas = self._replicas()
+        self.extend(self.maker.budget)
         verify, ended = self.cache.is_to_verify(entry), weakly(self._on_profile_end)
         return ProfiledStep(entry, inputs, verify, ended, self.forwards)
-
-    def _replicas(self) -> Any:
-        """The process group of the ranks that wait in a step for this one's plan, or ``None``."""
-        return private.replicated_by(self.model)
 
     def _begin_planned(self, entry: Entry, inputs: Inputs, shared: bool) -> PlannedStep:
         """A step under the entry's plan."""
         members, ended = inputs.members, weakly(self._on_step_end)
         if accelerator.is_accelerator(members.device):
             out_of_memory().follow(self)
-        alone = self.maker.peers.agreement is None
-        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, alone)
+        evicts = all(extension.evicts for extension in self.extensions)
+        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, evicts)
         machine.note_time(step.planned)
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)
@@ -380,7 +373,7 @@ class Limiter:
             BudgetError: no plan fits.
             TraceError: no loss can be found or made up.
         """
-        inputs = Inputs(self.model, args, kwargs, compiled=False)
+        inputs = Inputs(self.model, args, kwargs, False, self.extensions)
         entry = self.cache.find(inputs.key)
         if self.cache.begin_step(entry, prepared=True) is Action.PROFILE_ASIDE:
             with self.engagement.paused(), self.inside():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,6 @@ from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.limit.ranks import Peers
 from lowtide.run.limit.refusal import Demand, in_words, refuse_nested
 from lowtide.run.messages import Once
 from lowtide.run.transforms import (
@@ -139,7 +139,8 @@ class PlanMaker:
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
         solved: how many plans took a search. A step that fits as it is takes none.
-        peers: the other ranks that take part in the model's steps.
+        groups: process groups over which plans may shard, by name.
+        greatest_plain: the plain peak of the largest step that was planned, which a percentage is of.
         warn_once: warns of something once.
     """
 
@@ -160,8 +161,7 @@ class PlanMaker:
         self.extend(*extensions)
         self.findings: dict[str, str] = {}
         self.solved = 0
-        self.peers = Peers(model, groups)
-        self._greatest_plain = 0  # the plain peak of the largest step that was planned
+        self.groups, self.greatest_plain = groups, 0
 
     def measure_tiers(self) -> None:
         """Measure how fast tiers and codecs are, where the policy asks for that: their buffers are in no
@@ -181,9 +181,19 @@ class PlanMaker:
     def extend(self, *more: Extension, without: str = "") -> None:
         """Hold more extensions from now on, and none of the name ``without``."""
         for extension in more:
-            extension.attach(self.model)
+            extension.attach(self)
         stays = (extension for extension in self.extensions if extension.name != without)
         self.extensions = (*stays, *more)
+
+    @property
+    def shares_plan(self) -> bool:
+        """Whether several ranks hold one plan."""
+        return any(extension.shares_plan for extension in self.extensions)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether others wait in a step until there is a plan."""
+        return any(extension.awaited for extension in self.extensions)
 
     @property
     def claim(self) -> Claim:
@@ -220,14 +230,6 @@ class PlanMaker:
         plan = replace(plan, budget_bytes=limit)
         return Planned(entry.key, entry.profiled, graph, plan, entry.forward_spans, entry.later_keys)
 
-    def exchange_stage_peaks(self, entry: Entry) -> None:
-        """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
-        percentage is of what the fullest rank takes.
-        """
-        if (ranks := self.peers.stages()) is not None:
-            own = plain(self.transform(entry)).peak_bytes + entry.beside.hidden_bytes
-            self._greatest_plain = max(self._greatest_plain, *ranks.gather(own))
-
     # ---- the path --------------------------------------------------------------------------------
 
     def _choose(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Plan, int | None]:
@@ -244,8 +246,7 @@ class PlanMaker:
         try:
             graph = self.transform(entry)
             patience = self._patience(graph, budget)
-            shared = self.peers.agreement is not None
-            problem = Problem(graph, entry.beside.free_bytes, patience, self.claim, shared)
+            problem = Problem(graph, entry.beside.free_bytes, patience, self.claim, self.shares_plan)
             demand = self._demand(entry, problem, budget)
             problem = replace(problem, graph=demand.graph, claim=self.claim)
             plan, limit = self._plan_for(problem, demand)
@@ -254,7 +255,7 @@ class PlanMaker:
         except BudgetError as error:
             refuse_nested(entry)
             raise in_words(error, entry, self.model, self.claim.resident_bytes, demand) from None
-        self._greatest_plain = demand.plain_peak_bytes
+        self.greatest_plain = demand.plain_peak_bytes
         return demand.graph, plan, limit
 
     def transform(self, entry: Entry) -> StepGraph:
@@ -271,15 +272,16 @@ class PlanMaker:
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search: ``plan_seconds``, or by default for as long as is usual."""
-        if self.plan_seconds is None and not self.peers.wait and self.policy != "optimal":
+        hurries = any(extension.hurries for extension in self.extensions)
+        if self.plan_seconds is None and not hurries and self.policy != "optimal":
             return Patience(self.policy)
         from lowtide.plan.policies.chosen import hurried, searches
 
-        least, steps = (_LEAST_SECONDS, 1) if self.peers.wait else (_SEARCH_SECONDS, _SEARCH_STEPS)
+        least, steps = (_LEAST_SECONDS, 1) if hurries else (_SEARCH_SECONDS, _SEARCH_STEPS)
         seconds = self.plan_seconds or max(least, steps * graph.plain_seconds)
         policy = resolve(self.policy)
-        finds = self.peers.wait and searches(policy) and budgets.asks_for(budget) == "min"
-        return Patience(hurried(policy, seconds, graph.device, self.peers.wait), finds)
+        finds = hurries and searches(policy) and budgets.asks_for(budget) == "min"
+        return Patience(hurried(policy, seconds, graph.device, hurries), finds)
 
     def _demand(self, entry: Entry, problem: Problem, budget: str | int | None) -> Demand:
         """What an entry's step may take of the budget; what extensions claim may make room before.
@@ -287,8 +289,8 @@ class PlanMaker:
         Raises:
             BudgetError: the budget is ``"auto"``, and too little is free.
         """
-        plain_peak = max(plain(problem.graph).peak_bytes + entry.beside.hidden_bytes, self._greatest_plain)
-        claim, limit, agreement = problem.claim, None, self.peers.agreement
+        plain_peak = max(plain(problem.graph).peak_bytes + entry.beside.hidden_bytes, self.greatest_plain)
+        claim, limit = problem.claim, None
         whole_peak = max(plain_peak, claim.peak_bytes + claim.moved_bytes)
         if budget is not None:
             limit = most = self._limit_bytes(budget, problem, whole_peak)
@@ -297,8 +299,8 @@ class PlanMaker:
                     lambda fewer: problem.with_resident(-fewer).extra_seconds(most), problem.shared
                 )
         refusal = self._refusal(limit)
-        if agreement is not None:
-            refusal = agreement.first_of_any(refusal)
+        for extension in self.extensions:
+            refusal = extension.agree(refusal)
         share = whole_peak if str(budget).rstrip().endswith("%") else None
         graph = with_resident(problem.graph, -self.claim.moved_bytes)
         return Demand(graph, limit, problem.free_bytes, plain_peak, share, refusal)
@@ -355,14 +357,16 @@ class PlanMaker:
         return plan, limit
 
     def _solve(self, problem: Problem, limit: int | None) -> Plan:
-        """A plan of this rank's own, or where ranks share the model, one for all of them."""
+        """A plan, as the extensions have it solved: the first is asked, which asks the next."""
 
-        def solve(limit: int | None) -> Plan:
+        def planned(limit: int | None) -> Plan:
             try:
                 return problem.plan_within(limit)
             except BudgetError as error:
                 error.with_traceback(None)  # as `in_words`
                 raise error.stating(budget_bytes=limit) from None  # the planner was given less (`free_bytes`)
 
-        agreement = self.peers.agreement
-        return solve(limit) if agreement is None else agreement.solve(solve, problem.graph, limit)
+        solve: Callable[[int | None], Plan] = planned
+        for extension in reversed(self.extensions):
+            solve = partial(extension.solve, solve, problem.graph)
+        return solve(limit)

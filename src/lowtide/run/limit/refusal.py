@@ -96,27 +96,6 @@ def check_arguments(policy: Any, loss_fn: Any, stores: Any) -> None:
         raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
 
 
-def sharded_units(model: torch.nn.Module) -> list[str]:
-    """Names of the modules that FSDP shards, the model itself (an empty name) among them."""
-    named = model.named_modules()
-    return [name for name, module in named if private.is_unit(module) or private.is_first_fsdp(module)]
-
-
-def refuse_first_fsdp(model: torch.nn.Module) -> None:
-    """Refuse a model that the first FSDP shards: it swaps the storages of the weights, so a replay would find
-    others.
-
-    Raises:
-        PlanError: the model is one, or holds one.
-    """
-    if any(map(private.is_first_fsdp, model.modules())):
-        raise PlanError(
-            "FullyShardedDataParallel, the first FSDP, swaps the weights' storages in every step, so nothing "
-            "can be recomputed from them: shard with torch.distributed.fsdp.fully_shard (FSDP2), which "
-            "lowtide.limit_memory takes"
-        )
-
-
 def refuse_several_devices(model: torch.nn.Module) -> None:
     """Refuse a model that is on several devices, by itself or by `torch.nn.DataParallel`: a budget is of the
     memory of one.
@@ -304,22 +283,6 @@ def _with_buffers(error: BudgetError, model: torch.nn.Module) -> BudgetError:
     name, most = named[-1]
     form = f"the largest {name!r}, {'x'.join(map(str, most.shape)) or 1} {str(most.dtype)[len('torch.') :]}"
     return error.stating(made=[*error.made, Holder(BUFFERS, size, form=form)])
-
-
-def on_rank(error: BudgetError, more_bytes: int) -> BudgetError:
-    """Another rank's refusal of a step, with this rank's facts: so many more bytes are resident here."""
-    if error.budget_bytes is None or error.smallest_bytes is None:
-        return error
-    parts, rest = dict(error.parts), more_bytes
-    for name in (RESIDENT, PARAMETERS, BUFFERS, GRADIENTS) if parts else ():
-        count = parts.get(name, 0)
-        parts[name] = max(0, count + rest)  # of fewer bytes than have no name others go, too
-        rest -= parts[name] - count
-    return error.stating(
-        budget_bytes=error.budget_bytes + more_bytes,
-        smallest_bytes=error.smallest_bytes + more_bytes,
-        parts={name: count for name, count in parts.items() if count},
-    )
 
 
 def runs_least(error: BudgetError) -> str:

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 from weakref import WeakSet
 
 from lowtide import budget as budgets
-from lowtide import private
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit import machine
 from lowtide.run.limit.calls import govern
@@ -172,7 +171,7 @@ class PlannedStep(StepWatch):
         stores: hold values that the plan moves.
         verify: as of `lowtide.limit_memory`.
         shared: other limited models take part in the step, so that its peak is that of all of them.
-        alone: no other rank shares the plan. Ranks that do run the same collectives: none evicts by itself.
+        evicts: no extension rules out that the step evicts by itself (`lowtide.extension.Extension.evicts`).
         on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
             step, so ``on_end`` must not hold the model.
 
@@ -181,6 +180,7 @@ class PlannedStep(StepWatch):
         others: other limited models that took part in the step after its forward.
         planned: the plan that the step runs under.
         directors: of each forward that is recorded what follows its operations.
+        gathered: keys of storages that have bytes only while other ranks' parts of weights are gathered.
         measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
         added_bytes: what the step added to its entry's margin.
         can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
@@ -198,7 +198,7 @@ class PlannedStep(StepWatch):
         verify: Verify,
         on_end: Callable[[Any], None],
         shared: bool = False,
-        alone: bool = True,
+        evicts: bool = True,
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
@@ -210,13 +210,14 @@ class PlannedStep(StepWatch):
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Sharing] = WeakSet()
         self.directors: list[PlanDirector] = []
+        self.gathered: set[Any] = set()
         self._passes = self._first = self._times = False
         self._mover: TransferEngine | None = None
         self._evicting: Any = None
         self.added_bytes = 0
         self._inputs, self._stores, self._verify = inputs, stores, verify
         self._smaller, self._several = inputs.key != entry.planned.key, several
-        self.can_evict = alone and self._may_evict(inputs.members.sharded) and cpp_recorder() is not None
+        self.can_evict = evicts and self._may_evict() and cpp_recorder() is not None
         self.tried = self._on_demand = False
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[str, int] | None = None
@@ -289,13 +290,13 @@ class PlannedStep(StepWatch):
             return False
         return abs(took - plan.predicted_peak_bytes) > budgets.slack_bytes(plan.budget_bytes)
 
-    def _may_evict(self, sharded: bool) -> bool:
-        """Whether the step has a budget, can tell when memory is short, and may run operations again
-        by itself: weights that FSDP shards are gathered by all ranks together.
+    def _may_evict(self) -> bool:
+        """Whether the step has a budget, can tell when memory is short, and may run operations again by
+        itself.
         """
         plan, seen = self.planned.plan, self.entry.seen
         held = plan.budget_bytes is not None and self.peak_bytes is not None and not plan.moves
-        return held and not (self.shared or sharded or seen.backward_unseen)
+        return held and not (self.shared or seen.backward_unseen)
 
     def run(self, action: Action, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward under the plan.
@@ -375,10 +376,9 @@ class PlannedStep(StepWatch):
             program, cpp_program = planned.no_program
         director = PlanDirector(program, planned.plan.moves, smaller=self._smaller or number > 0)
         self.directors.append(director)
-        gathered = {private.storage_key(tensor) for _, tensor in private.gathered(inputs.members.modules[0])}
         made = Recorder(
             director,
-            tape=Tape(gathered=gathered),
+            tape=Tape(gathered=self.gathered),
             check=self._verify == "always",
             around_unpack=self.unpacks if self._times or self._several else None,
             mover=self._mover,

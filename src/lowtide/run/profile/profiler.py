@@ -232,8 +232,10 @@ class Profiler(Interceptor):
             stack.enter_context(tracer.following_modules())
             if (model := tracer.model) is not None:
                 begins = lambda *_: tape.boundary()  # noqa: E731
-                self._note_gathered()
-                stack.enter_context(private.around_units(model, self._note_gathered, tape.boundary))
+                if private.may_shard():
+                    self._note_gathered()
+                    stack.enter_context(private.around_units(model, self._note_gathered, tape.boundary))
+                tape.boundary()
                 for block in blocks_in(model):
                     stack.callback(block.register_forward_pre_hook(begins).remove)
                     stack.callback(block.register_forward_hook(begins).remove)

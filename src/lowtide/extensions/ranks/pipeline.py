@@ -9,14 +9,14 @@ stages share what the rank has.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.private import distributed
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
@@ -25,10 +25,15 @@ from lowtide.run.limit.step import PlannedStep, ProfiledStep
 from lowtide.run.watch import meter_gathered
 
 
-def module_of(stages: Sequence[Any]) -> torch.nn.Module:
-    """One module of the modules of a rank's stages: stage 2 has its module as ``stage2``."""
+def group_of(schedule: Any) -> Any:
+    """The process group of a pipeline's stages."""
+    return distributed.stages_of(schedule)[0].group or torch.distributed.group.WORLD
+
+
+def module_of(schedule: Any) -> torch.nn.Module:
+    """One module of the modules of this rank's stages: stage 2 has its module as ``stage2``."""
     module = torch.nn.Module()
-    for stage in stages:
+    for stage in distributed.stages_of(schedule):
         module.add_module(f"stage{stage.stage_index}", stage.submod)
     return module
 
@@ -46,22 +51,19 @@ class PipelineLimiter(Limiter):
 
     def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **settings: Any) -> None:
         self.schedule, self._schedule_step = schedule, schedule.step
-        stages = private.stages_of(schedule)
         super().__init__(model, *rest, **settings)
-        self.forwards = Forwards(stages, "forward_one_chunk")
-        self._group = stages[0].group or torch.distributed.group.WORLD
+        self.forwards = Forwards(distributed.stages_of(schedule), "forward_one_chunk")
         self._losses: list[Any] | None = None
-        schedule.step = self
 
     def __call__(self, *args: Any, losses: list[Any] | None = None, **kwargs: Any) -> Any:
         """In the place of the schedule's ``step``. What is in ``losses`` is an earlier step's."""
-        if self._is_off():
+        if self.is_off():
             return self._schedule_step(*args, losses=losses, **kwargs)
         self._losses = losses
-        for stage in private.stages_of(self.schedule):
-            private.forget_last_step(stage)  # what is left of it counts in no step
+        for stage in distributed.stages_of(self.schedule):
+            distributed.forget_last_step(stage)  # what is left of it counts in no step
         try:
-            return self._limited(args, kwargs)
+            return self.limited(args, kwargs)
         finally:
             self._losses = None
 
@@ -76,15 +78,12 @@ class PipelineLimiter(Limiter):
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         # what the schedule makes once is resident in later steps; to work out shapes it may run the stages
         with meter_gathered(self.model):
-            private.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
+            distributed.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
         return super()._begin_profiled(entry, inputs)
 
     def _planned_step(self, *given: Any) -> PlannedStep:
         assert self.forwards is not None
         return PipelineStep(self.forwards, *given)
-
-    def _replicas(self) -> Any:
-        return self._group
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
         """Refused: a step of a pipeline is one of all its ranks.
@@ -96,6 +95,10 @@ class PipelineLimiter(Limiter):
             "a pipeline is planned for from its first schedule.step(), in which all ranks take part: run "
             "that in place of prepare()"
         )
+
+    def install(self) -> None:
+        """Take the place of the schedule's step."""
+        self.schedule.step = self
 
     def uninstall(self) -> None:
         """Give the schedule its own step back."""
@@ -118,7 +121,7 @@ class PipelineStep(PlannedStep):
         super().__init__(*given)
         self._forwards = forwards
 
-    def _may_evict(self, sharded: bool) -> bool:
+    def _may_evict(self) -> bool:
         """Never: what a schedule sends and receives, other ranks wait for."""
         return False
 

@@ -1,0 +1,247 @@
+"""The ranks of a limited model, and what they agree on (`Ranks`).
+
+Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by
+none. Before a plan is made, the ranks of a tensor-parallel group exchange the bytes that their budgets leave
+for activations, and what the last step showed. The group is that of lowtide's layers, or the one that a
+profiled forward has collectives over, as DTensors do. The first rank solves for the fewest bytes and sends
+the plan to the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of
+the same values.
+
+Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
+keeps the results of collectives. Pipeline stages share no layers, and never wait for one another here. Ranks
+that FSDP shards a model over, and those of DDP, exchange once, when the first profiled step has ended: what
+one of them refuses fails on all. FSDP's begin with one plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowtide.errors import BudgetError, PlanError
+from lowtide.extension import Extension
+from lowtide.extensions.ranks.agreement import (
+    Agreement,
+    adopt,
+    of_collectives,
+    of_group,
+    of_layers,
+    of_shards,
+)
+from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
+from lowtide.extensions.ranks.sharded import ShardedLimiter
+from lowtide.graph import StepGraph
+from lowtide.ops import IS_COLLECTIVE
+from lowtide.plan.data import Plan
+from lowtide.plan.simulate import plain
+from lowtide.private import distributed, fsdp, storage_key
+from lowtide.run.limit import machine
+from lowtide.run.limit.entry import Entry
+from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.step import PlannedStep, ProfiledStep
+from lowtide.run.messages import UNCALLED
+from lowtide.run.profile.profiler import Profiler
+from lowtide.trace.transforms import with_collectives
+
+LEARNING_STEPS = 4
+"""After so many steps under a plan ranks stop exchanging what their steps showed."""
+
+
+class Ranks(Extension):
+    """The other ranks that take part in the steps of a limited model.
+
+    Args:
+        stages: the process group of a pipeline's stages; ``None`` for another model.
+
+    Attributes:
+        agreement: the ranks that share the model and its plans, or ``None``.
+        replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
+            that was profiled last, or that of a pipeline's stages; or ``None``.
+        awaited: ranks that this one has met wait in a step until it has a plan.
+    """
+
+    name = "ranks"
+
+    def __init__(self, stages: Any = None) -> None:
+        self._stages = stages
+        self.agreement: Agreement | None = None
+        self.replicas: Any = None
+        self.awaited = False
+        self._looked = self._met = self._has_collectives = False
+        self._neighbours: Agreement | None = None
+
+    def copied(self) -> Ranks:
+        """The same ranks, which have not met."""
+        return Ranks(self._stages)
+
+    @property
+    def hurries(self) -> bool:
+        """Whether other ranks wait while this one searches: those that share the plan, that take part in the
+        forward's collectives, that FSDP shards the model over, or DDP's.
+        """
+        waits = self.shares_plan or self._has_collectives or self.replicas is not None
+        return waits or of_shards(self.model) is not None
+
+    @property
+    def shares_plan(self) -> bool:
+        """Whether the ranks hold one plan."""
+        return self.agreement is not None
+
+    @property
+    def evicts(self) -> bool:
+        """Not where ranks run the same collectives, nor where they gather weights together."""
+        return not self.shares_plan and not fsdp.units(self.model)
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def key(self, model: torch.nn.Module) -> Hashable:
+        """The settings of FSDP."""
+        return fsdp.settings(model) or None
+
+    def begins(self, entry: Entry) -> None:
+        """The ranks that share the plan exchange what the last step showed: if one of them has to profile or
+        to plan again, all do.
+        """
+        maker, planned = self.maker, entry.planned
+        # ranks exchange nothing more after so many steps; they count the same ones, and stop at the same one
+        learned = planned is not None and planned.history.steps > LEARNING_STEPS
+        if self.agreement is None or learned:
+            return
+        outdated = entry.is_outdated(maker.version)
+        mine = (entry.wants_profile, outdated, maker.version, entry.beside.margin_bytes, maker.findings)
+        profile, old, versions, margins, findings = zip(*self.agreement.gather(mine), strict=True)
+        maker.version = max(versions)
+        for found in findings:
+            maker.findings.update(found)
+        machine.on_peers(entry, any(profile), any(old), max(margins))
+
+    @contextmanager
+    def around(self, step: ProfiledStep | PlannedStep) -> Iterator[None]:
+        """Note who averages the gradients of a profiled step, and what FSDP gathers in a planned one."""
+        if isinstance(step, ProfiledStep):
+            refuse_first_fsdp(self.model)
+            self.replicas = self._stages or distributed.replicated_by(self.model)
+        else:
+            step.gathered = {storage_key(tensor) for _, tensor in fsdp.gathered(self.model)}
+        yield
+
+    # ---- a plan ----------------------------------------------------------------------------------
+
+    def transform(self, graph: StepGraph, entry: Entry, profiler: Profiler) -> StepGraph:
+        """The step to plan for: its collectives may run again where the ranks that share the model agree on
+        the program. A collective, where there are such ranks.
+        """
+        ran = (op for op in graph.operations if op.phase == "forward")
+        self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran)
+        groups = profiler.collectives.groups
+        if not self._looked:
+            self._looked = True
+            shares = of_layers(self.model) or of_group(self.maker.groups())
+            self.agreement = shares or of_collectives(groups, profiler.given)
+        shared, self._neighbours = self.agreement, None
+        if shared is not None and shared.same_program(graph):
+            graph = with_collectives(replace(graph, events=shared.broadcast(graph.events)))
+        elif shared is not None:  # on every rank alike
+            self.agreement, self._neighbours = None, shared
+        if profiler.runs_backwards:
+            machine.set_graph(entry, graph)
+            self._exchange_stage_peaks(entry)
+        return graph
+
+    def _exchange_stage_peaks(self, entry: Entry) -> None:
+        """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
+        percentage is of what the fullest rank takes.
+        """
+        ranks = None if self._met else of_group({"stages": self.replicas})
+        if ranks is not None:
+            own = plain(self.maker.transform(entry)).peak_bytes + entry.beside.hidden_bytes
+            self.maker.greatest_plain = max(self.maker.greatest_plain, *ranks.gather(own))
+
+    def agree(self, refusal: BudgetError | None) -> BudgetError | None:
+        """The refusal of the first rank that has one, of those that share the plan. A collective."""
+        return refusal if self.agreement is None else self.agreement.first_of_any(refusal)
+
+    def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit_bytes: int | None) -> Plan:
+        """One plan for the ranks that share it. A collective."""
+        if self.agreement is None:
+            return solve(limit_bytes)
+        return self.agreement.solve(solve, graph, limit_bytes)
+
+    def settle(self, entry: Entry, refusal: BudgetError | None) -> BudgetError | None:
+        """The first refusal of any of the ranks that wait for one another in this step: those that share the
+        model and plan alone, those that FSDP shards it over, which begin with one plan, or those that DDP
+        averages gradients over. The latter two meet once: all ranks profile a first step together, and a
+        later one perhaps alone.
+        """
+        if self._neighbours is not None:  # if one refused alone, the others would wait in a collective
+            refusal = self._neighbours.first_of_any(refusal)
+        if self._met:
+            return refusal
+        self._met = True
+        shards = of_shards(self.model)
+        waiting = shards or of_group({} if self.replicas is None else {"replicas": self.replicas})
+        self.awaited = waiting is not None
+        if shards is not None:
+            return self._agree_on_plan(shards, entry, refusal)
+        return refusal if waiting is None else waiting.first_of_any(refusal)
+
+    def _agree_on_plan(
+        self, agreement: Agreement, entry: Entry, refusal: BudgetError | None
+    ) -> BudgetError | None:
+        """Exchange with the ranks that shard the model what each refuses and plans. Where all of them run the
+        same program they begin with the plan of the one with the fewest bytes left.
+
+        Returns:
+            The first refusal of any.
+        """
+        assert entry.profiled is not None
+        planned = None if refusal is not None else entry.planned
+        program = replace(entry.profiled, resident_bytes=0, events=()).fingerprint()
+        left, text = math.inf, ""
+        if planned is not None:
+            text = planned.plan.to_json()
+            if planned.plan.budget_bytes is not None:
+                left = planned.plan.budget_bytes - planned.step_graph.resident_bytes
+        resident = 0 if planned is None else planned.step_graph.resident_bytes
+        refusals, programs, *plans = zip(
+            *agreement.gather((refusal, program, left, resident, text)), strict=True
+        )
+        found = next((one for one in refusals if one is not None), None)
+        if found is None and planned is not None and len(set(programs)) == 1:
+            _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
+            plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
+            machine.set_plan(entry, replace(planned, plan=plan))
+        return found
+
+
+def ranks_of(limiter: Limiter) -> Ranks:
+    """The ranks that take part in the steps of a limiter's model.
+
+    Raises:
+        PlanError: FSDP shards the model, and the limit was put on before there were ranks.
+    """
+    if isinstance(limiter, PipelineLimiter):
+        return Ranks(group_of(limiter.schedule))
+    if fsdp.is_root(limiter.model) and not isinstance(limiter, ShardedLimiter):
+        raise PlanError(UNCALLED)
+    return Ranks()
+
+
+def refuse_first_fsdp(model: torch.nn.Module) -> None:
+    """Refuse a model that the first FSDP shards: it swaps the storages of the weights, so a replay would find
+    others.
+
+    Raises:
+        PlanError: the model is one, or holds one.
+    """
+    if any(map(fsdp.is_first_fsdp, model.modules())):
+        raise PlanError(
+            "FullyShardedDataParallel, the first FSDP, swaps the weights' storages in every step, so nothing "
+            "can be recomputed from them: shard with torch.distributed.fsdp.fully_shard (FSDP2), which "
+            "lowtide.limit_memory takes"
+        )
