@@ -6,7 +6,7 @@ import torch
 from joint_graphs import ROWS, Look, look_at
 from torch import nn
 
-from lowtide.compiled.choose_cuts import choice_of
+from lowtide.compiled.choose_cuts import Asked, choice_of
 from lowtide.compiled.price import CandidateCuts
 from lowtide.plan.choose import at_or_smallest
 
@@ -27,7 +27,7 @@ class Tied(nn.Module):
 def planned_and_taken(found: Look) -> tuple[int, int]:
     """What the least plan is predicted to take, and what the text of its cut says."""
     cuts = CandidateCuts(found.joint, {})
-    choice = choice_of(cuts.timeline_alone(), [cuts], "min")
+    choice = choice_of(cuts.timeline_alone(), [cuts], Asked("min"))
     plan = at_or_smallest(choice.step.graph, 1)
     return plan.predicted_peak_bytes, choice.peak((cuts.of(plan, choice.step, 0),))
 

@@ -1,8 +1,8 @@
-"""lowtide.compiled.frames: calls at the end of a chunk of Python's frames map no memory."""
+"""`with_room_for_frames`: calls at the end of a chunk of Python's frames map no memory."""
 
 import resource
 
-from lowtide.compiled.frames import with_room_for_frames
+from lowtide.compiled.capture import with_room_for_frames
 
 
 def _page_faults_of_calls(depth: int) -> int:

@@ -18,6 +18,7 @@ from compiled_models import Model, gradients, real_peak
 from torch import fx
 
 import lowtide
+from lowtide.compiled.choose_cuts import Asked
 from lowtide.compiled.cut import cut
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.lower import Generated
@@ -347,7 +348,7 @@ def test_what_tiers_cannot_do_is_refused(tmp_path: Path) -> None:
 
 def test_compiled_code_is_not_taken_for_that_of_another_tier() -> None:
     ways = ((), (Offload("host"),), (Offload("disk"),), (Offload("disk", "folder"),))
-    assert len({str(Beside(None, 0, tiers).facts) for tiers in ways}) == 4
+    assert len({str(Beside(Asked("60%", tiers), None, 0).facts) for tiers in ways}) == 4
 
 
 def test_sizes_compile_one_by_one() -> None:

@@ -15,7 +15,7 @@ import torch
 from step_once import step
 from torch._inductor.utils import clear_caches as clear_inductor_caches
 
-from lowtide.compiled.choose_cuts import ROUNDS
+from lowtide.compiled.choose_cuts import ROUNDS, Asked
 from lowtide.compiled.moving import Way
 from lowtide.compiled.planning import Beside
 from lowtide.compiled.shelf import Shelf, cache_key, facts_of, ways_in
@@ -97,7 +97,9 @@ def test_plans_and_cuts_are_found_where_a_step_takes_as_much(tmp_path: Path) -> 
 
 def test_keys_tell_apart_what_plans_follow_from() -> None:
     def key(budget: str = "60%", options: dict | None = None, resident: int = 0, after: int = 0) -> str:
-        return cache_key(budget, options or {}, resident, Beside(options, resident, (), after).facts)
+        return cache_key(
+            budget, options or {}, resident, Beside(Asked(budget), options, resident, after).facts
+        )
 
     keys = {key(), key("70%"), key(options={"max_autotune": True}), key(resident=1), key(after=1)}
     assert len(keys) == 5 and key() in keys

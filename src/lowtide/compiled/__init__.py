@@ -19,6 +19,5 @@ a plan says. Begin with `flow.py`; the others in the order in which a step comes
 `cut.py`      a graph, cut in two
 `moving.py`   what goes to the host or a disk between the two
 `shelf.py`    plans on disk
-`frames.py`   room for Python's frames while something compiles
 `compiled_handle.py`  what users hold
 """

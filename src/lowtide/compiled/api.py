@@ -9,7 +9,8 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE
-from lowtide.compiled.compiled_handle import CompiledHandle
+from lowtide.compiled.choose_cuts import Asked
+from lowtide.compiled.compiled_handle import Backend, CompiledHandle
 from lowtide.compiled.moving import check_tiers
 from lowtide.compiled.planning import cutter_within
 from lowtide.errors import PlanError, expect
@@ -126,9 +127,8 @@ def compile(
     model = inner
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
     blocks = _blocks_of(model) if regional else ()
-    CompiledHandle(
-        model, compiled, budget, backend, optimizer, chosen, how, blocks, away, plan_seconds=plan_seconds
-    )
+    asked = Asked(budget, away, plan_seconds)
+    CompiledHandle(model, compiled, asked, Backend(backend, chosen, how), optimizer, blocks)
     return compiled
 
 
@@ -145,11 +145,10 @@ def limit_compiled(
     Raises:
         PlanError: it was compiled with another backend.
     """
-    model, backend, options, how = compile_settings(compiled)
-    _check_backend(backend)
-    return CompiledHandle(
-        model, compiled, budget, backend, optimizer, options, how, plan_seconds=plan_seconds
-    )
+    model, name, options, how = compile_settings(compiled)
+    backend, asked = Backend(name, options, how), Asked(budget, plan_seconds=plan_seconds)
+    _check_backend(backend.name)
+    return CompiledHandle(model, compiled, asked, backend, optimizer)
 
 
 def limit_compiled_blocks(
@@ -199,8 +198,9 @@ def limit_compiled_forward(
         PlanError: it is compiled with another backend, or with CUDA graphs.
     """
     _check_backend(compiling.backend)
-    how, more = {"fullgraph": compiling.fullgraph}, {"forward": forward, "plan_seconds": plan_seconds}
-    return CompiledHandle(model, None, budget, compiling.backend, optimizer, compiling.options, how, **more)
+    backend = Backend(compiling.backend, compiling.options, {"fullgraph": compiling.fullgraph})
+    asked = Asked(budget, plan_seconds=plan_seconds)
+    return CompiledHandle(model, None, asked, backend, optimizer, forward=forward)
 
 
 def _check_backend(backend: str) -> None:

@@ -18,7 +18,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, TypeVar
 
 from lowtide import budget as budgets
@@ -107,30 +107,45 @@ chooses.
 """
 
 
-def choice_of(
-    timeline: Timeline,
-    candidates: Sequence[CandidateCuts],
-    budget: str | int,
-    tiers: tuple[Offload, ...] = (),
-    plan_seconds: float | None = None,
-) -> Choice:
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks of plans.
+
+    Attributes:
+        budget: as of `lowtide.limit_memory`.
+        tiers: where saved values may wait.
+        plan_seconds: as of `lowtide.compile`.
+    """
+
+    budget: str | int
+    tiers: tuple[Offload, ...] = ()
+    plan_seconds: float | None = None
+
+    @property
+    def facts(self) -> list[Any]:
+        """What plans follow from beside the budget, in JSON's words."""
+        return [[astuple(tier) for tier in self.tiers], self.plan_seconds]
+
+    def policy(self, device: str) -> Any:
+        """Of the planner, for steps on a device."""
+        policy: Any = "optimal"
+        if decisions := tuple(map(decision_of, self.tiers)):
+            with outside_modes():  # AOTAutograd calls us among fake tensors
+                links = missing_links(decisions, None, (), device)
+            policy = policies.mixed(*decisions, links=links, slab=False)
+        return within_seconds(policy, self.plan_seconds, device)
+
+
+def choice_of(timeline: Timeline, candidates: Sequence[CandidateCuts], asked: Asked) -> Choice:
     """How to cut every call of a step.
 
     Args:
         timeline: the step.
         candidates: those of each call's graph.
-        budget: as of `lowtide.limit_memory`.
-        tiers: where saved values may wait.
-        plan_seconds: as of `lowtide.compile`.
+        asked: of the plan.
     """
     step = step_of([one.joint for one in candidates], [one.costs for one in candidates], timeline)
-    policy: Any = "optimal"
-    if decisions := tuple(map(decision_of, tiers)):
-        with outside_modes():  # AOTAutograd calls us among fake tensors
-            links = missing_links(decisions, None, (), timeline.device)
-        policy = policies.mixed(*decisions, links=links, slab=False)
-    policy = within_seconds(policy, plan_seconds, timeline.device)
-    return Choice(timeline, candidates, step, budget, policy)
+    return Choice(timeline, candidates, step, asked.budget, asked.policy(timeline.device))
 
 
 class Choice:

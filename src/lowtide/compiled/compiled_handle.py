@@ -5,12 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, refuse_cuda_graphs
+from lowtide.compiled.choose_cuts import Asked
 from lowtide.compiled.flow import Flow, Surroundings
 from lowtide.compiled.moving import stores
 from lowtide.compiled.timeline import Resident
@@ -21,7 +23,7 @@ from lowtide.graph import OUTSIDE, StepGraph
 from lowtide.marked_regions import honour_regions
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost, model_device, resident_workspace_bytes, workspace_bytes
-from lowtide.plan.data import Offload, Plan
+from lowtide.plan.data import Plan
 from lowtide.private import (
     compile_forward,
     compile_in_place,
@@ -56,14 +58,29 @@ _OTHER = (
 )
 
 
+class Backend(NamedTuple):
+    """What compiles: its name, Inductor's settings, and other arguments of `torch.compile`."""
+
+    name: str
+    options: dict[str, Any]
+    how: dict[str, Any]
+
+
 class CompiledHandle(LimitHandle):
     """What governs a compiled model, see `lowtide.compile` and `lowtide.handle_of`.
+
+    Args:
+        model, compiled: as below.
+        asked: of plans.
+        backend: compiles.
+        optimizer: its state counts against the budget, too.
+        blocks: those that are compiled by themselves, where the model is not.
+        forward: the model's own, where that is called through this handle alone.
 
     Attributes:
         model: the model that was compiled.
         compiled: what is called in its place: what `torch.compile` returned, the model itself where its
             blocks are compiled, or ``None`` where its forward is called through this handle alone.
-        budget: as it was given.
         reduced_bytes: what gradients are copied into when backward has ended, while ranks average them.
     """
 
@@ -73,25 +90,20 @@ class CompiledHandle(LimitHandle):
         self,
         model: torch.nn.Module,
         compiled: Any,
-        budget: str | int,
-        backend: str,
+        asked: Asked,
+        backend: Backend,
         optimizer: torch.optim.Optimizer | None,
-        options: dict[str, Any],
-        how: dict[str, Any],
         blocks: Sequence[torch.nn.Module] = (),
-        tiers: tuple[Offload, ...] = (),
         forward: Callable[..., Any] | None = None,
-        plan_seconds: float | None = None,
     ) -> None:
         refuse_several_devices(model)
-        if backend != "aot_eager":
-            refuse_cuda_graphs(options)
-        budgets.check(budget)
+        if backend.name != "aot_eager":
+            refuse_cuda_graphs(backend.options)
+        budgets.check(asked.budget)
         honour_regions()
-        self._tiers, self._plan_seconds = tiers, plan_seconds
-        self.model, self.compiled, self.budget = model, compiled, budget
-        self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
-        self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
+        self.model, self.compiled, self._asked = model, compiled, asked
+        self._backend, self._optimizer = backend, optimizer
+        self._settings = None if backend.name == "aot_eager" else {**FREES_AT_ONCE, **backend.options}
         self._blocks, self._forward = blocks, forward
         self._own, self._own_placed = model.forward, model.__dict__.get("forward")
         self._in_parts = bool(blocks)  # whether no graph is taken for a step by itself
@@ -119,6 +131,11 @@ class CompiledHandle(LimitHandle):
         return self.plans
 
     # ---- what is known ---------------------------------------------------------------------------
+
+    @property
+    def budget(self) -> str | int:
+        """As it was given."""
+        return self._asked.budget
 
     @property
     def plans(self) -> list[Plan]:
@@ -210,7 +227,7 @@ class CompiledHandle(LimitHandle):
         """
         budgets.check(budget)
         self._check_in_force()
-        self.budget = budget
+        self._asked = replace(self._asked, budget=budget)
         self._close()
         self._install()
 
@@ -293,7 +310,7 @@ class CompiledHandle(LimitHandle):
 
     def _close(self) -> None:
         """Give back what lies in tiers as soon as no step under way needs it."""
-        if self._tiers:
+        if self._asked.tiers:
             stores().close()
 
     # ---- compiling -------------------------------------------------------------------------------
@@ -361,9 +378,8 @@ class CompiledHandle(LimitHandle):
 
         Compiled code is shared by what has the same backend, so each flow is one of its own.
         """
-        wish = self.budget, self._settings, self._surroundings(), self._tiers
-        flow = Flow(*wish, gradients_bytes, self._plan_seconds)
-        run = self._compiled_with(backend=flow.backend, **{**counted_apart(), **self._how})
+        flow = Flow(self._asked, self._settings, self._surroundings(), gradients_bytes)
+        run = self._compiled_with(backend=flow.backend, **{**counted_apart(), **self._backend.how})
         self._runs[flow] = run, self._block_calls()
         return flow
 
@@ -390,9 +406,10 @@ class CompiledHandle(LimitHandle):
 
     def _plainly(self) -> Callable[..., Any]:
         """The model as `torch.compile` alone compiles it."""
-        how: dict[str, Any] = {**self._how, "backend": self._backend}
-        if self._backend == "inductor" and self._options:
-            how["options"] = self._options
+        name, options, own = self._backend
+        how: dict[str, Any] = {**own, "backend": name}
+        if name == "inductor" and options:
+            how["options"] = options
         return self._compiled_with(**how)
 
     def _compiled_with(self, **how: Any) -> Callable[..., Any]:

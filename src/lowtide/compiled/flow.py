@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes
-from lowtide.compiled.choose_cuts import Chosen, CutSearch, try_cuts
+from lowtide.compiled.capture import CapturedGraph, PartGraph, Run, Sizes, with_room_for_frames
+from lowtide.compiled.choose_cuts import Asked, Chosen, CutSearch, try_cuts
 from lowtide.compiled.dynamic import Numbers
-from lowtide.compiled.frames import with_room_for_frames
 from lowtide.compiled.moving import Way
 from lowtide.compiled.planning import Beside, Found, RecordedStep, WholeStep, plan_step
 from lowtide.compiled.shelf import open_shelf
@@ -34,7 +33,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
-from lowtide.plan.data import Offload, Plan, in_one_line
+from lowtide.plan.data import Plan, in_one_line
 from lowtide.private import captured, tree_leaves
 from lowtide.progress import working
 from lowtide.run.messages import RECOMPILE_LIMIT, Once
@@ -169,12 +168,10 @@ class Flow:
     """The code and the plans of the steps that begin with no gradients, or of those that begin with some.
 
     Args:
-        budget: as of `lowtide.limit_memory`.
+        asked: of plans.
         options: Inductor's settings; ``None`` under ``aot_eager``.
         beside: what there is beside the graphs.
-        tiers: where saved values may wait.
         gradients_bytes: the gradients to plan for, where there are fewer when a step begins.
-        plan_seconds: as of `lowtide.compile`.
 
     Attributes:
         graphs: the graphs that are parts of a step.
@@ -185,15 +182,12 @@ class Flow:
 
     def __init__(
         self,
-        budget: str | int,
+        asked: Asked,
         options: dict[str, Any] | None,
         beside: Surroundings,
-        tiers: tuple[Offload, ...] = (),
         gradients_bytes: int = 0,
-        plan_seconds: float | None = None,
     ) -> None:
-        self.budget, self.options, self.tiers = budget, options, tiers
-        self._plan_seconds = plan_seconds
+        self.asked, self.options = asked, options
         self.device, self._beside = beside.device, beside
         self.graphs: list[PartGraph] = []
         self.mixed = self.ran_uncompiled = False
@@ -275,8 +269,7 @@ class Flow:
                 beside, known = self._beside, self._known
                 resident = beside.resident() + max(0, self.gradients_bytes - beside.gradients())
                 graph = CapturedGraph(captured.Captured(module, inputs), self.options, wishes_of(module))
-                after, seconds = beside.after(), self._plan_seconds
-                alone = Beside(self.options, resident, self.tiers, after, known.held, seconds)
+                alone = Beside(self.asked, self.options, resident, beside.after(), known.held)
                 if (found := self._plan(WholeStep(graph, alone))) is None:
                     return graph.run_plain()
                 known.alone.append(found.plan)
@@ -284,7 +277,7 @@ class Flow:
                     known.step_graphs[found.plan.graph] = found.chosen.graph
                 work.done(in_one_line(found.plan))
                 return graph.run_as(found.ways[0])
-        if self.tiers:
+        if self.asked.tiers:
             raise PlanError(
                 "tiers are for a model that is one graph and returns its loss alone: leave tiers out, or "
                 "compile the model together with its loss (fullgraph=True names graph breaks)"
@@ -423,8 +416,7 @@ class Flow:
             return
         known.forwards = step.forwards
         made, after = self._beside.gradients(), self._beside.after()
-        bytes_ = made, self.gradients_bytes, after
-        found = RecordedStep(timeline, [*step.sizes], *bytes_, self._plan_seconds)
+        found = RecordedStep(self.asked, timeline, [*step.sizes], made, self.gradients_bytes, after)
         if not self._serves(found):
             self._plan_recorded(found)
         known.missed.discard(step.shapes)
@@ -444,7 +436,7 @@ class Flow:
         Raises:
             BudgetError: no plan is found that fits.
         """
-        found = self._plan(step, None if before is None else step.choice(self.budget).again(before))
+        found = self._plan(step, None if before is None else step.choice().again(before))
         if found is not None:
             turns = list(map(_Turn, step.graphs, step.sizes, found.ways))
             self._known.planned[step.graphs[0]] = _StepPlan(step, found, turns)
@@ -453,7 +445,7 @@ class Flow:
     def _plan(self, step: RecordedStep | WholeStep, chosen: Chosen | None = None) -> Found | None:
         """As `plan_step`."""
         shelf = open_shelf(self.options)
-        return plan_step(step, self.budget, self.options, self.plans, self._find, shelf, chosen)
+        return plan_step(step, self.options, self.plans, self._find, shelf, chosen)
 
     def _find(self, graphs: Sequence[CapturedGraph], search: CutSearch) -> Chosen:
         """What a search finds for calls of these graphs; what it tries is compiled."""

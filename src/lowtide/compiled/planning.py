@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide.compiled.capture import FREES_AT_ONCE, CapturedGraph, Cutter, PartGraph, Sizes
 from lowtide.compiled.choose_cuts import (
+    Asked,
     Choice,
     Chosen,
     CutSearch,
@@ -35,7 +36,7 @@ from lowtide.compiled.timeline import Timeline
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import model_device, workspace_bytes
-from lowtide.plan.data import Offload, Plan
+from lowtide.plan.data import Plan
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
 
@@ -57,7 +58,6 @@ class Found:
 
 def plan_step(
     step: RecordedStep | WholeStep,
-    budget: str | int,
     options: dict[str, Any] | None,
     before: Sequence[Plan],
     find: Callable[[Sequence[CapturedGraph], CutSearch], Chosen],
@@ -68,7 +68,6 @@ def plan_step(
 
     Args:
         step: the step.
-        budget: as of `lowtide.limit_memory`.
         options: Inductor's settings; ``None`` where graphs run call by call.
         before: the plans for other steps within the budget.
         find: what a search finds for calls of these graphs.
@@ -79,13 +78,14 @@ def plan_step(
         BudgetError: no plan is found that fits.
         PlanError: as of `search_alone`.
     """
+    budget = step.asked.budget
     largest = fallback_bytes(budget, before)
     key = cache_key(budget, options, step.resident_bytes, step.facts, largest) if shelf is not None else ""
     kept = ways_in(shelf.find(key), step.levels) if shelf is not None and chosen is None else None
     if kept is not None and step.is_kept(kept[1]):
         return Found(*kept)
     if chosen is None:
-        if (search := step.search(budget, largest)) is None:
+        if (search := step.search(largest)) is None:
             return None
         chosen = find(step.graphs, search)
     ways = [one.way for one in chosen.cuts]
@@ -102,19 +102,20 @@ class RecordedStep:
     """A step that was recorded, and what it is planned for.
 
     Attributes:
+        asked: of its plan.
         recorded: what was taken down.
         sizes: of its calls.
         made_bytes: of parameters' gradients that there were at its end.
         gradients_bytes: of gradients that are there when it begins.
-        after_bytes, plan_seconds: as of `Beside`.
+        after_bytes: as of `Beside`.
     """
 
+    asked: Asked
     recorded: Timeline
     sizes: list[Sizes]
     made_bytes: int
     gradients_bytes: int
     after_bytes: int
-    plan_seconds: float | None = None
 
     @property
     def graphs(self) -> list[PartGraph]:
@@ -141,20 +142,24 @@ class RecordedStep:
     def facts(self) -> list[Any]:
         """What its plan follows from, beside bytes, in JSON's words."""
         joints = [graph.joint.facts for graph in self.graphs]
-        return [self.timeline.facts, joints, self.sizes, self.plan_seconds]
+        return [self.timeline.facts, joints, self.sizes, self.asked.facts]
 
     def is_kept(self, ways: Sequence[Way]) -> bool:
         """Whether a plan on disk is enough to run it: always, for code that is not on disk is compiled."""
         return True
 
-    def choice(self, budget: str | int) -> Choice:
-        """How to cut its calls."""
+    def choice(self, asked: Asked | None = None) -> Choice:
+        """How to cut its calls, as it was asked or in another way."""
         candidates = list(map(PartGraph.candidates_at, self.graphs, self.sizes))
-        return choice_of(self.timeline, candidates, budget, plan_seconds=self.plan_seconds)
+        return choice_of(self.timeline, candidates, asked or self.asked)
 
-    def search(self, budget: str | int, largest_bytes: int) -> CutSearch:
-        """Search for its cuts within a budget."""
-        return search_within(lambda budget: self.choice(budget).search(), budget, largest_bytes)
+    def search(self, largest_bytes: int) -> CutSearch:
+        """Search for its cuts within its budget."""
+
+        def search(budget: str | int) -> CutSearch:
+            return self.choice(replace(self.asked, budget=budget)).search()
+
+        return search_within(search, self.asked.budget, largest_bytes)
 
 
 # ---- a step that is one graph -----------------------------------------------------------------------
@@ -165,28 +170,25 @@ class Beside:
     """What a plan for a graph that is a whole step follows from, beside the graph; plain figures.
 
     Attributes:
+        asked: of the plan.
         options: Inductor's settings; ``None`` where graphs run call by call.
         resident_bytes: what is resident, parameters included; ``None`` where the graph's inputs are all that
             is known.
-        tiers: where saved values may wait.
         after_bytes: the most live bytes when backward has ended; 0 for what the graph returns.
         held: structure of a graph -> sizes up to which its largest plan within the budget holds;
             `search_range` reads it, and adds to it.
-        plan_seconds: as of `lowtide.compile`.
     """
 
+    asked: Asked
     options: dict[str, Any] | None
     resident_bytes: int | None = None
-    tiers: tuple[Offload, ...] = ()
     after_bytes: int = 0
     held: dict[str, Numbers] = field(default_factory=dict)
-    plan_seconds: float | None = None
 
     @property
     def facts(self) -> list[Any]:
         """What plans follow from beside the bytes that are resident, in JSON's words."""
-        alone, tiers = self.resident_bytes is None, [astuple(tier) for tier in self.tiers]
-        return [tiers, self.after_bytes, alone, self.plan_seconds]
+        return [self.asked.facts, self.after_bytes, self.resident_bytes is None]
 
 
 @dataclass(frozen=True)
@@ -202,6 +204,11 @@ class WholeStep:
     graph: CapturedGraph
     beside: Beside
     levels: Sequence[int] = ()
+
+    @property
+    def asked(self) -> Asked:
+        """Of its plan."""
+        return self.beside.asked
 
     @property
     def graphs(self) -> list[CapturedGraph]:
@@ -222,27 +229,27 @@ class WholeStep:
         """Whether its code is on disk, cut so."""
         return self.graph.is_kept(ways[0])
 
-    def search(self, budget: str | int, largest_bytes: int) -> CutSearch | None:
+    def search(self, largest_bytes: int) -> CutSearch | None:
         """As `search_alone`; ``None`` where it has no backward."""
         joint = self.graph.trace()
-        return None if joint is None else search_alone(joint, self.beside, budget, largest_bytes)
+        return None if joint is None else search_alone(joint, self.beside, largest_bytes)
 
 
-def search_alone(joint: Joint, beside: Beside, budget: str | int, largest_bytes: int = 0) -> CutSearch:
+def search_alone(joint: Joint, beside: Beside, largest_bytes: int = 0) -> CutSearch:
     """Search for the cut of a graph that is a whole step. Where it leaves sizes open, it is guarded by those
     for which the plan holds.
 
     Args:
         joint: the graph.
         beside: what there is beside it.
-        budget: as of `lowtide.limit_memory`.
         largest_bytes: as of `search_within`.
 
     Raises:
         BudgetError: no plan is found that fits.
         PlanError: values shall wait in tiers, and sizes are open.
     """
-    if beside.tiers and any(partitioning.free_sizes(joint.module)):
+    asked = beside.asked
+    if asked.tiers and any(partitioning.free_sizes(joint.module)):
         raise PlanError(
             "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic "
             "(and what makes sizes follow from data), or tiers"
@@ -264,19 +271,19 @@ def search_alone(joint: Joint, beside: Beside, budget: str | int, largest_bytes:
             free = budgets.parse(budget) - resident if in_bytes else 0
             candidates = CandidateCuts(at, beside.options, free)
             timeline = candidates.timeline_alone(resident).ending_with(beside.after_bytes)
-            return choice_of(timeline, [candidates], budget, beside.tiers, beside.plan_seconds).search()
+            return choice_of(timeline, [candidates], replace(asked, budget=budget)).search()
 
-        return search_within(search, budget, largest_bytes)
+        return search_within(search, asked.budget, largest_bytes)
 
-    return search_range(joint, budget, search_at, resident_at, beside.held)
+    return search_range(joint, asked.budget, search_at, resident_at, beside.held)
 
 
 def cutter_within(budget: str | int) -> Cutter:
     """Cuts each joint graph that Inductor traces within a budget; beside a graph nothing is known."""
-    beside, planned = Beside({}), list[Plan]()
+    beside, planned = Beside(Asked(budget), {}), list[Plan]()
 
     def halves(joint: Joint) -> Halves:
-        chosen = at_once(search_alone(joint, beside, budget, fallback_bytes(budget, planned)))
+        chosen = at_once(search_alone(joint, beside, fallback_bytes(budget, planned)))
         planned.append(chosen.plan)
         return chosen.cuts[0].halves
 
@@ -315,12 +322,12 @@ def forecast(
     # what a cache hands out nobody plans
     options = {**FREES_AT_ONCE, **inductor.UNCACHED} if backend == "inductor" else None
     resident = resident_bytes(model) + workspace_bytes(model_device(model))
-    beside = Beside(options, resident, plan_seconds=plan_seconds)
+    beside = Beside(Asked(budget, plan_seconds=plan_seconds), options, resident)
     planned: list[Plan] = []
 
     def planning(module: Any, inputs: Any) -> Any:
         step = WholeStep(CapturedGraph(Captured(module, inputs), options), beside)
-        found = plan_step(step, budget, options, (), lambda _, search: at_once(search), None)
+        found = plan_step(step, options, (), lambda _, search: at_once(search), None)
         if found is not None:
             planned.append(found.plan)
         raise _Enough
