@@ -12,7 +12,7 @@ from __future__ import annotations
 from importlib import import_module
 from inspect import Signature, signature
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, TraceError
 from lowtide.version import __version__ as __version__
@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from lowtide.run.profile.trace_step import trace
     from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
+
+
+class _Words:
+    """Puts refusals into words. What does that is loaded for the first of them."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module("lowtide.extensions.advice.words"), name)
+
+
+BudgetError.words = cast(Any, _Words())
 
 _HOMES = {
     "lowtide.compiled.api": ("compile", "compile_options"),

@@ -7,24 +7,43 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Any
-
-from lowtide.remedies import ACTIVATIONS, Holder, in_lines, in_short, largest, what_to_do
+from typing import Any, ClassVar, Protocol
 
 
 class LowtideError(Exception):
     """Base of every error that lowtide raises on purpose."""
 
 
+class Words(Protocol):
+    """Puts a `BudgetError` without a message into words."""
+
+    def short(self, error: BudgetError) -> str:
+        """What the step takes that is above its budget, in a line."""
+        ...
+
+    def remedies(self, error: BudgetError) -> Sequence[str]:
+        """What to do, any one of these."""
+        ...
+
+    def holders(self, error: BudgetError) -> tuple[str, ...]:
+        """A line for each of those that hold most at the peak."""
+        ...
+
+    def at_peak(self, sim: Any, least: Any) -> tuple[dict[str, int], tuple[Any, ...], str]:
+        """What is live at a peak, in bytes by name; who holds what the step made; and where the peak is."""
+        ...
+
+
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
-    Where no plan can, it is raised with facts and no message. Its text is made from them: what the step takes
-    at least (``args[0]``), then what to do, then what is live at the peak.
+    Where no plan can, it is raised with facts and no message. Its text is made from them when somebody asks:
+    what the step takes at least (``args[0]``), then what to do, then what is live at the peak.
 
     Args:
         message: what is wrong, in words; ``None`` where the facts say it.
         remedies: what to do, before what the facts say.
+        peak: the simulator and the simulation of the smallest plan, in place of ``parts`` and ``made``.
 
     Attributes:
         message: as given.
@@ -49,6 +68,8 @@ class BudgetError(LowtideError):
         Its peak is at the loss.
     """
 
+    words: ClassVar[Words]  # given by the package, which loads what knows them when they are needed
+
     def __init__(
         self,
         message: str | None,
@@ -61,39 +82,56 @@ class BudgetError(LowtideError):
         policy: str = "",
         subject: str = "",
         remedies: Sequence[str] = (),
-        made: Sequence[Holder] = (),
+        made: Sequence[Any] = (),
+        peak: tuple[Any, Any] | None = None,
     ) -> None:
-        parts = dict(parts or {})
-        if message is None:
-            super().__init__(in_short(budget_bytes or 0, smallest_bytes or 0, parts, subject, policy))
-        else:
-            super().__init__(message)
+        super().__init__(*([] if message is None else [message]))
         self.message = message
         self.budget_bytes, self.smallest_bytes = budget_bytes, smallest_bytes
-        self.parts, self.made = parts, tuple(made)
         self.plain_peak_bytes, self.policy, self.subject = plain_peak_bytes, policy, subject
-        self.detail, self._first_remedies = detail, tuple(remedies)
+        self._parts, self._made, self._detail = dict(parts or {}), tuple(made), detail
+        self._first_remedies, self._peak = tuple(remedies), peak
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What is live at the peak of the smallest plan, in bytes by name."""
+        self._look_at_peak()
+        return self._parts
+
+    @property
+    def made(self) -> tuple[Any, ...]:
+        """Who holds what the step made there."""
+        self._look_at_peak()
+        return self._made
+
+    @property
+    def detail(self) -> str:
+        """What is live at the peak, and what else is worth knowing."""
+        self._look_at_peak()
+        return self._detail
 
     @property
     def remedies(self) -> tuple[str, ...]:
         """What to do, any one of them."""
         if self.message is not None or self.budget_bytes is None or self.smallest_bytes is None:
             return self._first_remedies
-        facts = self.budget_bytes, self.smallest_bytes, self.parts, self.policy, self.plain_peak_bytes
-        return *self._first_remedies, *what_to_do(*facts, holders=self._largest)
+        return *self._first_remedies, *self.words.remedies(self)
 
     @property
     def holders(self) -> tuple[str, ...]:
         """A line for each of the three that hold most at the peak."""
-        return tuple(in_lines(self._largest))
+        return self.words.holders(self)
 
     @property
-    def _largest(self) -> tuple[Holder, ...]:
-        known = self.made or ACTIVATIONS not in self.parts  # else who holds these is not known
-        return largest(self.made, self.parts) if known else ()
+    def args(self) -> tuple[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """What the step takes at least, in words."""
+        return (self.words.short(self) if self.message is None else self.message,)
+
+    def __repr__(self) -> str:
+        return f"BudgetError({self.args[0]!r})"
 
     def __str__(self) -> str:
-        short, remedies, holders = str(self.args[0]), self.remedies, self.holders
+        short, remedies, holders = self.args[0], self.remedies, self.holders
         if not remedies:
             return f"{short} {self.detail}".strip()
         lines = [
@@ -106,18 +144,32 @@ class BudgetError(LowtideError):
         ]
         return "\n".join(line for line in lines if line)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        self._look_at_peak()
+        return BudgetError, (self.message,), self.__dict__
+
+    def _look_at_peak(self) -> None:
+        """Take from the smallest plan's peak what is live there: once, when somebody asks."""
+        if self._peak is not None:
+            peak, self._peak = self._peak, None
+            self._parts, self._made, where = self.words.at_peak(*peak)
+            self._detail = f"{where} {self._detail}".strip()
+
     def stating(self, **facts: Any) -> BudgetError:
         """The same refusal with other facts: ``budget_bytes``, ``smallest_bytes``, ``parts``,
         ``plain_peak_bytes``.
         """
-        own = {"budget_bytes": self.budget_bytes, "smallest_bytes": self.smallest_bytes, "parts": self.parts}
+        if not facts.keys().isdisjoint(("parts", "made")):
+            self._look_at_peak()
+        own: dict[str, Any]
+        own = {"budget_bytes": self.budget_bytes, "smallest_bytes": self.smallest_bytes}
         own |= {"plain_peak_bytes": self.plain_peak_bytes, "policy": self.policy, "subject": self.subject}
-        own |= {"detail": self.detail, "remedies": self._first_remedies, "made": self.made}
-        return BudgetError(self.message, **(own | facts))
+        own |= {"parts": self._parts, "detail": self._detail, "remedies": self._first_remedies}
+        return BudgetError(self.message, **(own | {"made": self._made, "peak": self._peak} | facts))
 
     def add(self, more: str) -> None:
         """Another sentence of detail."""
-        self.detail = f"{self.detail} {more}".strip()
+        self._detail = f"{self.detail} {more}".strip()
 
     def add_first_remedy(self, remedy: str) -> None:
         """What to do before all else."""

@@ -226,6 +226,24 @@ class Face(Protocol):
         """
         ...
 
+    def advise(
+        self, error: BudgetError, entry: Any, model: torch.nn.Module, state_bytes: int, demand: Any
+    ) -> BudgetError:
+        """The planner's refusal of a step in a user's words.
+
+        Args:
+            error: the planner's, with facts, or that of what an extension claims.
+            entry: of the step (`lowtide.run.limit.entry.Entry`).
+            model: the limited one.
+            state_bytes: what extensions claim beside it.
+            demand: the step and its budget (`lowtide.run.limit.checks.Demand`), once these are known.
+        """
+        ...
+
+    def follow(self, limiter: Any) -> None:
+        """Tell what to do about this limit when its device, a card, has no memory left."""
+        ...
+
     def engine(self, limiter: Any, compiling: Any) -> Any:
         """A handle with ``run`` of a limit that `torch.compile` is around.
 

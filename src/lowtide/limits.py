@@ -11,18 +11,20 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import PlanError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.extension import Extension
 from lowtide.interception import register_ahead
 from lowtide.plan import check_seconds
 from lowtide.plan.data import Plan
-from lowtide.run.limit.handle import Handle, handle_of
-from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.refusal import (
+from lowtide.run.limit.checks import (
+    Demand,
     check_arguments,
     check_given,
     refuse_several_devices,
 )
+from lowtide.run.limit.entry import Entry
+from lowtide.run.limit.handle import Handle, handle_of
+from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.replay import Verify, check_verify
 from lowtide.store.stores import Stores
@@ -249,6 +251,25 @@ class Face:
 
             found.append(ranks_of(limiter))
         return found
+
+    def advise(
+        self,
+        error: BudgetError,
+        entry: Entry,
+        model: torch.nn.Module,
+        state_bytes: int,
+        demand: Demand | None,
+    ) -> BudgetError:
+        """The planner's refusal of a step in a user's words."""
+        from lowtide.extensions.advice.refusal import in_words
+
+        return in_words(error, entry, model, state_bytes, demand)
+
+    def follow(self, limiter: Limiter) -> None:
+        """Tell what to do about this limit when its device, a card, has no memory left."""
+        from lowtide.extensions.advice.out_of_memory import out_of_memory
+
+        out_of_memory().follow(limiter)
 
     def engine(self, limiter: Limiter, compiling: private.Compiling) -> Any:
         """Hand the limit of a model that `torch.compile` is around to the compiled engine.

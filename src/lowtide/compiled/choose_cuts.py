@@ -39,7 +39,7 @@ from lowtide.plan.data.plan import ModuleRow
 from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.simulate.holders import at_peak, holders_at_peak, parts_of
+from lowtide.plan.simulate.holders import holders_at_peak, parts_of, place_of_peak
 from lowtide.remedies import ACTIVATIONS, GRADIENTS, LOSS, OUTPUTS, RESIDENT
 from lowtide.trace.costs.roofline import outside_modes
 
@@ -301,7 +301,7 @@ class Choice:
         return BudgetError(
             None,
             smallest,
-            f"Its peak is at {at_peak(simulation)}.",
+            f"Its peak is at {place_of_peak(simulation)}.",
             budget_bytes=limit,
             parts={name: count for name, count in shares.items() if count},
             plain_peak_bytes=plain_peak,

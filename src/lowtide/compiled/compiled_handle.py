@@ -17,6 +17,7 @@ from lowtide.compiled.flow import Flow, Surroundings
 from lowtide.compiled.moving import stores
 from lowtide.compiled.timeline import Resident
 from lowtide.errors import BudgetError, LowtideError, PlanError
+from lowtide.extensions.advice.refusal import compiled_in_words
 from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.extensions.optimizer.need import optimizer_need
 from lowtide.graph import OUTSIDE, StepGraph
@@ -37,12 +38,8 @@ from lowtide.private import (
     room_for_backends,
     uncut_by_ddp,
 )
+from lowtide.run.limit.checks import no_replicas, refuse_several_devices
 from lowtide.run.limit.handle import LimitHandle
-from lowtide.run.limit.refusal import (
-    compiled_in_words,
-    no_replicas,
-    refuse_several_devices,
-)
 from lowtide.run.messages import UNCOMPILED, Once, Overruns, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 from lowtide.errors import expect
 from lowtide.integrations.peaks import Peaks
 from lowtide.limits import limit_memory
+from lowtide.run.limit.checks import check_given
 from lowtide.run.limit.handle import Handle, handle_of
-from lowtide.run.limit.refusal import check_given
 from lowtide.run.messages import warn
 
 

@@ -17,8 +17,8 @@ else:
 from lowtide.errors import PlanError
 from lowtide.integrations.peaks import PEAK, Peaks
 from lowtide.limits import limit_memory
+from lowtide.run.limit.checks import check_given
 from lowtide.run.limit.handle import Handle
-from lowtide.run.limit.refusal import check_given
 from lowtide.run.messages import warn
 
 

@@ -50,7 +50,6 @@ from numpy.typing import ArrayLike, NDArray
 from lowtide.errors import BudgetError, PlanError, expect, is_count
 from lowtide.native import load
 from lowtide.plan.data import Plan
-from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.progress import current
 
@@ -370,7 +369,7 @@ def with_slab(sim: Simulator, plan: Plan, required: bool = False) -> Plan:
     if peak > most and not required:
         return plan
     if plan.budget_bytes is not None and peak > plan.budget_bytes:
-        raise refusal(sim, held.beside(found.height), plan.budget_bytes, plan.policy)
+        raise sim.refusal(held.beside(found.height), plan.budget_bytes, plan.policy)
     moves = tuple(
         replace(move, place=places.get((move.value, False), -1), arrival=places.get((move.value, True), -1))
         for move in plan.moves

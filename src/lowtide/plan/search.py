@@ -25,7 +25,6 @@ from lowtide.graph import StepGraph
 from lowtide.plan.blocks import Segments, full_stored
 from lowtide.plan.bound import A_SECOND, Effort, Floats, Relaxation
 from lowtide.plan.local_search import Candidate, Descent, LocalSearch
-from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.simulator import simulator_of
 from lowtide.progress import current
 
@@ -155,7 +154,7 @@ class Search:
         # a larger budget is never slower, and what was found before fits again
         fitting = [c for c in self._found_before if c.simulation.peak_bytes <= budget]
         if not fitting:
-            raise refusal(self.sim, self.smallest.simulation, budget)
+            raise self.sim.refusal(self.smallest.simulation, budget)
         return min(fitting, key=lambda c: c.key)
 
     def ended_early(self, best: Candidate, budget: int) -> bool:

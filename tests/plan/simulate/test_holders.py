@@ -21,7 +21,6 @@ from lowtide.plan.simulate.holders import (
     holders_at_peak,
     parts_of,
     planned_holders,
-    refusal,
 )
 from lowtide.remedies import (
     ACTIVATIONS,
@@ -78,7 +77,7 @@ def test_alike_layers_are_one_holder_and_copies_are_called_so() -> None:
 
 def test_a_refusal_names_the_three_largest_with_what_frees_how_much() -> None:
     sim = Simulator(transformer(4))
-    error = refusal(sim, sim.simulate(sim.close(frozenset())), 1)
+    error = sim.refusal(sim.simulate(sim.close(frozenset())), 1)
     assert len(error.holders) == 3
     shown = str(error)
     assert "What holds most at its peak, and what frees how much:" in shown

@@ -15,7 +15,6 @@ from lowtide.plan.bound import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
 from lowtide.plan.layout import with_slab
 from lowtide.plan.moves import Codec, close_with_moves, move_of, refuse_moves, simulated_moves
-from lowtide.plan.simulate.holders import refusal
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
 
@@ -87,7 +86,7 @@ def make_plan(
     window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
     simulation = sim.simulate(closed, sim.with_moves(moved.values(), window), links)
     if budget is not None and simulation.peak_bytes > budget:
-        raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
+        raise sim.refusal(simulation, budget, "" if policy in ("optimal", "mixed") else policy)
     limit = budget if budget is not None else simulation.peak_bytes
     if bound is None and moved:
         bound = Bound(0.0, 0)

@@ -36,7 +36,6 @@ from lowtide.plan.moves import (
 from lowtide.plan.moving_bound import MovingRelaxation
 from lowtide.plan.policies.build import Policy, check_moves, make_plan
 from lowtide.plan.search import Search, search_of
-from lowtide.plan.simulate.holders import refusal
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -145,7 +144,7 @@ class MixedSearch:
         if not starts:
             least = self.least()
             if least.simulation.peak_bytes > budget:
-                raise refusal(self.sim, least.simulation, budget)
+                raise self.sim.refusal(least.simulation, budget)
             starts.append(least)
         best = min(starts, key=lambda mix: mix.key)
         gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
@@ -170,7 +169,7 @@ class MixedSearch:
             return self.search.solve(budget, seconds, at_once=True)
         least = self.least()
         if least.simulation.peak_bytes > budget:
-            raise refusal(self.sim, least.simulation, budget)
+            raise self.sim.refusal(least.simulation, budget)
         return least
 
     def least(self, in_time: bool = False) -> Candidate:

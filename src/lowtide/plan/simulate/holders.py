@@ -1,5 +1,4 @@
-"""Who holds the memory at a simulated peak: what the step made, by what it is, its module and its line; and
-the refusal with these facts."""
+"""Who holds the memory at a simulated peak: what the step made, by what it is, its module and its line."""
 
 from __future__ import annotations
 
@@ -8,7 +7,6 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from lowtide.errors import BudgetError
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.plan import by_members, ranges
@@ -203,27 +201,7 @@ def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> t
     return largest(holders_at_peak(sim, simulation), parts)
 
 
-def refusal(sim: Simulator, least: Simulation, budget_bytes: int, policy: str = "") -> BudgetError:
-    """The refusal of a budget, with the facts of the plan that takes least.
-
-    Args:
-        sim: of the step.
-        least: what the step takes under that plan.
-        budget_bytes: what was asked for.
-        policy: the policy that makes the plan, where another may need less.
-    """
-    return BudgetError(
-        None,
-        least.peak_bytes,
-        f"Its peak is at {at_peak(least)}.",
-        budget_bytes=budget_bytes,
-        parts=parts_of(sim, least),
-        policy=policy,
-        made=holders_at_peak(sim, least),
-    )
-
-
-def at_peak(simulation: Simulation) -> str:
+def place_of_peak(simulation: Simulation) -> str:
     """Where the peak is, in words: which operation runs then."""
     op = simulation.peak_operation
     if op is None:

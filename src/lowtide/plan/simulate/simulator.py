@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from lowtide.errors import PlanError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Plan, module_in_words
 from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
@@ -221,6 +221,17 @@ class Simulator(StepIndex):
         """The step under ``plan``; its slab, if it has one, is left aside."""
         sources = self.with_moves(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
         return self.simulate(plan.stored, sources, seen=seen)
+
+    def refusal(self, least: Simulation, budget_bytes: int, policy: str = "") -> BudgetError:
+        """The refusal of a budget, with the peak of the plan that takes least.
+
+        Args:
+            least: what the step takes under that plan.
+            budget_bytes: what was asked for.
+            policy: the policy that makes the plan, where another may need less.
+        """
+        peak = self, least
+        return BudgetError(None, least.peak_bytes, budget_bytes=budget_bytes, policy=policy, peak=peak)
 
     def close(self, stored: Iterable[int]) -> frozenset[int]:
         """The smallest feasible set of stored values that includes what ``stored`` keeps.

@@ -13,7 +13,7 @@ their order:
 `machine.py`  looks up what follows in the table, and assigns the records; no other file does
 `key.py`      what a step begins with, and its cache key
 `calls.py`    which calls are no limited steps, and how these run
-`refusal.py`  errors and warnings in a user's words
+`checks.py`   arguments and models that a limit refuses
 `engagement.py`  warns where no limited step ever begins
 `handle.py`   what users hold
 """

@@ -14,12 +14,12 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit import machine
+from lowtide.run.limit.checks import refuse_several_devices
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.refusal import keeps_plan, refuse_several_devices, runs_least
-from lowtide.run.messages import own_checkpointing, warn
+from lowtide.run.messages import AS_IF, LEAST, own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.replay import Verify
 from lowtide.run.transforms import unused_bytes
@@ -135,9 +135,9 @@ class Cache:
             else:
                 action = machine.on_plan_made(entry, planned, version)
         if refused is not None and smallest is not None:
-            warn(runs_least(refused), each_time=True)
+            warn(f"{LEAST} {refused}", each_time=True)
         elif refused is not None:
-            maker.warn_once("stays", keeps_plan(refused))
+            maker.warn_once("stays", f"{AS_IF} {refused}")
         return Action.RUN if action in (Action.ACCEPT, Action.VARY) else action
 
     # ---- a step was profiled ---------------------------------------------------------------------

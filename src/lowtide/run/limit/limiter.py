@@ -29,12 +29,12 @@ from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
 from lowtide.run.limit.calls import LIMITED, Calls, Delegate
+from lowtide.run.limit.checks import no_replicas
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.refusal import no_replicas, out_of_memory
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
 from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, Overruns, warn
 from lowtide.run.profile.aside import profile_aside
@@ -119,7 +119,7 @@ class Limiter:
         """Make what a copy does not share; a copied model is not complete yet here."""
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
-        self.maker = PlanMaker(self.model, lambda: self.stores.groups, **settings)
+        self.maker = PlanMaker(self.model, lambda: self.stores.groups, face=self.face, **settings)
         self.cache = Cache(self.maker, self.verify)
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
@@ -338,7 +338,7 @@ class Limiter:
         """A step under the entry's plan."""
         members, ended = inputs.members, weakly(self._on_step_end)
         if accelerator.is_accelerator(members.device):
-            out_of_memory().follow(self)
+            self.face.follow(self)
         evicts = all(extension.evicts for extension in self.extensions)
         step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, evicts)
         machine.note_time(step.planned)

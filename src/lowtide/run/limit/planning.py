@@ -17,7 +17,7 @@ import torch
 from lowtide import accelerator
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
-from lowtide.extension import Claim, Extension
+from lowtide.extension import Claim, Extension, Face
 from lowtide.graph import StepGraph, no_collection
 from lowtide.meter.resident import model_device
 from lowtide.plan import make, resolve
@@ -27,8 +27,8 @@ from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
+from lowtide.run.limit.checks import Demand, refuse_nested
 from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.limit.refusal import Demand, in_words, refuse_nested
 from lowtide.run.messages import Once
 from lowtide.run.transforms import (
     spread,
@@ -131,6 +131,7 @@ class PlanMaker:
         policy: a policy or its name.
         progress: as of `limit_memory`.
         extensions: of the limit.
+        face: puts what is refused into words.
         plan_seconds: as of `limit_memory`.
 
     Attributes:
@@ -153,7 +154,10 @@ class PlanMaker:
         progress: bool | None = None,
         extensions: Iterable[Extension] = (),
         plan_seconds: float | None = None,
+        *,
+        face: Face,
     ) -> None:
+        self._face = face
         self.model, self.policy, self.progress, self.plan_seconds = model, policy, progress, plan_seconds
         self.budget, self.version = budget, 0
         self.warn_once = Once()
@@ -254,7 +258,8 @@ class PlanMaker:
                 refuse_nested(entry)
         except BudgetError as error:
             refuse_nested(entry)
-            raise in_words(error, entry, self.model, self.claim.resident_bytes, demand) from None
+            state_bytes = self.claim.resident_bytes
+            raise self._face.advise(error, entry, self.model, state_bytes, demand) from None
         self.greatest_plain = demand.plain_peak_bytes
         return demand.graph, plan, limit
 
