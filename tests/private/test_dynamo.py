@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lowtide import parallel, private
-from lowtide.private import dynamo
+from lowtide.private import compiling, dynamo
 
 
 class Backend:
@@ -247,14 +247,14 @@ def test_backends_have_room_beside_each_other(apart: bool, monkeypatch: pytest.M
     if apart and not private.counted_apart():
         pytest.skip("this PyTorch counts recompiles of all backends together")
     if not apart:
-        monkeypatch.setattr(dynamo, "counted_apart", dict)
+        monkeypatch.setattr(compiling, "counted_apart", dict)
 
     def function(x: torch.Tensor) -> torch.Tensor:
         return x.sin().cos()
 
     backends = [Backend() for _ in range(3)]
     with torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2):
-        compiled = [torch.compile(function, backend=one, **dynamo.counted_apart()) for one in backends]
+        compiled = [torch.compile(function, backend=one, **compiling.counted_apart()) for one in backends]
         for _ in range(2):
             for call in compiled:
                 with private.room_for_backends():

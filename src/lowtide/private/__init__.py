@@ -57,20 +57,12 @@ from lowtide.private.dispatch import (
 )
 from lowtide.private.dynamo import (
     Compiling,
-    compile_forward,
-    compile_in_place,
-    compile_settings,
     compiled_among,
     compiled_call,
-    counted_apart,
     is_compiled,
     keep_dynamo_out,
     out_of_dynamo,
-    recompile_limit_hits,
-    room_for_backends,
     skipped_by_dynamo,
-    uncompiled,
-    uncut_by_ddp,
 )
 from lowtide.private.fake import (
     DynamicOutputShapeException,
@@ -124,6 +116,16 @@ from lowtide.private.storages import (
 )
 
 if typing.TYPE_CHECKING:
+    from lowtide.private.compiling import (
+        compile_forward,
+        compile_in_place,
+        compile_settings,
+        counted_apart,
+        recompile_limit_hits,
+        room_for_backends,
+        uncompiled,
+        uncut_by_ddp,
+    )
     from lowtide.private.distributed import (
         assert_on_device,
         collectives,
@@ -158,14 +160,16 @@ if typing.TYPE_CHECKING:
         weight_in,
     )
 
-_OF_RANKS = ("distributed", "fsdp")
-"""Files that are loaded when a name of theirs is first used: a process without ranks needs none."""
+_LATER = ("compiling", "distributed", "fsdp")
+"""Files that are loaded when a name of theirs is first used: a process without ranks, which compiles nothing,
+needs none.
+"""
 
 
 def __getattr__(name: str) -> typing.Any:
     if name.startswith("_"):
         raise AttributeError(name)
-    for file in (importlib.import_module(f"{__name__}.{file}") for file in _OF_RANKS):
+    for file in (importlib.import_module(f"{__name__}.{file}") for file in _LATER):
         if hasattr(file, name):
             return getattr(file, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
