@@ -1,4 +1,4 @@
-"""`measure` a step, or take the `peak` of a block of code: exact live bytes, and seconds."""
+"""`measure` a step: exact live bytes, and seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,9 +14,9 @@ import torch
 from lowtide import accelerator
 from lowtide.errors import MeterError, expect, is_count
 
-from .allocator import AllocatorPeak, ProfilerPeak, available, counting_allocator
-from .register import Peak, Source
-from .resident import device_of
+from .allocator import AllocatorPeak, counting_allocator
+from .peaks import device_with_meter, kind_of_peak
+from .register import Source
 
 
 @dataclass(frozen=True)
@@ -45,73 +44,6 @@ class Measurement:
     source: Source
     reserved_bytes: int | None = None
     allocated_bytes: int | None = None
-
-
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = accelerator.KIND if accelerator.is_used() else "cpu"
-    where = device_of(device)
-    if accelerator.is_accelerator(where):
-        if not accelerator.is_present():
-            raise MeterError(f"memory on {where} cannot be measured: this process has no CUDA device")
-    elif where.type != "cpu":
-        raise MeterError(f"memory on {where} cannot be measured; the meter knows 'cpu' and 'cuda'")
-    return where
-
-
-def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
-    """What reads a device's memory."""
-    known: tuple[type[Peak], ...] = (AllocatorPeak, ProfilerPeak)
-    if accelerator.is_accelerator(device):
-        from .cuda import CudaPeak  # loaded where a card is
-
-        known = (CudaPeak,)
-    if source == "auto":
-        return known[-1] if device.type == "cpu" and not available() else known[0]
-    for kind in known:
-        if kind.source == source:
-            return kind
-    raise MeterError(
-        f"source={source!r} does not measure memory on {device}: use 'auto', or "
-        f"{' or '.join(kind.source for kind in known)}"
-    )
-
-
-def measurable(device: torch.device | str) -> bool:
-    """Whether a device's memory can be read at any time, with the meter that is its own."""
-    device = device_of(device)
-    return accelerator.is_accelerator(device) or (device.type == "cpu" and available())
-
-
-def peak(
-    device: torch.device | str | None = None,
-    source: Literal["auto"] | Source = "auto",
-    timeline: bool = False,
-) -> Peak:
-    """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
-    for every training step.
-
-    Where the counting allocator cannot be had, the profiler watches the block instead: slower, known only
-    after the block, not nested. On CUDA it resets the device's peak statistic
-    (`torch.cuda.max_memory_allocated`).
-
-    Args:
-        device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
-        source: what to read on the CPU: ``auto`` takes the allocator if it can.
-        timeline: whether to log every allocation and free.
-
-    Raises:
-        MeterError: the device has no meter, or ``source`` is none of its own.
-    """
-    return peaks(device, source)(timeline)
-
-
-def peaks(
-    device: torch.device | str | None = None, source: Literal["auto"] | Source = "auto"
-) -> Callable[[bool], Peak]:
-    """Makes one `peak` of a device after the other, with a timeline or without: for thousands of calls."""
-    where = _device(device)
-    return partial(_kind(where, source), where)
 
 
 def measure(
@@ -158,8 +90,8 @@ def measure(
     expect(callable(step), "measure(step=)", step, "a function that runs one step", MeterError)
     expect(is_count(repeats, 1), "measure(repeats=)", repeats, "a whole number, 1 or more", MeterError)
     expect(is_count(warmup), "measure(warmup=)", warmup, "a whole number, 0 or more", MeterError)
-    where = _device(device)
-    kind = _kind(where, source)
+    where = device_with_meter(device)
+    kind = kind_of_peak(where, source)
     allocator = counting_allocator() if kind is AllocatorPeak else None
     if allocator is not None:
         # from before the warm-up, so that what one run leaves and the next frees is known
