@@ -1,10 +1,11 @@
 """Choose a plan by what a step under it really takes.
 
 In: a step graph, a budget in bytes, and a price: a function from a plan to the bytes that a step under it
-really takes. Out: a plan whose price is within the budget. An eager step takes what is simulated. What CUDA's
-caching allocator reserves follows from the order of the blocks: there plan, price, ask again is one loop. A
-compiled step's plan asks for one cut of each graph, and these are chosen together, so the compiled engine has
-a search of its own; of this file it takes `Correction`, `NEAR` and `at_or_smallest`.
+really takes. Out: a plan whose price is within the budget. What CUDA's caching allocator reserves follows
+from the order of the blocks: there plan, price, ask again is one loop. A compiled step's plan asks for one
+cut of each graph, and these are chosen together, so the compiled engine has a search of its own; of this file
+it takes `Correction`, `NEAR` and `at_or_smallest`. Else an eager step takes what is simulated, and needs none
+of this.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from lowtide.extension import Claim, Extension, Face
 from lowtide.graph import StepGraph, no_collection
 from lowtide.meter.resident import model_device
 from lowtide.plan import make, resolve
-from lowtide.plan.choose import choose
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
@@ -100,7 +99,16 @@ class Problem:
         evicts = plain(self.graph).peak_bytes > most
         left = budgets.slack_bytes(limit) + int(limit * spread(self.graph))
         target = max(1, most - left if evicts else most)
-        return choose(self.graph, most, policy=self.patience.policy, target=target)
+        policy = self.patience.policy
+        try:
+            plan = make(self.graph, target, policy, progress=False)
+        except BudgetError as error:
+            if error.smallest_bytes is None or error.smallest_bytes > most:
+                raise
+            plan = make(self.graph, error.smallest_bytes, policy, progress=False)
+        if plan.predicted_peak_bytes > most:  # a policy of the user's that knows no budget
+            raise BudgetError(None, plan.predicted_peak_bytes, budget_bytes=most)
+        return plan
 
     def extra_seconds(self, limit: int) -> float:
         """What a plan within a limit adds to the step; infinite where none fits."""
