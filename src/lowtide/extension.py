@@ -244,10 +244,8 @@ class Face(Protocol):
         """Tell what to do about this limit when its device, a card, has no memory left."""
         ...
 
-    def engine(self, limiter: Any, compiling: Any) -> Any:
-        """A handle with ``run`` of a limit that `torch.compile` is around.
-
-        Raises:
-            PlanError: no engine can hold it; says why.
+    def compiled(self, limiter: Any) -> Any:
+        """What gives the steps of a limit that `torch.compile` is around to the compiled engine
+        (`lowtide.compiled.around.Delegate`).
         """
         ...

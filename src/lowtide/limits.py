@@ -271,23 +271,10 @@ class Face:
 
         out_of_memory().follow(limiter)
 
-    def engine(self, limiter: Limiter, compiling: private.Compiling) -> Any:
-        """Hand the limit of a model that `torch.compile` is around to the compiled engine.
+    def compiled(self, limiter: Limiter) -> Any:
+        """What gives the steps of a limit that `torch.compile` is around to the compiled engine."""
+        from lowtide.compiled.around import Delegate  # importing Inductor takes seconds
 
-        Raises:
-            PlanError: that engine cannot hold it.
-        """
-        from lowtide.compiled.api import limit_compiled_forward  # importing Inductor takes seconds
-
-        maker = limiter.maker
-        own = {"policy": maker.policy != "optimal", "stores": not limiter.own_stores}
+        own = {"policy": limiter.maker.policy != "optimal", "stores": not limiter.own_stores}
         own["verify"], own["reserved"] = limiter.verify != "first", bool(self.reserved)
-        if asked := [f"{name}=" for name, given in own.items() if given]:
-            raise PlanError(f"the compiled engine knows no {' and no '.join(asked)}")
-        assert maker.budget is not None, "the optimal policy has one"
-        optimizer = next(
-            (vars(one)["optimizer"] for one in limiter.extensions if one.name == "optimizer"), None
-        )
-        return limit_compiled_forward(
-            limiter.model, limiter.forward, maker.budget, optimizer, compiling, maker.plan_seconds
-        )
+        return Delegate(limiter, [f"{name}=" for name, given in own.items() if given])

@@ -25,6 +25,7 @@ from small_model import batch, needs_meter, small
 import lowtide
 from lowtide import limits
 from lowtide.extension import Extension
+from lowtide.extensions.reserved.reserved import Reserved
 from lowtide.meter import peak
 from lowtide.plan.data import Plan
 from lowtide.run.limit.handle import Handle
@@ -89,6 +90,7 @@ CASES = [
     Case("plain", also=Plain),
     Case("noting", also=Noting),
     Case("ranks", within=one_rank),
+    Case("reserved", also=lambda: Reserved(None)),
     Case("optimizer", lambda model: {"optimizer": torch.optim.AdamW(model.parameters())}, copies=False),
 ]
 

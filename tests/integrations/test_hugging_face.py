@@ -194,7 +194,7 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
     limited = trainer(tmp_path / "limited", [callback], **options)
     limited.train()
     assert all(map(torch.equal, weights(plain), weights(limited)))
-    held = callback.handle._limiter.delegate.handle  # type: ignore[union-attr]
+    held = callback.handle._limiter.compiled_handle  # type: ignore[union-attr]
     assert isinstance(held, CompiledHandle) and held._backend == "aot_eager" and held.plan is not None
     (last,) = [row for row in limited.state.log_history if row.get("step") == 2 and "loss" in row]
     assert 0 < last["memory_peak_mib"] <= last["memory_budget_mib"] + 0.01

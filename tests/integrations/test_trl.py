@@ -100,5 +100,5 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
     compiled = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     weights = trained(tmp_path / "limited", [callback], False, False, **compiled)
     assert callback.handle is not None and len(weights) > 0
-    held = callback.handle._limiter.delegate.handle
+    held = callback.handle._limiter.compiled_handle
     assert isinstance(held, CompiledHandle) and held._backend == "aot_eager" and held.plan is not None

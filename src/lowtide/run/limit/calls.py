@@ -2,7 +2,8 @@
 
 In: what a call begins with (`Inputs`). Out: what the model returns, or `LIMITED` (`Calls.run_unlimited`). A
 call that is no limited step runs as it is (`why_plain` says which, with the warning), or is compiled where
-`torch.compile` is around it (`Delegate`). Calls of limited models within another one are none (`govern`).
+`torch.compile` is around it (`Limiter.run_compiled`). Calls of limited models within another one are none
+(`govern`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from lowtide import private
-from lowtide.errors import PlanError
 from lowtide.interception import interceptors
 from lowtide.private import Compiling
 from lowtide.run.limit.engagement import Engagement
@@ -53,22 +53,13 @@ _IN_SCOPE = (
     "budget is not held. Take the scope off, or put the limit on a module around both"
 )
 
-_EAGERLY = (
-    "torch.compile around this limited model is left out, and its steps run eagerly under the limit: {}. To "
-    "compile parts of it, compile its submodules, which stay so"
-)
-_NOTHING = (
-    "PyTorch compiled nothing of its forward (it compiles none of the recurrent layers, and nothing under "
-    "TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why)"
-)
-
 LIMITED = object()
 """In place of a result: the call is a limited step, and has not run."""
 
 
 class Limiting(Protocol):
-    """What running a call asks of the limiter: the model, its own step, and a block within which calls of the
-    model run unchanged.
+    """What running a call asks of the limiter: the model, its own step, a block within which calls of the
+    model run unchanged, and the compiled engine where `torch.compile` is around the model.
     """
 
     @property
@@ -76,18 +67,22 @@ class Limiting(Protocol):
     @property
     def own_step(self) -> Callable[..., Any]: ...
 
+    @property
+    def compiled_handle(self) -> Any: ...
+
     def inside(self) -> AbstractContextManager[None]: ...
+    def run_compiled(self, compiling: Compiling, inputs: Inputs) -> tuple[bool, Any]: ...
 
 
 class Calls:
     """Tells which calls of a limited model are limited steps, and runs the others.
 
     Args:
-        delegate, engagement, warn_once: the limiter's.
+        engagement, warn_once: the limiter's.
     """
 
-    def __init__(self, delegate: Delegate, engagement: Engagement, warn_once: Callable[[str], None]) -> None:
-        self._delegate, self._engagement, self._warn_once = delegate, engagement, warn_once
+    def __init__(self, engagement: Engagement, warn_once: Callable[[str], None]) -> None:
+        self._engagement, self._warn_once = engagement, warn_once
         self._visible = False  # a checkpoint around the model sees what its latest forward saved
 
     def run_unlimited(self, limiter: Limiting, inputs: Inputs, compiling: Compiling | None) -> Any:
@@ -101,10 +96,10 @@ class Calls:
         Returns:
             What the model returns; `LIMITED` for a limited step, which has not run.
         """
-        if compiling is not None and self._may_compile(limiter.model):
+        if compiling is not None and self._may_compile(limiter):
             with limiter.inside():
-                result = self._delegate.run(limiter, compiling, inputs.args, inputs.kwargs)
-            if result is not LIMITED:
+                ran, result = limiter.run_compiled(compiling, inputs)
+            if ran:
                 return result
         why = why_plain(inputs)
         return LIMITED if why is None else self._run_plainly(limiter, inputs, why)
@@ -113,14 +108,14 @@ class Calls:
         """A limited step begins, and what it saves is not seen by a checkpoint around the model."""
         self._visible = False
 
-    def _may_compile(self, model: torch.nn.Module) -> bool:
+    def _may_compile(self, limiter: Limiting) -> bool:
         """Whether nothing around this model decides what its step keeps, and all its parameters are
         initialized.
         """
         if is_governed() or torch.compiler.is_exporting():  # pyright: ignore
             return False
-        if self._delegate.handle is None:
-            if any(map(torch.nn.parameter.is_lazy, model.parameters())):
+        if limiter.compiled_handle is None:
+            if any(map(torch.nn.parameter.is_lazy, limiter.model.parameters())):
                 return False
             self._engagement.end()
         return True
@@ -223,49 +218,3 @@ def why_governed() -> str:
     governing = [one for one in interceptors() if one.governs]
     scoped = governing and all(isinstance(one, ScopeRecorder) for one in governing)
     return _IN_SCOPE if scoped and not _governing().depth else ""
-
-
-# ---- calls with torch.compile around --------------------------------------------------------------
-
-
-class Delegate:
-    """Gives the steps that `torch.compile` is around to the compiled engine, or says why it does not.
-
-    A trainer compiles the model that it is given (``torch_compile=True``, accelerate's plugin), or the user
-    does. Dynamo does not look into a limiter. So the limiter's call learns what compiles, and with what, and
-    the model's own forward is compiled within the budget with the same.
-
-    Args:
-        engine: makes the handle, as `lowtide.extension.Face.engine`; ``None`` takes no step.
-        warn_once: warns of something once.
-
-    Attributes:
-        handle: the compiled engine's, once it holds the limit.
-    """
-
-    def __init__(
-        self, engine: Callable[[Any, Compiling], Any] | None, warn_once: Callable[[str], None]
-    ) -> None:
-        self.engine = engine
-        self.handle: Any = None
-        self._warn_once = warn_once
-        self._refused = engine is None
-
-    def run(self, limiter: Limiting, compiling: Compiling, args: Any, kwargs: Any) -> Any:
-        """The forward of a step, compiled; `LIMITED` where the step has to run eagerly."""
-        if self._refused or self.engine is None:
-            return LIMITED
-        try:
-            if self.handle is None:
-                self.handle = self.engine(limiter, compiling)
-            result = self.handle.run(*args, **kwargs)
-        except PlanError as why:
-            self._refuse(str(why))
-            return LIMITED
-        if self.handle.compiles_nothing:
-            self._refuse(_NOTHING)
-        return result
-
-    def _refuse(self, why: str) -> None:
-        self.handle, self._refused = None, True
-        self._warn_once(_EAGERLY.format(why))

@@ -191,7 +191,7 @@ def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(member)
     def found(self: Handle, *args: Any, **kwargs: Any) -> Any:
-        compiled = self._limiter.delegate.handle
+        compiled = self._limiter.compiled_handle
         if compiled is None:
             return member(self, *args, **kwargs)
         theirs = getattr(compiled, member.__name__)
@@ -306,8 +306,8 @@ class Handle(LimitHandle):
         limiter.extend(budget)  # which checks it
         with limiter.cache.lock:
             limiter.maker.set_budget(budget)
-        if limiter.delegate.handle is not None:
-            limiter.delegate.handle.set_budget(budget)
+        if limiter.compiled_handle is not None:
+            limiter.compiled_handle.set_budget(budget)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer's state and step from the next step on, in place of the one counted so far:
@@ -330,8 +330,8 @@ class Handle(LimitHandle):
         with limiter.cache.lock:
             limiter.maker.extend(*counted, without="optimizer")
             limiter.maker.version += 1
-        if limiter.delegate.handle is not None:
-            limiter.delegate.handle.set_optimizer(optimizer)
+        if limiter.compiled_handle is not None:
+            limiter.compiled_handle.set_optimizer(optimizer)
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""

@@ -28,7 +28,7 @@ from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
 from lowtide.run.limit.cache import Cache
-from lowtide.run.limit.calls import LIMITED, Calls, Delegate
+from lowtide.run.limit.calls import LIMITED, Calls
 from lowtide.run.limit.checks import no_replicas
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, Planned
@@ -83,7 +83,7 @@ class Limiter:
     Attributes:
         maker: makes the plans.
         cache: the cached plans.
-        delegate: gives the steps that `torch.compile` is around to the compiled engine.
+        delegate: gives the steps that `torch.compile` is around to the compiled engine, once there is one.
         calls: tells which calls are limited steps, and runs the others.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         shared: other limited models were seen to take part in the same steps; each is planned for its own
@@ -124,10 +124,10 @@ class Limiter:
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
         self.overruns = Overruns()
-        self.delegate = Delegate(self.face.engine if self.compiles else None, self.warn_once)
+        self.delegate: Any = None
         self.local = _Local()
         self.engagement = Engagement(self.model)
-        self.calls = Calls(self.delegate, self.engagement, self.warn_once)
+        self.calls = Calls(self.engagement, self.warn_once)
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.shared = self.paused = self.called = False
         self._abandoned = False  # whether a profiled step was
@@ -242,6 +242,19 @@ class Limiter:
     def is_off(self) -> bool:
         """Whether calls run unchanged: those that the model makes of itself, and all without a limit."""
         return self.local.inside or self.removed or self.paused
+
+    @property
+    def compiled_handle(self) -> Any:
+        """The compiled engine's handle where it holds the limit, else ``None``."""
+        return None if self.delegate is None else self.delegate.handle
+
+    def run_compiled(self, compiling: private.Compiling, inputs: Inputs) -> tuple[bool, Any]:
+        """Whether the compiled engine has run a call that `torch.compile` is around, and what it returned."""
+        if not self.compiles:
+            return False, None
+        if self.delegate is None:
+            self.delegate = self.face.compiled(self)
+        return self.delegate.run(compiling, inputs.args, inputs.kwargs)
 
     @contextmanager
     def inside(self) -> Iterator[None]:
