@@ -23,7 +23,7 @@ import torch
 
 from lowtide import private, writes
 from lowtide.native import extension, takes_long
-from lowtide.ops import has_plain_storage, op_info, operation_named, returns_views, written_tensors
+from lowtide.ops import has_plain_storage, operation_named, returns_views
 
 _KEY = "Fake"
 _PARSED = private.dispatch_key(_KEY)
@@ -74,6 +74,8 @@ class Interceptor:
             return
         _update(thread, lambda active: [one for one in active if one is not self])
         thread.choose()
+        if thread.cpp is not None:
+            _registration().native.activate(thread.cpp)
         if not thread.active and _THREAD.level < 0:
             _include(_PARSED, False)  # on another thread `_Kernel` sees that nothing is active
 
@@ -110,12 +112,14 @@ class _Thread:
         self.cpp: Any = None  # takes part as long as its interceptor is the only one
 
     def choose(self) -> None:
-        """Turn on the C++ recorder of the only active interceptor, and the one that was on off. Where several
-        are active, no C++ recorder is on.
+        """Turn on the C++ recorder of the innermost interceptor, and the one that was on off. Where others
+        would see its operations, too, none is on.
         """
         if self.cpp is not None:
             self.cpp.on = False
-        self.cpp = self.active[0].cpp if len(self.active) == 1 else None
+        *others, last = self.active or [None]
+        alone = last is not None and not any(one.governs or one.cpp is None for one in others)
+        self.cpp = last.cpp if alone else None
         if self.cpp is not None:
             self.cpp.on = True
 
@@ -130,6 +134,17 @@ def _thread() -> _Thread:
 
 def _known_thread() -> _Thread | None:
     return private.thread_object(_STATE) if private.has_thread_object(_STATE) else None
+
+
+def cpp_here() -> Any:
+    """The C++ recorder that is on for this thread, or ``None``; C++ asks on the threads of a backward."""
+    thread = _known_thread()
+    return thread.cpp if thread is not None else None
+
+
+def watch_writes() -> None:
+    """From here on writes to what replays start from are seen (`lowtide.writes`)."""
+    writes.watch()
 
 
 def interceptors() -> list[Interceptor]:
@@ -297,29 +312,6 @@ def _overload(name: str) -> Any:
     return operation_named(name.replace("::", ".") + ("" if "." in name else ".default"))
 
 
-class _Writes:
-    """The kernel at the key of `lowtide.writes` for one overload that writes, where there is no compiler."""
-
-    __slots__ = ("func", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.func: Any = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        func = self.func
-        if func is None:
-            func = self.func = _overload(self.name)
-        _include(writes.PARSED, False)
-        try:
-            written = written_tensors(op_info(func), args, kwargs)
-            writes.before_write(filter(has_plain_storage, written), self.name)
-            return func(*args, **kwargs)
-        finally:
-            if writes.any_watched():
-                _include(writes.PARSED, True)
-
-
 def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The kernel of an operation, from below the key on.
 
@@ -361,12 +353,13 @@ class _Registered:
         libraries: hold our kernels, by namespace.
         known: overloads that have been looked at.
         definitions: as of `_definitions` when they were.
-        native: the C++ recorder, or ``None``; it has kernels of its own, which call those in Python for
-            what they do not take.
+        native: the C++ recorder; it has kernels of its own, which call those in Python for what they do not
+            take.
     """
 
     def __init__(self) -> None:
-        self.native: Any = extension(_RECORDER, "lowtide_recorder")  # first: whoever waits may interrupt it
+        # first: whoever waits may interrupt it
+        self.native: Any = extension(_RECORDER, "lowtide_recorder")
         self.fallback = private.kernel_library("_")
         for key in (_KEY, writes.KEY):
             self.fallback.fallback(key, torch.library.fallthrough_kernel, False)
@@ -386,8 +379,11 @@ def _registration() -> _Registered:
 
 
 def cpp_module() -> Any:
-    """The C++ recorder as a module, or ``None`` where it cannot be compiled. Before it records it has to know
-    the recorder's classes in Python (`lowtide.run.record.cpp_recorder`).
+    """The C++ recorder as a module. Before it records it has to know functions of Python
+    (`lowtide.run.record.engine`).
+
+    Raises:
+        LowtideError: it cannot be compiled; says how to get a compiler.
     """
     with _LOCK:
         return _registration().native
@@ -427,8 +423,7 @@ def register_ahead() -> None:
 def _put_kernels(registered: _Registered, new: set[str]) -> None:
     """Put kernels at the keys for these overloads, where none of ours is yet."""
     libraries, has = registered.libraries, private.has_kernel_at
-    views = _views()
-    mutable = _overloads_where(lambda schema: schema.is_mutable) if registered.native is None else ()
+    views = _overloads_where(returns_views)
     ours: list[tuple[str, str]] = []
     for name in sorted(new):
         if name in views or name.startswith(_MARKS) or is_made_of_others(name):
@@ -440,15 +435,11 @@ def _put_kernels(registered: _Registered, new: set[str]) -> None:
             if not has(name, _KEY):
                 libraries[namespace].impl(rest, _KEY, _RecordStream(name), True)
             continue
-        if registered.native is not None and not has(name, _KEY):
+        if not has(name, _KEY):
             ours.append((namespace, rest))
-        key = _KEY if registered.native is None else _PYTHON_KEY
-        if not has(name, key):
-            libraries[namespace].impl(rest, key, _Kernel(name), True)
-        if registered.native is None and name in mutable and not has(name, writes.KEY):
-            libraries[namespace].impl(rest, writes.KEY, _Writes(name), False)
-    if registered.native is not None:
-        registered.native.let_in(ours)
+        if not has(name, _PYTHON_KEY):
+            libraries[namespace].impl(rest, _PYTHON_KEY, _Kernel(name), True)
+    registered.native.let_in(ours)
 
 
 def is_made_of_others(name: str) -> bool:
@@ -457,11 +448,6 @@ def is_made_of_others(name: str) -> bool:
     """
     has = private.has_kernel_at
     return has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)
-
-
-def _views() -> set[str]:
-    """The overloads whose results are views of their arguments."""
-    return _overloads_where(returns_views)
 
 
 def _overloads_where(wanted: Callable[[Any], bool]) -> set[str]:

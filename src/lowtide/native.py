@@ -1,6 +1,4 @@
-"""Compile the C++ files of this package into the per-user cache, each once per source and machine. Where that
-cannot be done, callers fall back to Python.
-"""
+"""Compile the C++ files of this package into the per-user cache, each once per source and machine."""
 
 from __future__ import annotations
 
@@ -203,9 +201,12 @@ def load(source: Path) -> ctypes.CDLL | None:
 
 
 @cache
-def extension(source: Path, name: str) -> ModuleType | None:
-    """The Python module ``name`` made from a file that uses PyTorch's own C++, or ``None`` where that cannot
-    be done. It takes half a minute to compile, once for each PyTorch and Python.
+def extension(source: Path, name: str) -> ModuleType:
+    """The Python module ``name`` made from a file that uses PyTorch's own C++. It takes half a minute to
+    compile, once for each PyTorch and Python.
+
+    Raises:
+        LowtideError: it cannot be compiled here; says why, and how to get a compiler.
     """
     try:
         loader = importlib.machinery.ExtensionFileLoader(name, str(build(source, "torch")))
@@ -214,5 +215,9 @@ def extension(source: Path, name: str) -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
         return module
-    except (BuildError, ImportError):
-        return None
+    except (BuildError, ImportError) as error:
+        raise LowtideError(
+            f"lowtide compiles its executor once, and cannot do so here: {error}. Install a C++ compiler and "
+            "Python's headers (Debian and Ubuntu: apt-get install g++ python3-dev; Fedora: dnf install "
+            "gcc-c++ python3-devel; macOS: xcode-select --install; conda: conda install cxx-compiler)"
+        ) from error

@@ -162,7 +162,7 @@ class OpInfo:
     def replays_plainly(self) -> bool:
         """Whether a replay is the same call with the same arguments, or a copy of one that it updates.
 
-        Everything else is Python's (`lowtide.run.record.replay.run_again`); the C++ recorder leaves it
+        Everything else is Python's (`lowtide.run.record.special`); the C++ recorder leaves it
         alone.
         """
         special = self.written and not self.updates

@@ -9,14 +9,11 @@ from typing import Self
 from lowtide.errors import PlanError, expect
 from lowtide.plan.data import Plan
 from lowtide.run.messages import warn
-from lowtide.run.record.cpp_recorder import cpp_program
-from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.replay import Verify, check_verify
+from lowtide.run.record.special import Verify, check_verify
 from lowtide.run.record.tape import Tape
 from lowtide.run.transfers import TransferEngine
 from lowtide.store.stores import Stores
-from lowtide.words import count_text
 
 
 class apply:
@@ -35,7 +32,8 @@ class apply:
     Attributes:
         findings: names of the operations that did not reproduce in the latest step, with the reason. What
             they wrote was kept.
-        departed: how many operations of the latest step and of the plan have no counterpart in the other.
+        departed: how many operations the latest step ran that the plan does not have, from the first that
+            differs on.
 
     Raises:
         PlanError: ``plan`` is no plan, or carries no program.
@@ -69,20 +67,18 @@ class apply:
         self.departed = 0
         self._verified = self._warned = False
         self._stack: ExitStack | None = None
-        self._director: PlanDirector | None = None
+        self._recorder: Recorder | None = None
 
     def __enter__(self) -> Self:
         if self._stack is not None:
             raise PlanError("this apply(plan) is already active: nest another one")
         verify = self.verify != "never" and not self._verified
-        self._director = PlanDirector(self.plan.program, self.plan.moves)
-        recorder = Recorder(
-            self._director,
+        recorder = self._recorder = Recorder(
             tape=Tape(verify),
             check=self.verify == "always",
             mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
-            program=cpp_program(self.plan.program),
         )
+        recorder.follow(self.plan.program)
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())
         self.findings = recorder.tape.findings
@@ -91,15 +87,15 @@ class apply:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._stack is not None and self._director is not None
-        self.departed = self._director.extra + self._director.skipped
-        stack, self._stack, self._director = self._stack, None, None
+        assert self._stack is not None and self._recorder is not None
+        core = self._recorder.core
+        self.departed = core.extra
+        stack, self._stack, self._recorder = self._stack, None, None
         stack.__exit__(kind, error, trace)
         self._verified = self._verified or kind is None
         if kind is None and self.departed and not self._warned:
             self._warned = True
             warn(
-                f"the step and the plan that is applied differ by "
-                f"{count_text(self.departed, 'operation')}: its gradients are right, its peak is not "
-                "the plan's. Make a plan from a trace of this step"
+                f"the step runs other operations than the plan that is applied, from number {core.at + 1} on: its "
+                "gradients are right, its peak is not the plan's. Make a plan from a trace of this step"
             )

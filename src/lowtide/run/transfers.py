@@ -1,7 +1,7 @@
 """Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need.
 
 The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one, by an
-operation without inputs (`lowtide.run.record.values.Fetch`). The fetch holds the stored value
+operation without inputs (`Fetch`). The fetch holds the stored value
 (`StoredTensor`), and is deleted when autograd has released the last saved tensor that depends on the value.
 """
 
@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -18,7 +19,8 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, form_and_tier
 from lowtide.plan.layout import find
-from lowtide.run.tensor_bytes import digest, words_of
+from lowtide.ops import has_plain_storage
+from lowtide.run.tensor_bytes import digest, reach, words_of
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import hand_out, offsets_of
@@ -225,6 +227,35 @@ class StoredTensor:
         return hand_out(found).view(self._dtype)
 
 
+class Fetch:
+    """Writes a moved value again: an operation without inputs, for the tape."""
+
+    name = "a moved value"
+
+    def __init__(self, stored: StoredTensor, engine: TransferEngine) -> None:
+        self.stored, self.engine = stored, engine
+
+    @property
+    def replayable_from(self) -> bool:
+        """Whether operations may be replayed from it: it is close enough to what was stored."""
+        return self.stored.replayable_from
+
+    def run(self, bases: list[torch.Tensor], alone: list[bool]) -> list[torch.Tensor]:
+        """The bytes, now."""
+        self.engine.note_use(self.stored)
+        return [self.stored.fetch()]
+
+
+def _is_of(tensor: torch.Tensor, move: Move) -> bool:
+    """Whether this is the tensor that the move is for; in a smaller step one that is larger in no
+    dimension.
+    """
+    shape, nbytes = tuple(tensor.shape), tensor.untyped_storage().nbytes()
+    if str(tensor.dtype) != f"torch.{move.dtype}" or len(shape) != len(move.shape):
+        return False
+    return nbytes <= move.bytes and all(a <= b for a, b in zip(shape, move.shape, strict=True))
+
+
 class TransferEngine:
     """The moves of one forward.
 
@@ -279,6 +310,43 @@ class TransferEngine:
                 while sum(held for held, _ in self._waiting) > self.plan.window_bytes:
                     self._waiting.popleft()[1].settle()
         return stored
+
+    def moves_of(
+        self, numbers: Sequence[int], wrote: Sequence[torch.Tensor], departed: bool
+    ) -> tuple[int, ...]:
+        """For each value of an operation its place among the plan's moves, or -1.
+
+        A value of another shape, dtype or size than the plan's is not the one that was planned for. Once the
+        step has departed from the plan only values that come back bitwise may move.
+        """
+        moves = self.plan.moves
+        found = [
+            number
+            if number >= 0 and has_plain_storage(tensor) and _is_of(tensor, moves[number])
+            else -1
+            for number, tensor in zip(numbers, wrote, strict=False)
+        ]
+        found += [-1] * (len(wrote) - len(found))
+        if departed:
+            found = [-1 if number < 0 or moves[number].encoded else number for number in found]
+        return tuple(found)
+
+    def move(self, tape: Any, number: int, tensor: torch.Tensor, is_loose: bool) -> None:
+        """Store the value of ``tensor``, and have the tape fetch it where it is read.
+
+        Args:
+            tape: `lowtide.run.record.tape.Tape`.
+            number: of the plan's moves.
+            tensor: shows the value.
+            is_loose: no kernel has written all of it.
+        """
+        fetch = Fetch(self.out(number, tensor), self)
+        core = tape.core.node(fetch, [], False)
+        core.order -= 0.5
+        core.exact = fetch.stored.exact
+        value = tape.register(core, tensor, 0 if is_loose else reach(tensor))
+        if not fetch.stored.exact:
+            value.digest = None
 
     def begin(self) -> None:
         """Backward has begun: wait for the copies out that are under way."""

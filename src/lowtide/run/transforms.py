@@ -7,7 +7,6 @@ not use, and what steps that run other operations need (seconds for a byte, and 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -16,9 +15,6 @@ import torch
 from lowtide.graph import Event, StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import gradient_of
-from lowtide.native import BuildError, compiler
-from lowtide.ops import operation_named
-from lowtide.plan.simulate import plain
 
 
 def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
@@ -50,10 +46,6 @@ def _overhead_seconds() -> tuple[float, float]:
 
     Views and saved tensors are included. `benchmarks/recorder.py` measured both with cold caches.
     """
-    try:
-        compiler()
-    except BuildError:  # Python does it all
-        return 30e-6, 33e-6
     return 1e-6, 9e-6
 
 
@@ -77,34 +69,6 @@ def with_earlier_gradients(graph: StepGraph) -> StepGraph:
             after.setdefault(last[storage], []).append(Event("free", storage))
     events = tuple(new for place, event in enumerate(graph.events) for new in (event, *after.get(place, ())))
     return replace(graph, events=events, resident_bytes=graph.resident_bytes + sum(made.values()))
-
-
-def rates(graph: StepGraph) -> dict[int | None, float]:
-    """For each operation, by its overload's ``id``, the seconds that it takes for a byte that it reads or
-    writes; under ``None`` those of all operations together. By these the recorder weighs what it evicts on
-    demand.
-    """
-    sizes = [graph.storages[value.storage].bytes for value in graph.values]
-    seconds, nbytes = defaultdict[int | None, float](float), defaultdict[int | None, int](int)
-    for operation in graph.operations:
-        size = sum(sizes[value] for value in {*operation.reads, *operation.writes})
-        for key in (id(operation_named(operation.name)), None):
-            seconds[key] += operation.seconds
-            nbytes[key] += size
-    return {key: seconds[key] / max(1, nbytes[key]) for key in {*seconds, None}}
-
-
-def rise_bytes(graph: StepGraph) -> int:
-    """The most by which live bytes rise between two checks by eviction on demand, which comes before each
-    operation of the forward and where backward asks for a saved tensor.
-    """
-    step = plain(graph)
-    most, before, looked = 0, graph.resident_bytes, graph.resident_bytes
-    for (kind, index), top, after in zip(graph.events, step.top_bytes, step.live_bytes, strict=True):
-        if kind == "unpack" or (kind == "op" and graph.operations[index].phase == "forward"):
-            looked = before
-        most, before = max(most, int(top) - looked), int(after)
-    return most
 
 
 def with_resident(graph: StepGraph, more: int) -> StepGraph:

@@ -51,7 +51,7 @@ class StepWatch:
         makes_graph: whether one of these backwards was run with ``create_graph=True``.
         recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
             ahead.
-        replays: the C++ recorders' counts, with the time of their replays: one for each forward.
+        cores: the C++ recorders, which know the time of their replays.
     """
 
     _peak: Peak | None = None  # of a step whose making fails, too, which is closed when it goes
@@ -67,7 +67,7 @@ class StepWatch:
         self.backwards = 0
         self.makes_graph = False
         self.recording_seconds = 0.0
-        self.replays: list[Any] = []
+        self.cores: list[Any] = []
         self._replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
         self._awaited: list[weakref.ref[_Mark]] = []  # by forward
@@ -83,6 +83,11 @@ class StepWatch:
         """
         return self._peak.peak_bytes if self._peak is not None else None
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether live bytes are known while the step runs."""
+        return self._peak is not None
+
     def live_source(self) -> LiveSource:
         """Where the C++ recorder reads how many bytes are live, above those at the step's start."""
         assert self._peak is not None
@@ -91,7 +96,10 @@ class StepWatch:
     @property
     def replay_seconds(self) -> float:
         """Time that replays and fetches took; meaningless on a GPU."""
-        return self._replay_seconds + sum(replays.seconds for replays in self.replays)
+        return self._replay_seconds + sum(core.seconds for core in self.cores)
+
+    def ends_backward(self) -> None:
+        """A backward through the step has ended, before anybody is told."""
 
     def forward_begins(self) -> None:
         """Another forward of the step begins."""
@@ -120,16 +128,16 @@ class StepWatch:
         self._on_end(self)
         self.close()
 
-    def follow(self, replays: Any, several: bool) -> None:
+    def follow(self, core: Any, several: bool) -> None:
         """Add the time of a C++ recorder's replays to `replay_seconds`.
 
         Args:
-            replays: the C++ recorder's counts.
+            core: the C++ recorder.
             several: more than one backward is expected. Then the first replay begins a backward, too: the
                 backward of a gradient penalty does not pass by the outputs, where hooks wait for it.
         """
-        self.replays.append(replays)
-        watch = weakref.ref(self)  # which holds the replays
+        self.cores.append(core)
+        watch = weakref.ref(self)  # which holds the recorder
 
         def begin() -> None:
             alive = watch()
@@ -137,7 +145,7 @@ class StepWatch:
                 alive.backward_begins()
 
         if several:
-            replays.on_unpack = begin
+            core.on_unpack = begin
 
     def is_pending(self) -> bool:
         """Whether no backward has begun, and one still can."""
@@ -183,6 +191,7 @@ class StepWatch:
         if self._timed is False:
             self._timed = True
             self._marks.append(_now(self.device))
+        self.ends_backward()
         self._on_end(self)
         self._check_gone()
 

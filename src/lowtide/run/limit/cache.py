@@ -21,7 +21,7 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.messages import AS_IF, LEAST, own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.record.replay import Verify
+from lowtide.run.record.special import Verify
 from lowtide.run.transforms import unused_bytes
 
 MOST_ENTRIES = 24  # are remembered
@@ -156,6 +156,7 @@ class Cache:
         graph: StepGraph,
         users: bool,
         later_keys: Sequence[StepKey] = (),
+        own_bytes: int = 0,
     ) -> int | None:
         """Plan from a profiled step.
 
@@ -165,6 +166,7 @@ class Cache:
             graph: the step, as the profile shows it.
             users: whether it was a step of the user's, whose peak is compared with the budget.
             later_keys: as of `Entry`.
+            own_bytes: what was there before the step (`Inputs.resident_bytes`).
 
         Returns:
             What a step of the user's took; ``None`` where that is not known.
@@ -173,10 +175,11 @@ class Cache:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
         maker, peak = self.maker, profiler.peak_bytes
-        taken = None
+        taken, unused = None, unused_bytes(maker.model, graph)
+        machine.note_outside(entry, graph.resident_bytes + unused - own_bytes)
         if users and peak is not None:
             claim = maker.claim
-            taken = graph.resident_bytes + claim.resident_bytes - claim.to_come_bytes + peak
+            taken = own_bytes + entry.outside_bytes + claim.resident_bytes - claim.to_come_bytes + peak
             machine.note_peak(entry, taken)
         self._warn_of_operations(profiler)
         if profiler.verified:
@@ -191,7 +194,7 @@ class Cache:
             ran=profiler.ran,
             checkpoints=profiler.checkpoints,
             collectives_bytes=profiler.collectives.overlapping_bytes,
-            unused_bytes=unused_bytes(maker.model, graph),
+            unused_bytes=unused,
             forward_spans=profiler.forward_spans,
             later_keys=later_keys,
             nested=profiler.nested,

@@ -18,8 +18,8 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.entry_states import UNPLANNED, State
 from lowtide.run.limit.key import StepKey
-from lowtide.run.record.cpp_recorder import AnyProgram, cpp_program
-from lowtide.run.transforms import rates, sized_by_values
+from lowtide.run.record.engine import program_of
+from lowtide.run.transforms import sized_by_values
 from lowtide.run.watch import StepWatch
 
 _MOST_PROFILES = 4  # of one entry whose steps differ, before the budget of the longest stays
@@ -75,17 +75,12 @@ class Planned:
         of = [op.index for op in self.step_graph.operations if op.phase == "forward"]
         places = [(bisect_left(of, begin), bisect_left(of, end)) for begin, end in self.forward_spans]
         parts = [self.plan.program[begin:end] for begin, end in places]
-        return [(part, cpp_program(part)) for part in parts]
+        return [(part, program_of(part)) for part in parts]
 
     @cached_property
     def sized_by_values(self) -> bool:
         """Whether values decide how large results of the step are."""
         return sized_by_values(self.step_graph)
-
-    @cached_property
-    def no_program(self) -> Program:
-        """That of a forward that the plan does not have."""
-        return (), cpp_program(())
 
     def has_forward(self, number: int, key: StepKey) -> bool:
         """Whether the plan has a part for the ``number``-th forward of a step, with this key or larger."""
@@ -94,13 +89,6 @@ class Planned:
         # gradients from before the step are in the first forward's key alone
         planned, key = self.later_keys[number - 1].without_gradients(), key.without_gradients()
         return key == planned or key.fits_in(planned)
-
-    @cached_property
-    def for_varying(self) -> tuple[dict[int | None, float], AnyProgram]:
-        """What steps need that run other operations than the plan has: the seconds for a byte of each
-        operation (`rates`), and what the C++ recorder knows of the operations.
-        """
-        return rates(self.step_graph), AnyProgram()
 
     @property
     def times_next(self) -> bool:
@@ -228,6 +216,7 @@ class Entry:
         beside: what steps take beside their plan.
         traits: what is true of all of them.
         seen: what they have shown so far.
+        outside_bytes: what its steps use that was there before, and is neither the model's nor given to it.
     """
 
     key: StepKey
@@ -243,6 +232,7 @@ class Entry:
     beside: BesidePlan = field(default_factory=BesidePlan)
     traits: Traits = field(default_factory=Traits)
     seen: Seen = field(default_factory=Seen)
+    outside_bytes: int = 0
 
     @property
     def wants_profile(self) -> bool:

@@ -17,6 +17,8 @@ import torch
 
 from lowtide import private
 from lowtide.extension import Extension
+from lowtide.meter.resident import storages
+from lowtide.run.record.engine import engine
 
 # read of all modules or parameters in every step, without a call of Python for each
 _TRAINING, _TRAINS, _TYPE = attrgetter("training"), attrgetter("requires_grad"), attrgetter("dtype", "nbytes")
@@ -191,6 +193,15 @@ class Inputs:
         """The key of the step."""
         keys = [found for one in self._extensions if (found := one.key(self._model)) is not None]
         return _step_key(self.members, *self._flat, hash(tuple(keys)) if keys else 0)
+
+    def resident_bytes(self) -> int:
+        """Bytes that are there before the step: of the model's parameters, buffers and gradients, and of the
+        tensors that the forward is given.
+        """
+        members = self.members
+        tensors = (*members.parameters, *members.buffers, *self._flat[0])
+        nbytes, others = engine().resident_bytes(tensors, members.device)
+        return nbytes + sum(s.nbytes() for s in storages(others)) if others else nbytes
 
     @property
     def has_unkeyed_arguments(self) -> bool:

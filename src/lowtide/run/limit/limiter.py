@@ -13,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cached_property, partial
 from types import CodeType
 from typing import Any
 
 import torch
 
 from lowtide import accelerator, private
+from lowtide import budget as budgets
 from lowtide.errors import TraceError
 from lowtide.extension import Extension, Face
 from lowtide.graph import StepGraph, no_collection
@@ -36,11 +37,12 @@ from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
+from lowtide.meter.resident import model_device
 from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, Overruns, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.record.cpp_recorder import cpp_recorder
-from lowtide.run.record.replay import Verify
+from lowtide.run.record.engine import engine, forms
+from lowtide.run.record.special import Verify
 from lowtide.run.watch import weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
@@ -52,6 +54,10 @@ _TOGETHER = (
     "it. Run all backwards before the next forward, or put the limit on a module that runs them; of a "
     "pipeline on its schedule"
 )
+
+
+_LEAST_SHARE = 0.25
+"""Of a plain step's bytes so far, where a first step looks for the least that works."""
 
 
 class _Local(threading.local):
@@ -342,18 +348,42 @@ class Limiter:
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is profiled; a plan is made when its backward has ended."""
-        cpp_recorder()  # takes half a minute once; better now than after backward
         self.extend(self.maker.budget)
         verify, ended = self.cache.is_to_verify(entry), weakly(self._on_profile_end)
-        return ProfiledStep(entry, inputs, verify, ended, self.forwards)
+        return ProfiledStep(entry, inputs, verify, ended, self.forwards, self._governor)
+
+    @cached_property
+    def _forms(self) -> Any:
+        """What the operations of the model's steps need."""
+        return forms(model_device(self.model).type)
+
+    def _governor(self, live: Any, resident_bytes: int) -> Any:
+        """What holds the budget in a step that has no plan: bytes, or a share of what a plain step would have
+        had so far.
+        """
+        budget, resident = self.maker.budget, resident_bytes + self.maker.claim.resident_bytes
+        share, room = 0.0, 0
+        if budget is None or budgets.asks_for(budget) == "min":
+            share = _LEAST_SHARE
+        elif budgets.is_share(budget):
+            share = float(str(budget).strip().rstrip("%")) / 100
+        elif budgets.asks_for(budget) == "auto":
+            room = budgets.resolve(budget, 0, lambda: 0, model_device(self.model), resident) - resident
+        else:
+            room = budgets.parse(budget) - resident
+        if share >= 1:
+            return None
+        return engine().Governor(live, room, share=share, resident_bytes=resident, forms=self._forms)
 
     def _begin_planned(self, entry: Entry, inputs: Inputs, shared: bool) -> PlannedStep:
         """A step under the entry's plan."""
         members, ended = inputs.members, weakly(self._on_step_end)
         if accelerator.is_accelerator(members.device):
             self.face.follow(self)
-        evicts = all(extension.evicts for extension in self.extensions)
-        step = self._planned_step(entry, inputs, self.stores, self.verify, ended, shared, evicts)
+        evicts, claimed = all(extension.evicts for extension in self.extensions), self.maker.claim.resident_bytes
+        step = self._planned_step(
+            entry, inputs, self.stores, self.verify, ended, shared, evicts, self._forms, claimed
+        )
         machine.note_time(step.planned)
         if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
             self.warn_once(UNMEASURED)
@@ -399,7 +429,8 @@ class Limiter:
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
                 )
-            self._plan_from(entry, profiler, graph, users=within_step)
+            own = inputs.resident_bytes()
+            self._plan_from(entry, profiler, graph, users=within_step, own_bytes=own)
             self.cache.begin_step(entry, prepared=True)  # the plan of a longer step may be out of date
         assert entry.planned is not None
         return entry.planned
@@ -422,7 +453,8 @@ class Limiter:
         twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         with no_collection():  # of the many small objects that describe the step, none is garbage
-            self._plan_from(entry, profiler, profiler.graph(), users=True, later_keys=step.later_keys)
+            later, own = step.later_keys, step.resident_bytes
+            self._plan_from(entry, profiler, profiler.graph(), users=True, later_keys=later, own_bytes=own)
 
     def _plan_from(
         self,
@@ -431,10 +463,11 @@ class Limiter:
         graph: StepGraph,
         users: bool,
         later_keys: Sequence[StepKey] = (),
+        own_bytes: int = 0,
     ) -> None:
         """Plan from a profiled step; see `Cache.plan_from`."""
         with self.cache.lock:
-            taken = self.cache.plan_from(entry, profiler, graph, users, later_keys)
+            taken = self.cache.plan_from(entry, profiler, graph, users, later_keys, own_bytes)
         if users and entry.planned is not None:
             self.measured_bytes = taken
 

@@ -105,6 +105,11 @@ def pop_peak(entry: Entry) -> int:
     return taken
 
 
+def note_outside(entry: Entry, outside_bytes: int) -> None:
+    """A profiled step used so many bytes that were there before, and are neither the model's nor given."""
+    entry.outside_bytes = max(0, outside_bytes)
+
+
 def on_profile_ended(entry: Entry, backward_unseen: bool, shared: bool) -> Action:
     """The backward of a profiled step of the user's has ended.
 
@@ -161,7 +166,6 @@ def on_profiled(
         "differed": entry.traits.differed,
     }
     action = _advance(entry, Evidence.PROFILED, facts).action
-    entry.beside.unread += (graph,)
     if action is not Action.PROFILE:
         entry.traits.backwards = max(entry.traits.backwards, backwards)
         entry.seen.may_differ |= may_differ
@@ -255,17 +259,6 @@ def on_forward_begins(entry: Entry, planned: Planned, can_evict: bool, unkeyed_a
     }
     entry.seen.steps += 1
     return _advance(entry, Evidence.FORWARD_BEGINS, facts).action
-
-
-def measure_rise(entry: Entry) -> int:
-    """By how much live bytes rise at most between two times that eviction on demand looks at them, in any
-    profiled step. The graphs of profiled steps are gone through when this is first asked, since most entries
-    never evict on demand.
-    """
-    beside = entry.beside
-    unread, beside.unread = beside.unread, ()
-    beside.rise_bytes = max([beside.rise_bytes, *map(transforms.rise_bytes, unread)])
-    return beside.rise_bytes
 
 
 def count_step(planned: Planned) -> None:

@@ -29,11 +29,10 @@ from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.messages import Overruns, warn
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.record.cpp_recorder import cpp_recorder
-from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.engine import engine
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.replay import Verify
+from lowtide.run.record.special import Verify
 from lowtide.run.record.tape import Tape
 from lowtide.run.transfers import TransferEngine, lay_out
 from lowtide.run.watch import StepWatch
@@ -78,8 +77,10 @@ class ProfiledStep:
         on_end: called with the step once a backward of it has ended. Autograd's graph holds the step, so
             ``on_end`` must not hold the model.
         forwards: as of `Profiler`.
+        governor: makes what holds the budget, from where live bytes are read and the bytes that are there.
 
     Attributes:
+        resident_bytes: what was there before the step (`Inputs.resident_bytes`).
         model: refers weakly to the limited model.
         profiler: writes the step down.
         others: other limited models that take part in the step.
@@ -93,13 +94,22 @@ class ProfiledStep:
         verify: bool,
         on_end: Callable[[Any], None],
         forwards: Forwards | None = None,
+        governor: Callable[[Any, int], Any] = lambda live, resident: None,
     ) -> None:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
+        self.resident_bytes = inputs.resident_bytes()
         self.others: WeakSet[Sharing] = WeakSet()
         self.later_keys: list[StepKey] = []
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
-        self.profiler = Profiler(model, device, verify=verify, on_end=self._profile_ends, forwards=forwards)
+        self.profiler = Profiler(
+            model,
+            device,
+            verify=verify,
+            on_end=self._profile_ends,
+            forwards=forwards,
+            governor=lambda live: governor(live, self.resident_bytes),
+        )
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward, and write it down."""
@@ -179,7 +189,8 @@ class PlannedStep(StepWatch):
         model: refers weakly to the limited model.
         others: other limited models that took part in the step after its forward.
         planned: the plan that the step runs under.
-        directors: of each forward that is recorded what follows its operations.
+        recorder: records the step; ``None`` where it runs as it is.
+        governor: holds its budget, or ``None``.
         gathered: keys of storages that have bytes only while other ranks' parts of weights are gathered.
         measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
         added_bytes: what the step added to its entry's margin.
@@ -199,6 +210,8 @@ class PlannedStep(StepWatch):
         on_end: Callable[[Any], None],
         shared: bool = False,
         evicts: bool = True,
+        forms: Any = None,
+        claimed_bytes: int = 0,
     ) -> None:
         assert entry.planned is not None
         # another backward may come when the outputs are gone: the next step closes this one
@@ -209,15 +222,17 @@ class PlannedStep(StepWatch):
         self.entry, self.planned, self.shared = entry, entry.planned, shared
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Sharing] = WeakSet()
-        self.directors: list[PlanDirector] = []
+        self.recorder: Recorder | None = None
+        self.governor: Any = None
+        self._forwards = 0
         self.gathered: set[Any] = set()
         self._passes = self._first = self._times = False
         self._mover: TransferEngine | None = None
-        self._evicting: Any = None
         self.added_bytes = 0
-        self._inputs, self._stores, self._verify = inputs, stores, verify
+        self._inputs, self._stores, self._verify, self._forms = inputs, stores, verify, forms
+        self.resident_bytes = inputs.resident_bytes() + entry.outside_bytes + claimed_bytes
         self._smaller, self._several = inputs.key != entry.planned.key, several
-        self.can_evict = evicts and self._may_evict() and cpp_recorder() is not None
+        self.can_evict = evicts and self._may_evict()
         self.tried = self._on_demand = False
         self.ran: tuple[int, int] | None = None
         self._warned: tuple[str, int] | None = None
@@ -247,14 +262,14 @@ class PlannedStep(StepWatch):
         peak, planned = self.peak_bytes, self.planned
         if peak is None or self.shared or self.others:
             return None  # the peak is that of all models together
-        return planned.step_graph.resident_bytes + planned.plan.slab_bytes + peak
+        return self.resident_bytes + planned.plan.slab_bytes + peak
 
     def shown(self) -> machine.Ended:
         """What the step has shown by now, when a backward of it has ended."""
         return machine.Ended(
             self.planned,
             self.measured_bytes,
-            recorded=bool(self.directors),
+            recorded=self.recorder is not None,
             departed=self.departed,
             extra=self.extra,
             ran=self.ran,
@@ -271,14 +286,14 @@ class PlannedStep(StepWatch):
         """How many operations the step's forwards ran that the plan does not have."""
         if self._on_demand:
             return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
-        return sum(director.extra for director in self.directors)
+        return 0
 
     @property
     def departed(self) -> bool:
         """Whether the step ran other operations than the one that was planned for."""
         if self._on_demand:
             return self.ran is not None and self.ran != self.entry.seen.profiled_ran
-        return any(director.departed for director in self.directors)
+        return self.recorder is not None and self.recorder.core.departed
 
     @property
     def _resized(self) -> bool:
@@ -354,55 +369,53 @@ class PlannedStep(StepWatch):
         return result
 
     def _record(self, forward: Callable[..., Any], inputs: Inputs) -> tuple[Any, float]:
-        """Run a forward within a recorder: what it returns, and how long it took."""
-        made = self._recorder(inputs)
-        with made.recording(), left_alone(inputs.members.compiled):
+        """Run a forward within the recorder: what it returns, and how long it took."""
+        recorder = self.recorder = self.recorder or self._make_recorder(inputs)
+        planned, number = self.planned, self._forwards
+        self._forwards += 1
+        if not self._on_demand and planned.has_forward(number, inputs.key):
+            recorder.follow(*planned.programs[number], smaller=self._smaller or number > 0)
+        else:
+            recorder.follow(None)
+        if not recorder.is_active:
+            recorder.start()
+        with recorder.forward(), left_alone(inputs.members.compiled):
             inside = time.perf_counter()
             result = forward(*inputs.args, **inputs.kwargs)
             seconds = time.perf_counter() - inside
-        self._count(made)
+        self.ran = recorder.ran
         return result, seconds
 
-    def _recorder(self, inputs: Inputs) -> Recorder:
-        """A recorder for the next forward, with its part of the plan."""
-        planned, number = self.planned, len(self.directors)
-        known, on_demand = not self._on_demand and planned.has_forward(number, inputs.key), None
-        if known:
-            program, cpp_program = planned.programs[number]
-        elif self.can_evict:
-            program, cpp_program = (), planned.for_varying[1].compiled
-            on_demand = self._evicting = self._evicting or self._eviction_on_demand()
-        else:
-            program, cpp_program = planned.no_program
-        director = PlanDirector(program, planned.plan.moves, smaller=self._smaller or number > 0)
-        self.directors.append(director)
+    def _make_recorder(self, inputs: Inputs) -> Recorder:
+        """What records all forwards of the step, and holds its budget."""
+        self.governor = self._make_governor(inputs)
         made = Recorder(
-            director,
             tape=Tape(gathered=self.gathered),
             check=self._verify == "always",
-            around_unpack=self.unpacks if self._times or self._several else None,
             mover=self._mover,
-            program=cpp_program,
-            on_demand=on_demand,
+            governor=self.governor,
         )
-        if made.cpp is not None:
-            self.follow(made.cpp.replays, self._several)
+        self.follow(made.core, self._several)
         return made
 
-    def _count(self, recorder: Recorder) -> None:
-        """A forward has run within a recorder: count its operations."""
-        ran, more = self.ran or (0, 0), recorder.ran
-        self.ran = ran[0] + more[0], ran[1] + more[1]
+    def _make_governor(self, inputs: Inputs) -> Any:
+        """What holds the step's budget; ``None`` where it has none, or live bytes are not known."""
+        limit = self.planned.plan.budget_bytes
+        if limit is None or not self.is_measured or not self.can_evict:
+            return None
+        room = limit - self.resident_bytes
+        return engine().Governor(self.live_source(), room, forms=self._forms)
 
-    def _eviction_on_demand(self) -> Any:
-        """The C++ recorder's ``OnDemand`` for this step."""
-        planned = self.planned
-        limit = planned.plan.budget_bytes
-        assert limit is not None
-        rates, program = planned.for_varying
-        spare = machine.measure_rise(self.entry) + self.entry.beside.reserve_bytes
-        most = limit - budgets.slack_bytes(limit) - planned.step_graph.resident_bytes
-        return cpp_recorder().OnDemand(self.live_source(), most - spare, rates, program.learn)
+    def close(self) -> None:
+        """Stop measuring memory, and see no more operations."""
+        if self.recorder is not None:
+            self.recorder.stop()
+        super().close()
+
+    def ends_backward(self) -> None:
+        """A backward has ended: where nothing is left that could be evicted, no more operations are seen."""
+        if self.recorder is not None and not self.recorder.core.handles:
+            self.recorder.stop()
 
     def overrun_text(self, overruns: Overruns, reason: str) -> str:
         """The warning after a backward of the step; empty where the step kept its budget, or where the same

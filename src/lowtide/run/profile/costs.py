@@ -3,7 +3,7 @@
 In: a call that is about to run. Out: a `MeasuredCost`, which calls share that cost the same: the median of a
 few runs says how long they take, the most of any how much they allocate beside their results.
 
-`Forms` tells the C++ recorder (`run/record/cpp/profile.h`) which calls it takes over. A form is an operation
+`Forms` tells the C++ recorder (`run/record/cpp/listen.h`) which calls it takes over. A form is an operation
 with arguments of the same shapes, strides, types and numbers: its calls cost the same. A pattern is one
 with arguments of the same types: its calls are written down alike. Python runs the first call of each
 pattern. C++ runs the others: it measures and verifies the first ones of each form as Python does, records
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
@@ -37,8 +38,8 @@ from lowtide.ops import (
     written_tensors,
 )
 from lowtide.run.profile.saved import SavedTensors
-from lowtide.run.profile.segments import SegmentedTape
-from lowtide.run.record.cpp_recorder import add_plain, cpp_recorder
+from lowtide.run.profile.tape import ProfiledTape
+from lowtide.run.record.engine import engine
 from lowtide.run.tensor_bytes import digest_address
 from lowtide.run.watch import weakly
 from lowtide.trace.clock import Clock
@@ -71,7 +72,7 @@ class MeasuredCost:
         blocks: what a run asks CUDA's allocator for (`lowtide.graph.Operation.blocks`); empty elsewhere.
         reproduced: how many second runs gave the same bytes as the first.
 
-    The C++ recorder (`run/record/cpp/profile.h`) adds runs, too: their seconds.
+    The C++ recorder (`run/record/cpp/listen.h`) adds runs, too: their seconds.
     """
 
     __slots__ = (
@@ -347,19 +348,18 @@ def may_be_meeting(call: Call) -> bool:
 @cache
 def _cpp_profile() -> Any:
     """The C++ recorder, which knows the classes of a profiled step, or ``None``."""
-    module = cpp_recorder()
-    if module is not None:
-        module.know_traced(  # all that it reads of Python's objects are slots of these (`cpp/profile.h`)
-            tracer=Tracer,
-            reference=TracedStorage,
-            storage=Storage,
-            version=TracedValue,
-            operation=TracedOperation,
-            cost=MeasuredCost,
-            calling_line=calling_line,
-            says_where=list(SAYS_WHERE),
-            writes_part=list(WRITES_PART),
-        )
+    module = engine()
+    module.know_traced(  # all that it reads of Python's objects are slots of these (`cpp/listen.h`)
+        tracer=Tracer,
+        reference=TracedStorage,
+        storage=Storage,
+        version=TracedValue,
+        operation=TracedOperation,
+        cost=MeasuredCost,
+        calling_line=calling_line,
+        says_where=list(SAYS_WHERE),
+        writes_part=list(WRITES_PART),
+    )
     return module
 
 
@@ -371,28 +371,29 @@ class Forms:
         tracer: writes the step down.
         collectives: its collectives.
         saved: what autograd holds of the step.
-        notes: functions of the profiler that C++ calls, by their names in ``profile.h``.
+        notes: functions of the profiler that C++ calls, by their names in ``cpp/listen.h``.
+        governor: as of `Profiler`.
+        pack: packs what autograd saves.
 
     Attributes:
-        cpp: runs calls of these forms; ``None`` on other devices than the CPU, and without a compiler.
+        cpp: runs calls of these forms, on the CPU; elsewhere Python runs all.
     """
 
     def __init__(
         self,
-        tape: SegmentedTape,
+        tape: ProfiledTape,
         tracer: Tracer,
         collectives: OpenCollectives,
         saved: SavedTensors,
         notes: Mapping[str, Callable[..., object]],
+        governor: Any,
+        pack: Callable[[torch.Tensor], Any],
     ) -> None:
-        self.cpp: Any = None
-        self._operations = set[Any]()
         self._verified = tape.verify
-        module = _cpp_profile() if tracer.device.type == "cpu" else None
-        if module is None or (tape.verify and not digest_address()):
-            return
-        self.cpp = module.ProfileRecorder(
-            tape=tape,
+        self.cpp: Any = _cpp_profile().ProfileRecorder(
+            tape=tape.core,
+            governor=governor,
+            pack=weakref.WeakMethod(pack),
             tracer=tracer,
             begun=collectives.begun,
             written=saved.written,
@@ -400,11 +401,10 @@ class Forms:
             keep_overwritten=weakly(saved.keep_overwritten),
             register_storage=tracer.register,
             end_storage=tracer.end_storage,
-            value_of=tape.value_of,
             **notes,
             note_finding=weakly(tape.note_finding),
             digest=digest_address() if tape.verify else 0,
-            meter=counting_allocator().register_addresses if measurable(tracer.device) else [],
+            meter=counting_allocator().register_addresses if tracer.device.type == "cpu" else [],
             runs=RUNS,
         )
 
@@ -420,7 +420,7 @@ class Forms:
             recorded: it has a node on the tape.
         """
         info = call.info
-        if self.cpp is None or not info.replays_plainly or call.others:
+        if not info.replays_plainly or call.others:
             return
         if recorded:  # what is not of ATen may depend on more than its arguments: each call runs twice
             once = not self._verified or info.name.startswith("aten.")
@@ -428,7 +428,4 @@ class Forms:
                 return
         if not all(has_plain_storage(result) for result in results if isinstance(result, torch.Tensor)):
             return
-        if call.func not in self._operations:
-            self._operations.add(call.func)
-            add_plain(self.cpp.program, call.func)
         self.cpp.learn(operation, cost, operation.phase == "backward" and may_be_meeting(call))

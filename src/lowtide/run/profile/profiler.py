@@ -1,10 +1,9 @@
 """Profile one step: run it for real, in little memory, and record its `StepGraph`.
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
-when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
-evicted when autograd packs it, and replayed in backward. Long blocks, and what lies outside of them, are
-divided where few bytes cross. So only user code itself holds the step's tensors, and a storage is freed
-when user code releases it. Each forward operation runs twice, until it has reproduced five times at the
+when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over
+the same bytes. So only user code itself holds the step's tensors, and a storage ends when user code releases
+it. A governor holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at the
 same sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
 recorder runs most others, on the same tape and the same lists (`run/record/cpp/profile.h`).
 """
@@ -24,7 +23,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph, collect_rarely, no_collection
-from lowtide.interception import Interceptor, interceptors, proceed, unseen
+from lowtide.interception import Interceptor, interceptors, proceed, unseen, watch_writes
 from lowtide.meter.resident import plain_parts, resident_workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_nested_without_layout, is_sparse, is_wrapper
 from lowtide.plan.data import module_in_words
@@ -39,12 +38,12 @@ from lowtide.run.profile.costs import (
     reads_values,
 )
 from lowtide.run.profile.saved import SavedTensor, SavedTensors
-from lowtide.run.profile.segments import SegmentedTape, blocks_in
-from lowtide.run.record.handles import Attributed, Kept, Wrapped, unpack
+from lowtide.run.profile.tape import ProfiledTape
+from lowtide.run.record.handles import Attributed, Wrapped, kept, unpack
 from lowtide.run.record.recorder import CAPTURED
-from lowtide.run.record.replay import flat_results, run_first
-from lowtide.run.record.values import Node
-from lowtide.run.tensor_bytes import digest_of_shown
+from lowtide.run.record.special import flat_results, run_first
+from lowtide.run.record.tape import Node
+from lowtide.run.tensor_bytes import Geometry, digest_of_shown
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
 from lowtide.trace.traced import CostFigures, TracedStorage
@@ -84,6 +83,8 @@ class Profiler(Interceptor):
         verify: run each operation twice and compare, until it has reproduced five times at the same sizes.
         on_end: called with this once backward has ended.
         gradients: as of `lowtide.trace.tracer.Tracer`.
+        governor: makes what holds the step's budget (``Governor`` of ``run/record/cpp/governor.h``), from where
+            the live bytes are read; or returns ``None``.
         forwards: those of a step that runs their backwards itself: what `run` runs is then the whole step.
             ``None`` where that is the first forward, and its caller runs others (`run_another`) and backward.
 
@@ -122,12 +123,13 @@ class Profiler(Interceptor):
         on_end: Callable[[Profiler], None] | None = None,
         forwards: Forwards | None = None,
         gradients: Gradients | None = None,
+        governor: Callable[[Any], Any] = lambda live_source: None,
     ) -> None:
         if private.is_capturing():
             raise PlanError(CAPTURED)
         self._workspace_bytes = resident_workspace_bytes(device)
-        self.tracer = Tracer(model, device, gradients, weakly(self._storage_ends))
-        self.tape = SegmentedTape(self.tracer, verify)
+        self.tracer = Tracer(model, device, gradients)
+        self.tape = ProfiledTape(self.tracer, verify)
         self.costs = CostMeter(device)
         self.verified, self.began = verify, time.perf_counter()
         self.peak_bytes: int | None = None
@@ -146,10 +148,11 @@ class Profiler(Interceptor):
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
         self._opaque: dict[Any, MeasuredCost] = {}  # of calls whose operations nobody saw
         named = {note.__name__: weakly(note) for note in (self.note_node, self.note_meeting)}
-        self._forms = Forms(self.tape, self.tracer, self.collectives, self.saved, named)
-        self.cpp = self._forms.cpp
-        # the last, since it opens a meter
+        # the last but one, since it opens a meter
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
+        self.governor = governor(self.watch.live_source()) if self.watch.is_measured else None
+        self._forms = Forms(self.tape, self.tracer, self.collectives, self.saved, named, self.governor, self.pack)
+        self.cpp = self.core = self._forms.cpp
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, which can be planned. What its caller does until backward has ended belongs to the
@@ -226,47 +229,46 @@ class Profiler(Interceptor):
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        tracer, tape = self.tracer, self.tape
+        tracer = self.tracer
         with tracer.forward(), ExitStack() as stack:
-            stack.callback(tape.close)
+            stack.callback(self._watch_writes)
             stack.enter_context(tracer.following_modules())
             if (model := tracer.model) is not None:
-                begins = lambda *_: tape.boundary()  # noqa: E731
                 if private.may_shard():
                     self._note_gathered()
-                    stack.enter_context(private.around_units(model, self._note_gathered, tape.boundary))
-                tape.boundary()
-                for block in blocks_in(model):
-                    stack.callback(block.register_forward_pre_hook(begins).remove)
-                    stack.callback(block.register_forward_hook(begins).remove)
+                    stack.enter_context(private.around_units(model, self._note_gathered, self.tape.unit_ends))
                 stack.enter_context(left_alone(model.modules(), self.opaque_call))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
-            if self.cpp is not None:
-                self.cpp.hooks_found()
-                stack.callback(self.cpp.hooks_end)
+            pack = self.pack
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            self.core.pack_hook = pack
+            stack.callback(setattr, self.core, "pack_hook", None)
+            self.core.in_forward = True
+            stack.callback(setattr, self.core, "in_forward", False)
             yield
+
+    def _watch_writes(self) -> None:
+        """The forward is over: writes to what replays start from are watched from here on."""
+        self.tape.core.watch()
+        watch_writes()
 
     def _note_gathered(self) -> None:
         """A unit of FSDP may begin: note the storages that the model's weights are gathered into by now."""
         model = self.tracer.model
         for name, tensor in private.gathered(model) if model is not None else ():
             self.tape.note_gathered(self.tracer.gathers(tensor, name))
-        self.tape.boundary()
+        self.tape.unit_begins()
 
     @property
     def governs(self) -> bool:
         """While the forward runs."""
         return self.tracer.in_forward and not self.tracer.closed
 
-    def _storage_ends(self, storage: TracedStorage) -> None:
-        self.tape.forget_storage(storage)
-
     # ---- operations ------------------------------------------------------------------------------
 
     @property
     def ran(self) -> tuple[int, int]:
         """How many operations its forward ran, without and with gradients."""
-        others = self.cpp.ran if self.cpp is not None else (0, 0)
+        others = self.core.ran
         return self._ran_here[0] + others[0], self._ran_here[1] + others[1]
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -318,8 +320,12 @@ class Profiler(Interceptor):
         node = self.tape.node_of(call)
         overwritten = self.tape.overwritten_by(call)
         before = self.tape.copies_of(overwritten) if node is not None else []
+        if node is not None:
+            self.tape.begin(node, call, pins=False)
+            node.core.collective = call.info.collective
         self.tape.before_overwriting(overwritten)
-        result = run_first(node, lambda f, a, k: self.costs.run(cost, f, a, k, warm=False), call)
+        special = None if node is None else node.special
+        result = run_first(special, lambda f, a, k: self.costs.run(cost, f, a, k, warm=False), call)
         flat = flat_results(result)
         if call.info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
@@ -413,25 +419,38 @@ class Profiler(Interceptor):
     def scope(self, director: Any) -> Iterator[None]:
         """A checkpointing scope within the step."""
         with self.tracer.scope(director):
-            self.tape.at_scope()
             yield
-        self.tape.at_scope()
 
     # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``."""
         if private.is_transformed():
-            return Kept(tensor)
+            return kept(tensor)
         if is_wrapper(tensor):
             return Wrapped(tensor, self.pack)
         if self.tracer.closed or not has_plain_storage(tensor):
-            return Kept(tensor)
+            return kept(tensor)
         self.saved.keep_overwritten()
         with unseen():
             number, droppable = self.tracer.packs(tensor)
-            packed = self.saved.add(SavedTensor(self, number, self.tape.held_or_evicted(tensor, droppable)))
+            packed = self.saved.add(SavedTensor(self, number, self._packed(tensor, droppable), Geometry(tensor)))
         return Attributed(tensor, packed) if tensor.__dict__ else packed
+
+    def _packed(self, tensor: torch.Tensor, droppable: bool) -> Any:
+        """What is kept of a saved tensor, which a plan may evict if it is ``droppable``: its value on the tape,
+        or a tensor on a storage of its own, so that the program's storage ends where the program lets go.
+        """
+        storage, tape = self.tracer.storage_of(tensor), self.tape
+        key = private.storage_key(tensor)
+        if storage is None or storage.resized or tape.core.is_blank(key):
+            return kept(tensor)
+        value = tape.core.replayable(key)
+        if value is not None and tape.is_as_written(value, tensor):
+            return self.core.save(tensor)
+        if value is not None:
+            tape.written_unseen(value, tensor)
+        return kept(tape.apart(tensor) if droppable and storage.phase else tensor)
 
     def backward_asks(self, number: int) -> None:
         """Backward asks for a saved tensor: it has begun, if one of the first forward."""

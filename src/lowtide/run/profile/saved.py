@@ -8,13 +8,14 @@ step reads what was written.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from lowtide import private
 from lowtide.interception import unseen
-from lowtide.run.record.handles import Evicted, Kept
+from lowtide.run.record.engine import engine
+from lowtide.run.record.handles import unpack
 from lowtide.run.tensor_bytes import Geometry
 from lowtide.trace.tracer import Tracer
 
@@ -44,28 +45,27 @@ class SavedTensor:
     Args:
         profiler: profiles the step.
         number: of the saved tensor, in the tracer.
-        packed: the saved tensor, as the tape has kept or evicted it.
+        packed: the saved tensor, as C++ holds it.
+        shows: the tensor's geometry.
     """
 
-    __slots__ = ("__weakref__", "number", "packed", "profiler")
+    __slots__ = ("__weakref__", "number", "packed", "profiler", "shows")
 
-    def __init__(self, profiler: Profiling, number: int, packed: Kept | Evicted) -> None:
-        self.profiler, self.number, self.packed = profiler, number, packed
+    def __init__(self, profiler: Profiling, number: int, packed: Any, shows: Geometry) -> None:
+        self.profiler, self.number, self.packed, self.shows = profiler, number, packed, shows
 
     def is_behind(self) -> bool:
-        """Whether the tensor is evicted, and its version counter does not show that it was overwritten."""
-        return (
-            isinstance(self.packed, Evicted) and private.version(self.packed.witness) == self.packed.version
-        )
+        """Whether the tensor lies on the tape, and its version counter does not show that it was overwritten."""
+        return engine().is_behind(self.packed)
 
     def lies_in(self, where: Geometry, nbytes: int) -> bool:
         """Whether a write at ``where``, in the tensor's storage of ``nbytes``, overwrites a part of it."""
-        return not isinstance(self.packed, Evicted) or where.overlaps(self.packed.ref, nbytes)
+        return not engine().is_handle(self.packed) or where.overlaps(self.shows, nbytes)
 
     def keep(self, storage: torch.UntypedStorage) -> None:
         """Keep the tensor, which lies in ``storage``."""
-        if isinstance(self.packed, Evicted):
-            self.packed = self.packed.as_kept(storage)
+        if engine().is_handle(self.packed):
+            engine().keep_shown(self.packed, words_in(storage))
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage object of its own."""
@@ -80,17 +80,23 @@ class SavedTensor:
     def _unpack(self) -> torch.Tensor:
         tracer = self.profiler.tracer
         self.profiler.unpacks(self.number)
-        tensor = self.packed.unpack()
-        if isinstance(self.packed, Kept):
+        tensor = unpack(self.packed)
+        if tracer.storage_of(tensor) is not None:  # the program's own, which lives on
             tracer.hands_out(self.number, None)
             return tensor
-        alone = self.packed.ref.over(private.borrowed_storage(tensor))
+        alone = Geometry(tensor).over(private.borrowed_storage(tensor))
         owner = [tensor]  # holds the bytes for as long as the alias is there
         tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
         return alone
 
     def __del__(self) -> None:
         self.profiler.release(self.number)
+
+
+def words_in(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A tensor of bytes over a storage."""
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage)  # type: ignore
 
 
 class SavedTensors:

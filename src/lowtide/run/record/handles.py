@@ -1,4 +1,6 @@
-"""What autograd holds in place of a saved tensor."""
+"""What autograd holds in place of a saved tensor, where Python packs it. C++ packs plain tensors: it holds the
+tensor, or its value on the tape (``cpp/saved.h``).
+"""
 
 from __future__ import annotations
 
@@ -12,111 +14,55 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.record.replay import bring_back
-from lowtide.run.record.values import Ref
+from lowtide.run.record.engine import engine
 from lowtide.run.tensor_bytes import digest
-from lowtide.run.transfers import TransferEngine
-from lowtide.writes import WriteWatch
 
 AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 """Makes the call that brings an evicted tensor back."""
 
 
-class Kept:
-    """A saved tensor that is kept."""
+class Handle:
+    """A saved tensor with something to do when autograd unpacks it.
 
-    __slots__ = ("counter", "mover", "tensor", "version")
+    Args:
+        packed: what C++ packed.
+        checked: a digest that the bytes have to have.
+        around: makes the call that brings the tensor back.
+        mover: carries out the plan's moves: it begins, and goes on, with what is ahead.
+    """
 
-    def __init__(self, tensor: torch.Tensor, mover: TransferEngine | None = None) -> None:
-        self.mover = mover
-        # an alias: a node that held its own output would be a cycle that is never freed, and a mask that the
-        # model returns, too, would look as if its caller held it
-        self.tensor = (
-            tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
-        )
-        self.counter = self.tensor  # it shares the version counter of what was saved
-        self.version = private.version(self.counter)
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, unless it was overwritten."""
-        if self.mover is not None:
-            self.mover.begin()
-            self.mover.ahead()
-        shape = None if self.counter is self.tensor else self.tensor.shape
-        _check_version(self.counter, self.version, shape)
-        return self.tensor
-
-
-class Evicted:
-    """A saved tensor that is evicted, and brought back when autograd unpacks it."""
-
-    __slots__ = ("around", "digest", "mover", "on_demand", "ref", "unpacked", "version", "watch", "witness")
+    __slots__ = ("around", "checked", "mover", "packed")
 
     def __init__(
-        self,
-        ref: Ref,
-        tensor: torch.Tensor,
-        checked: int | None,
-        around: AroundUnpack | None = None,
-        mover: TransferEngine | None = None,
-        watch: WriteWatch | None = None,
-        on_demand: Any = None,
+        self, packed: Any, checked: int | None = None, around: AroundUnpack | None = None, mover: Any = None
     ) -> None:
-        self.mover = mover
-        self.on_demand = on_demand
-        self.watch = watch  # it warns what replays start from while any tensor is evicted
-        self.ref = ref
-        self.unpacked = True  # no reader before the constructor has succeeded
-        self.witness = private.version_witness(tensor)
-        self.version = private.version(self.witness)
-        self.digest = checked
-        self.around = around
-        self.unpacked = False
-        ref.value.readers += 1
-
-    def __del__(self) -> None:
-        if not self.unpacked:
-            self.ref.value.count_off()
-
-    def as_kept(self, storage: torch.UntypedStorage) -> Kept:
-        """The same saved tensor, kept: it lies in ``storage``, as it did when it was evicted."""
-        found = Kept(self.ref.over(storage))
-        found.counter, found.version = self.witness, self.version
-        return found
+        self.packed, self.checked, self.around, self.mover = packed, checked, around, mover
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, replayed or from the cache of an earlier replay."""
+        """The tensor."""
         return self._unpack() if self.around is None else self.around(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is not None:
             self.mover.begin()
-        with unseen():
-            if self.on_demand is not None:
-                self.on_demand.relieve()
-            found = self._bring_back()
+        value = engine().value_of_handle(self.packed)
+        tensor = unpack(self.packed)
+        if self.checked is not None and not value.is_shown:
+            with unseen():
+                self._check(value, tensor)
         if self.mover is not None:
             self.mover.ahead()
-        return found
+        return tensor
 
-    def _bring_back(self) -> torch.Tensor:
-        _check_version(self.witness, self.version, self.ref.shape)
-        value = self.ref.value
-        overwritten_with = value.shown if isinstance(value.shown, torch.Tensor) else None
-        base = bring_back(value, self.on_demand) if overwritten_with is None else overwritten_with
-        if overwritten_with is None and self.digest is not None and digest(base, value.extent) != self.digest:
-            node = value.node
+    def _check(self, value: Any, tensor: torch.Tensor) -> None:
+        if digest(tensor, value.extent) != self.checked:
             raise ReplayError(
-                f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in "
+                f"{value.node.name} gave other bytes in its replay than in "
                 "the forward pass, so this step's gradients would be wrong. Does it not reproduce? Keep its "
                 "module, or use verify='first' from the start, which finds that out. Or did NumPy or a "
                 "kernel of your own write to what it reads between forward and backward? Only "
                 "verify='always' notices that: write with PyTorch's operations, or to a copy"
             )
-        if not self.unpacked:
-            self.unpacked = True
-            value.count_off()
-        return self.ref.view(base)
 
 
 class Attributed:
@@ -177,15 +123,39 @@ def _is_content(part: Any) -> bool:
 
 def unpack(packed: Any) -> torch.Tensor:
     """The tensor for what `Recorder.pack` returned."""
-    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+    if isinstance(packed, torch.Tensor):
+        return packed
+    return packed.unpack() if hasattr(packed, "unpack") else engine().unpack(packed)
+
+
+def kept(tensor: torch.Tensor) -> Any:
+    """A saved tensor that is kept, whatever it is; for autograd to hold."""
+    if has_plain_storage(tensor):
+        return engine().kept(tensor)
+    return Kept(tensor)
+
+
+class Kept:
+    """A saved tensor that is kept, and no plain one."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor, private.version(tensor)
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, unless it was overwritten."""
+        if private.version(self.tensor) != self.version:
+            raise_overwritten(self.tensor, private.version(self.tensor), self.version, self.tensor.shape)
+        return self.tensor
 
 
 def keep(tensor: torch.Tensor) -> Any:
     """Autograd saves ``tensor``: keep it, whatever it is."""
     if is_wrapper(tensor) and not private.is_transformed():
         return Wrapped(tensor, keep)
-    kept = Kept(tensor)
-    return Attributed(tensor, kept) if tensor.__dict__ and has_plain_storage(tensor) else kept
+    packed = kept(tensor)
+    return Attributed(tensor, packed) if tensor.__dict__ and has_plain_storage(tensor) else packed
 
 
 @contextmanager
@@ -198,11 +168,6 @@ def unseen_by_checkpoint() -> Iterator[None]:
         return
     with torch.autograd.graph.saved_tensors_hooks(keep, unpack):
         yield
-
-
-def _check_version(tensor: torch.Tensor, expected: int, shape: Sequence[int] | None = None) -> None:
-    if private.version(tensor) != expected:  # some nested tensors have no shape to ask for
-        raise_overwritten(tensor, private.version(tensor), expected, tensor.shape if shape is None else shape)
 
 
 def raise_overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:

@@ -1,14 +1,14 @@
-"""Record a running forward on the tape, and evict the tensors that autograd saves.
+"""Record the forwards of a step on its tape, and pack the tensors that autograd saves.
 
-`Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. A director
-(`lowtide.run.record.directors`) decides what is recorded and which results stay: one follows a plan, another
-a scope's rule.
+`Recorder` is the interceptor and the pair of saved-tensor hooks of one step, or of one checkpointing scope. C++
+(``cpp/recorder.h``) takes each operation that replays plainly, as the plan's program says or the governor
+wants; what it leaves comes to `Recorder.operation`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,16 +16,15 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.interception import Interceptor, proceed, unseen
-from lowtide.ops import Call, has_plain_storage, is_wrapper, op_info
-from lowtide.run.record.cpp_recorder import cpp_recorder
-from lowtide.run.record.directors import Director, PlanDirector, ScopeDirector
-from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
-from lowtide.run.record.replay import flat_results, run_first
+from lowtide.interception import Interceptor, proceed, unseen, watch_writes
+from lowtide.ops import Call, OpInfo, has_plain_storage, is_wrapper, op_info
+from lowtide.plan.data import ProgramStep
+from lowtide.run.record.directors import ScopeDirector
+from lowtide.run.record.engine import EVICTED, EVICTED_FIRST, NONE, STORED, engine, program_of
+from lowtide.run.record.handles import AroundUnpack, Attributed, Handle, Wrapped, kept
+from lowtide.run.record.special import flat_results, run_first
 from lowtide.run.record.tape import Tape
-from lowtide.run.record.values import Fetch, LiveValue, Ref
-from lowtide.run.tensor_bytes import digest, reach
-from lowtide.run.transfers import TransferEngine
+from lowtide.run.tensor_bytes import digest
 
 CAPTURED = (
     "a limited step (or a recomputing scope) runs while a CUDA graph is captured: the graph would keep this "
@@ -36,20 +35,17 @@ CAPTURED = (
 
 
 class Recorder(Interceptor):
-    """Intercepts the operations of one forward, or of one checkpointing scope in a forward.
+    """Intercepts the operations of one step, or of one checkpointing scope.
 
     Args:
-        director: decides what is recorded and what stays.
+        director: of a scope, decides what is recorded; ``None`` in a limited step.
         tape: what it records on; a new `Tape` by default. One that verifies has every recorded operation run
             twice and compared, evicted values checked for writes that the dispatcher did not see, and every
             replayed tensor compared with the digest of the original.
         check: compare every replayed tensor with the digest of the original.
         around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
-        program: the plan's, as the C++ recorder knows it (`lowtide.run.record.cpp_recorder`), or ``None``.
-            Verifying and checking are done in Python.
-        on_demand: the C++ recorder's ``OnDemand``, which evicts values when memory is short; or ``None``:
-            values that do not stay are evicted at once.
+        governor: holds the budget (``Governor`` of ``cpp/governor.h``), or ``None``.
 
     Raises:
         PlanError: a CUDA graph is being captured.
@@ -57,33 +53,31 @@ class Recorder(Interceptor):
 
     def __init__(
         self,
-        director: Director,
+        director: ScopeDirector | None = None,
         *,
         tape: Tape | None = None,
         check: bool = False,
         around_unpack: AroundUnpack | None = None,
-        mover: TransferEngine | None = None,
-        program: Any = None,
-        on_demand: Any = None,
+        mover: Any = None,
+        governor: Any = None,
     ) -> None:
         private.keep_dynamo_out()
         if private.is_capturing():
             raise PlanError(CAPTURED)
-        self.director = director
+        self.director, self.governor = director, governor
         self.tape = Tape() if tape is None else tape
         self._checks = check
-        self.around_unpack = around_unpack
-        self.mover = mover
-        self.on_demand = on_demand
+        self.around_unpack, self.mover = around_unpack, mover
         self._ran = [0, 0]
-        if program is not None and not self.check:
-            self.cpp = cpp_recorder().Recorder(
-                tape=self.tape,
-                director=director,
-                pack=weakref.WeakMethod(self.pack),
-                program=program,
-                on_demand=on_demand,
-            )
+        self._program: Sequence[ProgramStep] = ()
+        self.core = self._make_core()
+        if director is None and not self.check:
+            self.cpp = self.core
+
+    def _make_core(self) -> Any:
+        return engine().Recorder(
+            tape=self.tape.core, governor=self.governor, pack=weakref.WeakMethod(self.pack), program=None
+        )
 
     @property
     def check(self) -> bool:
@@ -94,157 +88,186 @@ class Recorder(Interceptor):
 
     @property
     def governs(self) -> bool:
-        """As long as it is active."""
-        return True
+        """While a forward of it runs."""
+        return self.core.in_forward
+
+    def follow(self, steps: Sequence[ProgramStep] | None, program: Any = None, smaller: bool = False) -> None:
+        """Follow a plan's program in the next forward.
+
+        Args:
+            steps: the program; ``None`` where the forward has no plan.
+            program: the same, as `lowtide.run.record.engine.program_of` makes it.
+            smaller: the step is smaller than the one that was planned for. What the plan evicts then goes
+                first when memory is short, where a governor tells when that is.
+        """
+        self._program = steps or ()
+        made = program if program is not None or steps is None else program_of(steps)
+        self.core.set_program(made, smaller)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Intercept operations and saved tensors; afterwards only autograd's graph holds the tape."""
+        """Record one forward: intercept operations and saved tensors. Only autograd's graph holds the tape
+        afterwards. An interceptor that was started before goes on after the block.
+        """
         with ExitStack() as stack:
-            stack.callback(self.close)
-            stack.callback(private.before_storage_resizes(self.tape.before_resize))
-            cpp = self.cpp if self.mover is None else None
-            # hooks that come and go would show a checkpoint around them other tensors in its second forward
-            stays = private.torch_checkpoint() is not None
-            pack = cpp.pack if cpp is not None else self.pack
-            back = cpp_recorder().unpack if self.cpp is not None else unpack
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
-            if cpp is not None and not stays:  # it takes them out while nothing is evicted
-                cpp.hooks_found()
-                stack.callback(cpp.hooks_end)
-            stack.enter_context(self)
+            if not self.is_active:
+                stack.enter_context(self)
+            stack.enter_context(self.forward())
             yield
 
     @contextmanager
-    def scope(self, director: ScopeDirector) -> Iterator[None]:
-        """A scope inside this recorder's forward: a segment with a director of its own.
-
-        Not under a plan, which has decisions for the scope's operations.
-        """
-        before = self.director
-        if not isinstance(before, PlanDirector):
-            self.tape.boundary()
-            self.director = director
-        try:
+    def forward(self) -> Iterator[None]:
+        """What runs in the block is a forward of the step."""
+        plain = self.mover is None and not self.check and self.around_unpack is None
+        pack, back = self.core.hooks() if plain and self.director is None else (self.pack, engine().unpack)
+        with ExitStack() as stack:
+            stack.callback(self._watch)
+            stack.callback(private.before_storage_resizes(self.tape.before_resize))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
+            self.core.in_forward = True
+            stack.callback(setattr, self.core, "in_forward", False)
             yield
-        finally:
-            self.director = before
 
-    def close(self) -> None:
-        """Forget all values; those that saved tensors need are held by autograd's graph."""
-        watch = self.tape.close()
-        if self.cpp is not None:
-            self.cpp.replays.watch = watch
+    def _watch(self) -> None:
+        """The forward is over: writes to what replays start from are watched from here on."""
+        self.tape.core.watch()
+        watch_writes()
 
     @property
     def ran(self) -> tuple[int, int]:
         """How many operations have run: without gradients, and with them."""
-        others = self.cpp.ran if self.cpp is not None else (0, 0)
+        others = self.core.ran
         return self._ran[0] + others[0], self._ran[1] + others[1]
 
     # ---- operations ------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation, and record it if the director wants that; a backward inside the forward is not
-        recorded.
+        """Run one operation that C++ leaves to Python, and record it if a plan, a scope or the governor may
+        have it run again.
         """
-        info = op_info(func)
-        if info.is_view or info.waits or private.in_backward():
-            return proceed(func, args, kwargs)
+        info, backward = op_info(func), private.in_backward()
+        records = (
+            torch.is_grad_enabled() and self.governor is not None if backward else self.core.in_forward
+        )
+        if info.is_view or info.waits or not records:
+            return self._run_aside(func, args, kwargs)
         self._ran[torch.is_grad_enabled()] += 1
-        wanted = self.director.evicts(func, args, kwargs)
+        step = None if backward else self._next(info)
         call, tape = Call(func, args, kwargs), self.tape
-        node = tape.node_of(call, reads_blank=self._follows_plan()) if wanted else None
+        wanted, pins = self._wants(step, info, func, args, kwargs)
+        node = tape.node_of(call, reads_blank=self.core.strict) if wanted else None
         overwritten = tape.overwritten_by(call)
         before = tape.copies_of(overwritten) if node is not None else []
+        if node is not None:
+            tape.begin(node, call, pins)
+            # ranks run it again together, by a plan that they share
+            node.core.collective = info.collective and not pins
         tape.before_overwriting(overwritten)
-        if self.on_demand is not None:
-            self.on_demand.operation_begins(func)
-        result = run_first(node, proceed, call)
+        result = run_first(None if node is None else node.special, proceed, call)
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
         fresh = [(position, flat[position]) for position in call.fresh(flat)]
         if not fresh and not call.written:
             return result
-        stays = self.director.stays(info, len(fresh) + len(call.written))
-        if self.on_demand is not None:
-            self.on_demand.note_allocated(sum(tensor.untyped_storage().nbytes() for _, tensor in fresh))
+        if step is not None:
+            self.core.advance()
+        elif not backward:
+            self.core.depart()
         if info.uninitialized:
             for _, tensor in fresh:
                 tape.note_uninitialized(tensor)
         tape.forget(overwritten, info)
-        if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
+        if self.mover is not None and step is not None and step.moves:
             with unseen():
-                self._move(self.mover, self.director, call, fresh)
-        if node is None:
-            return result
-        if tape.verify and not info.collective and not tape.reproduces(node, call, flat, before):
-            return result
-        tape.link(node, call, fresh, stays)
+                self._move(step, call, fresh)
+        if node is not None and tape.verify and not info.collective:
+            if not tape.reproduces(node, call, flat, before):
+                node = None
+        if node is not None:
+            tape.link(node, call, fresh, self._plans(step, len(fresh) + len(call.written)))
+        elif not info.uninitialized:
+            for _, tensor in fresh:
+                tape.core.source(tensor, True)
         return result
 
-    def _follows_plan(self) -> bool:
-        """Whether the step follows a plan: then an operation may read memory that was filled part by part,
-        since in the profiled step nothing overwrote what it read.
-        """
-        return isinstance(self.director, PlanDirector) and not self.director.departed
+    def _run_aside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation that nobody records."""
+        info = op_info(func)
+        if self.core.in_forward and info.written:
+            call = Call(func, args, kwargs)
+            self.tape.before_overwriting(self.tape.overwritten_by(call))
+        return proceed(func, args, kwargs)
 
-    def _move(
-        self, mover: TransferEngine, director: PlanDirector, call: Call, fresh: list[tuple[int, torch.Tensor]]
-    ) -> None:
-        """Store the values just written that the plan moves, and register their `Fetch`."""
+    def _next(self, info: OpInfo) -> ProgramStep | None:
+        """The program's next operation, if it is this one."""
+        at = self.core.at
+        if not self.core.follows or at >= len(self._program):
+            return None
+        step = self._program[at]
+        return step if step.name == info.name else None
+
+    def _wants(
+        self, step: ProgramStep | None, info: OpInfo, func: Any, args: Any, kwargs: Any
+    ) -> tuple[bool, bool]:
+        """Whether an operation gets a node, and whether that is run again whatever happens."""
+        if self.director is not None:
+            wanted = self.director.evicts(func, args, kwargs)
+            return wanted, wanted
+        if step is not None:
+            pins = step.replayed and (self.core.strict or self.governor is None)
+            return pins or self.governor is not None, pins
+        return not info.collective or self.governor is not None, self.governor is None
+
+    def _plans(self, step: ProgramStep | None, writes: int) -> list[int]:
+        """What the plan says of each value that an operation wrote."""
+        if step is None or len(step.stored) != writes:
+            return [EVICTED if self.governor is None else NONE] * writes
+        goes = EVICTED if self.core.strict else EVICTED_FIRST
+        return [STORED if stored else goes for stored in step.stored]
+
+    def _move(self, step: ProgramStep, call: Call, fresh: list[tuple[int, torch.Tensor]]) -> None:
+        """Have the mover store the values just written that the plan moves."""
         wrote = [tensor for _, tensor in fresh] + call.written
-        moves = director.moves_of(wrote)
+        moves = self.mover.moves_of(step.moves, wrote, self.core.departed)
         if call.info.collective and any(number >= 0 for number in moves):  # its results are copied below
             wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         for place, (number, tensor) in enumerate(zip(moves, wrote, strict=True)):
-            if number < 0:
-                continue
-            fetch = Fetch(mover.out(number, tensor), mover, self.tape.order - 0.5)
-            is_loose = place < len(fresh) and fresh[place][0] in call.loose
-            value = self.tape.register(fetch, tensor, 0 if is_loose else reach(tensor))
-            if not fetch.exact:
-                value.digest = None
-            fetch.output = weakref.ref(value)
+            if number >= 0:
+                is_loose = place < len(fresh) and fresh[place][0] in call.loose
+                self.mover.move(self.tape, number, tensor, is_loose)
 
     # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep or evict it."""
         if private.is_transformed():
-            return Kept(tensor)
+            return kept(tensor)
         if is_wrapper(tensor):
             return Wrapped(tensor, self.pack)
         if not has_plain_storage(tensor):
-            return Kept(tensor)
-        packed = self._pack_plain(tensor)
+            return kept(tensor)
+        with unseen():
+            packed = self._pack_plain(tensor)
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _pack_plain(self, tensor: torch.Tensor) -> Any:
         # parameters are the commonest, and no plan evicts them
         is_parameter = type(tensor) is torch.nn.Parameter
-        known = None if is_parameter else self.tape.replayable.get(private.storage_key(tensor))
-        if known is None:
-            return Kept(tensor, self.mover)
-        if not self.check:
-            return self._evict(known[0], tensor)
-        with unseen():  # digests are operations
-            return self._evict(known[0], tensor)
-
-    def _evict(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
-        tape = self.tape
+        value = None if is_parameter else self.tape.core.replayable(private.storage_key(tensor))
+        if value is None:
+            packed = kept(tensor)
+            return packed if self.mover is None else Handle(packed, mover=self.mover)
+        tape, checked = self.tape, None
         if not tape.is_as_written(value, tensor):
             tape.written_unseen(value, tensor)
-            return Kept(tensor)
-        checked = None
-        if self.check and (value.node is None or value.node.exact):
+            return kept(tensor)
+        if self.check and value.node.exact:
             if value.digest is None:
                 value.digest = digest(tensor, value.extent)
             checked = value.digest
-        value.evicted = True
-        if self.on_demand is not None:
-            self.on_demand.save(value, tensor)
-        return Evicted(
-            Ref(value, tensor), tensor, checked, self.around_unpack, self.mover, tape.watch, self.on_demand
-        )
+        packed = self.core.save(tensor)
+        if checked is None and self.around_unpack is None and self.mover is None:
+            return packed
+        return Handle(packed, checked, self.around_unpack, self.mover)
+

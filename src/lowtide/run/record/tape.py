@@ -1,73 +1,76 @@
-"""The tape of one forward: records its operations, and finds the values of its storages.
+"""The tape of a step, for what Python records: special operations, scopes, verified steps.
 
-A storage shows one value at a time. It is replayable (a recorded operation wrote it, or it was moved), or a
-source (a replay reads it, and it is held until then), or the tape has not met it. The tape's dictionaries end
-with the forward; what was recorded is held by autograd's graph alone (`values.py`).
-
-`Recorder` and the C++ recorder write on one `Tape`; a profiled step on a `SegmentedTape`.
+``core`` is the tape itself (``cpp/tape.h``): which value each storage shows, and the nodes. C++ records plain
+operations on it alone. A storage shows one value at a time: a recorded operation wrote it, or it is a source,
+or nothing has written it yet (it is blank).
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from lowtide import private, writes
-from lowtide.ops import Call, OpInfo, covers_storage, enter, is_sparse
-from lowtide.run.record.replay import copy_of, why_not_reproduced
-from lowtide.run.record.values import (
-    Fetch,
-    LiveValue,
-    Node,
-    Overwrite,
-    PythonNode,
-    Ref,
-    SparseInput,
-    Unrecordable,
-    Writer,
-)
-from lowtide.run.tensor_bytes import digest, reach
+from lowtide import private
+from lowtide.ops import Call, OpInfo, covers_storage, is_sparse
+from lowtide.run.record.engine import EVICTED, engine
+from lowtide.run.record.special import Input, Overwrite, SparseInput, SpecialCall, copy_of, why_not_reproduced
+from lowtide.run.tensor_bytes import Geometry, digest, reach
+
+
+class Unrecordable(Exception):
+    """An argument cannot be described by value and geometry."""
+
+
+class Node:
+    """An operation that Python is about to record.
+
+    Attributes:
+        special: the call.
+        core: the node on the tape, once `Tape.begin` has made it.
+        inputs: the values that it reads, each once.
+    """
+
+    __slots__ = ("core", "inputs", "special")
+
+    def __init__(self, special: SpecialCall) -> None:
+        self.special, self.inputs = special, list[Any]()
+        self.core: Any = None
+
+    def place_of(self, value: Any) -> int:
+        """The place of a value among the inputs."""
+        for place, known in enumerate(self.inputs):
+            if known is value:
+                return place
+        self.inputs.append(value)
+        return len(self.inputs) - 1
 
 
 class Tape:
-    """Records the operations of one forward.
+    """Records the operations of one step.
 
     Args:
         verify: whether what an operation reads is compared with what was written, by digests.
         gathered: keys of the storages that sharded weights are gathered into, each time the same bytes.
 
     Attributes:
-        replayable: the replayable value that a storage shows, and a weak reference to that storage; by its
-            key (`lowtide.private.storage_key`).
-        sources: a weak reference to the held value that a storage shows, by its key.
-        blank: storages that nothing has written yet, by their keys.
-        order: how many nodes were recorded: the next one's place in the forward.
-        findings: names of the operations that did not reproduce, with the reason. What they wrote is held.
-        watch: warns the values of this forward before their storages change; evicted tensors keep it.
-
-    The C++ recorder reads and writes the first four, which are never replaced by others.
+        core: the tape in C++.
+        findings: names of the operations that did not reproduce, with the reason. What they wrote is kept.
     """
 
-    __slots__ = ("blank", "findings", "gathered", "order", "replayable", "sources", "verify", "watch")
-
     def __init__(self, verify: bool = False, gathered: Iterable[int] = ()) -> None:
+        self.core = engine().Tape(verify)
         self.verify = verify
-        self.gathered = set(gathered)
-        self.replayable: dict[int, tuple[LiveValue, Any]] = {}
-        self.sources: dict[int, weakref.ref[LiveValue]] = {}
-        self.blank: dict[int, object] = {}
-        self.order = 0
+        for key in gathered:
+            self.core.gather(key)
         self.findings: dict[str, str] = {}
-        self.watch = writes.WriteWatch()
 
     # ---- operations ------------------------------------------------------------------------------
 
     def refills(self, tensor: torch.Tensor) -> bool:
         """Whether a write to the tensor gathers a sharded weight: it writes the bytes of before."""
-        return bool(self.gathered) and private.storage_key(tensor) in self.gathered
+        return self.core.is_gathered(private.storage_key(tensor))
 
     def overwritten_by(self, call: Call) -> list[torch.Tensor]:
         """The tensors that a call overwrites with other bytes."""
@@ -91,21 +94,22 @@ class Tape:
         if any(map(self.refills, call.written)) or not all(map(self.is_constant, call.others)):
             return None
         read = (tensor for tensor in call.inputs if id(tensor) not in call.unread)
-        if self.blank and not reads_blank and any(private.storage_key(t) in self.blank for t in read):
-            return None
+        if self.core.any_blank and not reads_blank:
+            if any(self.core.is_blank(private.storage_key(t)) for t in read):
+                return None
         device = next((t.device for t in (*call.inputs, *call.others)), None)
-        node = PythonNode(call.func, self.order, device or torch.device(call.kwargs.get("device") or "cpu"))
-        node.statistics = tuple(call.statistics)
+        special = SpecialCall(call.func, device or torch.device(call.kwargs.get("device") or "cpu"))
+        special.statistics = tuple(call.statistics)
+        node = Node(special)
         try:
-            node.args = [self._argument(item, call, node) for item in call.args]
-            node.kwargs = {name: self._argument(item, call, node) for name, item in call.kwargs.items()}
+            special.args = [self._argument(item, call, node) for item in call.args]
+            special.kwargs = {name: self._argument(item, call, node) for name, item in call.kwargs.items()}
         except Unrecordable:
             return None
-        self.order += 1
         return node
 
     def _argument(self, item: Any, call: Call, node: Node) -> Any:
-        """An argument of a call with `Ref` in place of tensors. Adds to the node what the call reads and
+        """An argument of a call with references in place of tensors. Adds to the node what the call reads and
         overwrites.
         """
         if isinstance(item, (tuple, list)):
@@ -116,16 +120,28 @@ class Tape:
             return SparseInput(item)
         overwrites = id(item) in call.redone
         if overwrites and id(item) in call.unread:
-            value = LiveValue(None, item.untyped_storage().nbytes())
+            made = Overwrite(None, item, 0)
         else:
             value = self.value_of(item)
-            node.inputs.append(value)
-            if overwrites and value.held is not None:
+            place = node.place_of(value)
+            if not overwrites:
+                return Input(place, Geometry(item))
+            if value.is_source:
                 raise Unrecordable
-        ref = Ref(value, item)
-        if overwrites:
-            node.written.append(Overwrite(ref, id(item) not in call.unread))
-        return ref
+            made = Overwrite(place, item, value.extent)
+        node.special.written.append(made)
+        return made
+
+    def begin(self, node: Node, call: Call, pins: bool) -> None:
+        """The call of a node is about to run.
+
+        Args:
+            node, call: the recorded call.
+            pins: a plan or a scope runs it again, so that what it reads is held from now on.
+        """
+        node.core = self.core.node(node.special, node.inputs, torch.is_grad_enabled())
+        if pins:
+            self.core.pin(node.core, [tensor for tensor in call.inputs if id(tensor) not in call.unread])
 
     def copies_of(self, overwritten: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that a call is about to overwrite, with a copy: a second run starts from it. None where
@@ -134,26 +150,25 @@ class Tape:
         return [(tensor, copy_of(tensor)) for tensor in overwritten] if self.verify else []
 
     def before_overwriting(self, overwritten: Sequence[torch.Tensor]) -> None:
-        """A call is about to overwrite tensors: give recorded readers of a held one a copy."""
+        """A call is about to overwrite tensors: replays that start from them get a copy."""
         for tensor in overwritten:
-            key = private.storage_key(tensor)
-            value = self.source_of(key)
-            if value is not None and value.reads(key):  # else it holds a copy already
-                value.copy_held()
+            if self.core.replayable(private.storage_key(tensor)) is not None:
+                self.core.before_update(tensor)
+            else:
+                self.core.before_change(private.storage_key(tensor))
 
     def forget(self, overwritten: Sequence[torch.Tensor], info: OpInfo) -> None:
         """A call has overwritten tensors: their storages show other values now."""
         for tensor in overwritten:
             key = private.storage_key(tensor)
-            if not info.fills or covers_storage(tensor):
-                self.blank.pop(key, None)
-            if (entry := self.replayable.pop(key, None)) is not None:
-                entry[0].drop_shared(key)
-            self.sources.pop(key, None)
+            stays_blank = info.fills and not covers_storage(tensor) and self.core.is_blank(key)
+            self.core.forget(key)
+            if stays_blank:
+                self.core.note_blank(tensor)
 
     def note_uninitialized(self, tensor: torch.Tensor) -> None:
         """Nothing has written the tensor's memory yet."""
-        enter(self.blank, tensor.untyped_storage(), None)
+        self.core.note_blank(tensor)
 
     def reproduces(
         self,
@@ -166,9 +181,9 @@ class Tape:
         """Whether a second run of an operation gives the bytes of the first.
 
         Args:
-            node, call, flat, before, around: as of `lowtide.run.record.replay.why_not_reproduced`.
+            node, call, flat, before, around: as of `lowtide.run.record.special.why_not_reproduced`.
         """
-        reason = why_not_reproduced(node, call, flat, before, around)
+        reason = why_not_reproduced(node.special, call, flat, before, around)
         if reason:
             self.note_finding(call.info.name, reason)
         return not reason
@@ -178,143 +193,74 @@ class Tape:
         self.findings.setdefault(name, reason)
 
     def link(
-        self,
-        node: Node,
-        call: Call,
-        fresh: Sequence[tuple[int, torch.Tensor]],
-        stays: Sequence[bool] = (),
+        self, node: Node, call: Call, fresh: Sequence[tuple[int, torch.Tensor]], plans: Sequence[int] = ()
     ) -> None:
         """Note what a call that has run wrote as replayable by its node, which is complete then.
 
         Args:
             node, call: the recorded call.
             fresh: tensors on storages that it made, one for each, with their positions among the results.
-            stays: whether each fresh tensor stays, then each overwritten one; by default none does.
+            plans: what the plan says of each fresh tensor, then of each overwritten one; by default all go.
         """
-        stays, loose = stays or (False,) * (len(fresh) + len(node.written)), call.loose
-        for (position, tensor), stay in zip(fresh, stays, strict=False):
-            if not stay:
-                value = self.register(node, tensor, 0 if position in loose else reach(tensor))
-                node.outputs.append((position, weakref.ref(value)))
-        for old, tensor, stay in zip(node.written, call.written, stays[len(fresh) :], strict=False):
-            if not stay:
-                value = self.register(node, tensor, max(old.ref.value.extent, reach(tensor)))
-                old.new = weakref.ref(value)
-        node.complete()
+        special, loose = node.special, call.loose
+        special.positions = tuple(position for position, _ in fresh)
+        redone = [tensor for tensor in call.written if id(tensor) in call.redone]
+        plans = plans or (EVICTED,) * (len(fresh) + len(redone))
+        for (position, tensor), plan in zip(fresh, plans, strict=False):
+            self.register(node.core, tensor, 0 if position in loose else reach(tensor), plan)
+        for one, tensor, plan in zip(special.written, redone, plans[len(fresh) :], strict=False):
+            self.register(node.core, tensor, max(one.extent, reach(tensor)), plan)
 
     # ---- values ----------------------------------------------------------------------------------
 
-    def register(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
-        """The value of ``tensor``, replayable by ``node`` as long as its storage lives; its first ``extent``
-        bytes were written.
+    def register(self, core: Any, tensor: torch.Tensor, extent: int, plan: int = EVICTED) -> Any:
+        """The value of ``tensor``, which the node ``core`` brings back; its first ``extent`` bytes were
+        written.
         """
-        value = LiveValue.written(node, tensor, extent, self.verify)
-        enter(self.replayable, tensor.untyped_storage(), value)
+        value = self.core.wrote(core, tensor, extent, plan)
+        if self.verify:
+            value.digest = digest(tensor, extent)
         return value
 
-    def value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """The value that a tensor shows. One that is not replayable is held from now on.
+    def value_of(self, tensor: torch.Tensor) -> Any:
+        """The value that a tensor shows.
 
         Raises:
             Unrecordable: it was moved by a codec that loses too much to replay from.
         """
-        key = private.storage_key(tensor)
-        if (entry := self.replayable.get(key)) is not None:
-            value = entry[0]
-            if not self.is_as_written(value, tensor):
-                return self.written_unseen(value, tensor)
-            if isinstance(value.node, Fetch) and not value.node.stored.replayable_from:
-                raise Unrecordable
+        value = self.core.value_of(tensor)
+        if value.is_source:
             return value
-        value = self.source_of(key)
-        if value is None:
-            value = self.hold(tensor)
-            self.sources[key] = weakref.ref(value)
+        if not self.is_as_written(value, tensor):
+            return self.written_unseen(value, tensor)
+        if not getattr(value.node.special, "replayable_from", True):
+            raise Unrecordable
         return value
 
-    def hold(self, tensor: torch.Tensor) -> LiveValue:
-        """A value that the tensor shows, held."""
-        return LiveValue.hold(tensor)
-
-    def source_of(self, key: int) -> LiveValue | None:
-        """The held value of a storage, if that was neither written nor emptied since."""
-        reference = self.sources.get(key)
-        value = reference() if reference is not None else None
-        return value if value is not None and value.is_unchanged and value.emptied is None else None
-
-    def is_as_written(self, value: LiveValue, tensor: torch.Tensor) -> bool:
+    def is_as_written(self, value: Any, tensor: torch.Tensor) -> bool:
         """Whether a tensor shows the bytes of its replayable value. It is not looked into where nothing is
         verified.
         """
         return not self.verify or value.digest is None or digest(tensor, value.extent) == value.digest
 
-    def written_unseen(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """The value of a tensor that code which the dispatcher does not see has overwritten: it is held.
-        Operations that read the old value cannot be replayed, since no copy of it exists.
+    def written_unseen(self, value: Any, tensor: torch.Tensor) -> Any:
+        """The value of a tensor that code which the dispatcher does not see has overwritten. Operations that
+        read the old value cannot be replayed, since no copy of it exists.
 
         Args:
             value: the old value; ``tensor`` shows the new one.
         """
-        name = str(value.node.func) if value.node is not None else "an operation"
-        self.note_finding(name, "its result was written by code that the dispatcher does not see")
-        for other, _ in self.replayable.values():
-            if isinstance(other.node, Node) and any(read is value for read in other.node.inputs):
+        self.note_finding(value.node.name, "its result was written by code that the dispatcher does not see")
+        for other in self.core.replayables():
+            if any(read is value for read in other.node.inputs):
                 self.note_finding(
-                    str(other.node.func),
+                    other.node.name,
                     "what it had read was overwritten by code that the dispatcher does not see",
                 )
-        new = LiveValue.hold(tensor)
-        value.node, value.digest = None, None
-        value.held, value.version = new.held, (-1 if value.readers else new.version)
-        key = private.storage_key(tensor)
-        self.replayable.pop(key, None)
-        self.sources[key] = weakref.ref(new)
-        return new
+        self.core.spoil(value)
+        return self.core.source(tensor, True)
 
     def before_resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """A storage is about to be resized within the forward."""
-        key = private.storage_address(storage)
-        if key in self.gathered:
-            return
-        if (entry := self.replayable.get(key)) is not None:
-            entry[0].drop_shared(key)
-        reference = self.sources.get(key)
-        value = reference() if reference is not None else None
-        if value is not None and nbytes < storage.nbytes():
-            value.before_emptying()
-
-    # ---- segments --------------------------------------------------------------------------------
-
-    def boundary(self) -> None:
-        """Begin a segment: values of earlier ones are sources, and are held where replays read them."""
-        self._forget()
-
-    def _forget(self) -> None:
-        """Forget all values, the same for every tape."""
-        self._watch()
-        self.replayable.clear()
-        self.sources.clear()
-
-    def _watch(self) -> None:
-        """Have `lowtide.writes` watch the storages of values that are about to be forgotten.
-
-        A held value that replays start from is copied before its storage is overwritten. An evicted value
-        whose storage lives on is read from that storage once that was overwritten.
-        """
-        self.watch.add({key: one for key, one in self.sources.items() if key not in self.gathered})
-        alive: dict[int, weakref.ref[LiveValue]] = {}
-        for key, (value, storage) in self.replayable.items():
-            if value.evicted and value.readers:
-                value.shown, alive[key] = storage, weakref.ref(value)
-        self.watch.add(alive)
-
-    def close(self) -> writes.WriteWatch:
-        """The forward is over: forget all values; autograd's graph holds those that saved tensors need.
-
-        Returns:
-            The watch, which evicted tensors keep.
-        """
-        self._forget()
-        self.blank.clear()
-        watch, self.watch = self.watch, writes.WriteWatch()
-        return watch
+        if nbytes < storage.nbytes():
+            self.core.before_change(private.storage_address(storage), True)

@@ -24,11 +24,10 @@ from lowtide.errors import PlanError, ReplayError, expect
 from lowtide.interception import watchers
 from lowtide.ops import Call, op_info
 from lowtide.run.messages import warn
-from lowtide.run.record.directors import Director, ScopeDirector
+from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.replay import Verify, check_verify
-from lowtide.run.record.tape import Tape
-from lowtide.run.record.values import LiveValue, Node
+from lowtide.run.record.special import Verify, check_verify
+from lowtide.run.record.tape import Node, Tape
 from lowtide.run.scope.rules import ScopePolicy, director_for, selective
 
 MOST_FINGERPRINTS = 1 << 17
@@ -98,7 +97,7 @@ class ScopeTape(Tape):
             _fingerprints()[warning] = False
             self.news[name] = reason
 
-    def written_unseen(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
+    def written_unseen(self, value: Any, tensor: torch.Tensor) -> Any:
         """Hold a value that code has overwritten unseen; see `Tape.written_unseen`. Only a verified run finds
         such writes.
         """
@@ -117,7 +116,7 @@ class ScopeRecorder(Recorder):
 
     tape: ScopeTape
 
-    def __init__(self, director: Director, verify: Verify, place: int) -> None:
+    def __init__(self, director: ScopeDirector, verify: Verify, place: int) -> None:
         around = self._unpacks if verify == "first" else None
         super().__init__(director, tape=ScopeTape(verify, place), around_unpack=around)
 
@@ -138,7 +137,7 @@ class ScopeRecorder(Recorder):
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` comes back for whoever saves it, as all that the scope wrote does."""
-        return private.storage_key(tensor) in self.tape.replayable
+        return self.tape.core.replayable(private.storage_key(tensor)) is not None
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Verify the operation or trust it, by its fingerprint, and run it; see `Recorder.operation`."""

@@ -108,14 +108,6 @@ struct RecordedCall {
   OperatorHandle op;
   Stack arguments;  // empty at the places of tensors
   std::vector<Place> places;
-  py::object inputs;    // a tuple of the values that it reads
-  bool waits = false;   // it counts among their readers
-  double seconds = -1;  // about how long it takes; on_demand.h works it out
-
-  ~RecordedCall() { drop_inputs(); }
-
-  void drop_inputs();
-
   // Records an argument without its tensors.
   void add(const IValue& argument) {
     if (argument.isTensorList()) {
@@ -130,7 +122,8 @@ struct RecordedCall {
     }
   }
 
-  Tensors again(at::ArrayRef<Tensor> inputs) const {
+  template <class Governor>
+  Tensors again(at::ArrayRef<Tensor> inputs, Governor* governor) const {
     Stack stack = arguments;
     for (IValue& argument : stack) {
       if (argument.isTensorList()) argument = argument.toTensorList().copy();
@@ -147,8 +140,10 @@ struct RecordedCall {
         argument = std::move(tensor);
       }
     }
+    auto run = [&] { op.callBoxed(stack); };
     py::gil_scoped_release others;
-    op.callBoxed(stack);
+    if (governor != nullptr) (*governor)(op, stack, 0, run);
+    else run();
     return flat_results(stack, 0);
   }
 };

@@ -4,66 +4,19 @@
 #include <ATen/SavedTensorHooks.h>
 #include <torch/csrc/PyInterpreter.h>
 
-#include <optional>
-#include <thread>
+#include "python.h"
 
 namespace lowtide {
 
-// While nothing is evicted they are removed, so that autograd calls no hook. Hooks of others above them stay.
-class Hooks {
-  using Default = at::SavedTensorDefaultHooks;
-  using Pairs = decltype(at::impl::SavedTensorDefaultHooksTLS::stack);
-
- public:
-  bool in() const { return in_; }
-
-  bool on_top() const {  // of this thread's
-    const Pairs& pairs = Default::get_tls_state().stack;
-    auto* interpreter = getPyInterpreter();
-    return ours_ && !pairs.empty() && pairs.top().first.ptr(interpreter) == ours_->first.ptr(interpreter);
-  }
-
-  void found() {  // ours have just been pushed
-    const Pairs& pairs = Default::get_tls_state().stack;
-    ours_.emplace(pairs.top());
-    below_ = pairs.size() - 1;
-    thread_ = std::this_thread::get_id();
-    in_ = true;
-  }
-
-  void put_in() {
-    if (in_ || !ours_ || std::this_thread::get_id() != thread_) return;
-    change([&](Pairs& pairs) { pairs.push(*ours_); });
-    in_ = true;
-  }
-
-  void take_out() {
-    if (!in_) return;
-    change([](Pairs& pairs) { pairs.pop(); });
-    in_ = false;
-  }
-
-  void end() {  // Python pops ours; they hold the recorder, which must not hold them then
-    put_in();
-    ours_.reset();
-    in_ = false;
-  }
-
- private:
-  template <class Change>
-  void change(Change in_our_place) {
-    auto state = Default::get_tls_state();
-    Pairs above;
-    for (; state.stack.size() > below_ + in_; state.stack.pop()) above.push(state.stack.top());
-    in_our_place(state.stack);
-    for (; !above.empty(); above.pop()) state.stack.push(above.top());
-    Default::set_tls_state(state);
-  }
-
-  std::optional<Pairs::value_type> ours_;
-  std::thread::id thread_;
-  size_t below_ = 0;
-  bool in_ = false;
-};
+// Puts hooks on top of this thread's, unless they are there. A node of a backward that runs them is the last
+// to see them: autograd's engine gives its thread its own state again after each node.
+inline void push_hooks(const py::object& pack, const py::object& unpack) {
+  auto& pairs = at::SavedTensorDefaultHooks::get_tls_state().stack;
+  auto* interpreter = getPyInterpreter();
+  if (!pairs.empty() && pairs.top().second.ptr(interpreter) == unpack.ptr()) return;
+  at::SavedTensorDefaultHooks::push_hooks(
+      c10::SafePyObject(py::object(pack).release().ptr(), interpreter),
+      c10::SafePyObject(py::object(unpack).release().ptr(), interpreter));
+}
 
 }  // namespace lowtide

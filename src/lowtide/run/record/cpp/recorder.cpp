@@ -1,42 +1,56 @@
-// The C++ recorder: it does what lowtide.run.record does in Python, for the plain operations
-// of a plan's program. Everything else (another operation than the program has next, writes to known values,
-// random numbers, subclasses) goes to Python, which is the reference. Both halves work on the same objects:
-// slots of the classes that tape.h and traced.h declare.
+// The executor: it records the operations of a step, evicts what autograd saves, and brings it back.
 //
-//   recorder.h   the operations of a forward, and its saved tensors
-//   profile.h    the operations of a profiled step: lowtide.run.profile
+//   recorder.h   the operations of a step, and its saved tensors
+//   listen.h     the operations of a step that is written down: lowtide.run.profile
 //   traced.h     what these are written down as, and what measures them
 //   saved.h      what autograd holds in place of a saved tensor
-//   on_demand.h  evicts values when memory is short
 //   replay.h     brings evicted values back
+//   governor.h   evicts values when memory is short
 //   tape.h       values, and the nodes that wrote them, made of call.h and python.h
-//   hooks.h      when autograd calls the recorder at all
-//   writes.h     what is about to be overwritten: lowtide.writes
+//   share.h      storages over the same bytes
+//   hooks.h      saved-tensor hooks
+//   writes.h     what is about to be overwritten
 
-#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <unordered_map>
 
-#include "profile.h"
+#include "listen.h"
 #include "writes.h"
 
 namespace lowtide {
 namespace {
 
-using Packer = Boxed<std::shared_ptr<Recorder>>;
-
 constexpr auto PYTHON = DispatchKey::TESTING_ONLY_GenericWrapper;  // the key of Python's kernels
 
 thread_local std::weak_ptr<Recorder> current;
+thread_local int64_t current_task = -1;  // the backward for which `current` was looked up
+
+// Autograd may run a backward on threads of its own, which share Python's state of the thread that began it.
+std::shared_ptr<Recorder> recorder_here() {
+  std::shared_ptr<Recorder> recorder = current.lock();
+  if (recorder && recorder->on) return recorder;
+  int64_t task = torch::autograd::get_current_graph_task_id();
+  if (task == -1 || task == current_task) return nullptr;
+  current_task = task;
+  py::gil_scoped_acquire gil;
+  py::object found = functions == nullptr ? py::none() : functions->current();
+  if (found.is_none()) return nullptr;
+  recorder = found.cast<std::shared_ptr<Recorder>>();
+  current = recorder;
+  return recorder->on ? recorder : nullptr;
+}
 
 void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-  std::shared_ptr<Recorder> recorder = current.lock();
-  auto forward = [] { return torch::autograd::get_current_graph_task_id() == -1; };
-  if (recorder && recorder->on && (recorder->sees_backward() || forward())) {
+  if (std::shared_ptr<Recorder> recorder = recorder_here()) {
     if (recorder->takes(op, keys, stack)) return;
-    py::gil_scoped_acquire gil;
-    recorder->to_python();
+    if (recorder->governor() != nullptr) {
+      size_t first = stack->size() - op.schema().arguments().size();
+      recorder->governor()->run_special(op, *stack, first, recorder->learns(), [&] {
+        op.callBoxedForDispatchKey(PYTHON, *stack);
+      });
+      return;
+    }
   }
   op.callBoxedForDispatchKey(PYTHON, *stack);
 }
@@ -62,23 +76,63 @@ void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
   }
 }
 
-// Autograd calls these between two kernels.
-PyObject* packed(PyObject* packer, PyObject* tensor) {
-  HANDLE_TH_ERRORS
-  return (*Packer::in(packer))->pack(tensor).release().ptr();
-  END_HANDLE_TH_ERRORS
+// ---- for what Python records ----------------------------------------------------------------------
+
+NodePtr special_node(Tape& tape, py::object special, std::vector<ValuePtr> inputs, bool grad) {
+  auto node = c10::make_intrusive<Node>();
+  node->special = std::move(special);
+  node->order = tape.order++;
+  node->unit = tape.unit;
+  node->grad = grad;
+  for (auto& value : inputs) {
+    bool known = std::any_of(node->inputs.begin(), node->inputs.end(), [&](auto& one) { return one == value; });
+    if (known) continue;
+    node->exact &= !value->node || value->node->exact;
+    node->inputs.push_back(value);
+  }
+  return node;
 }
 
-PyObject* unpacked(PyObject*, PyObject* packed) {
-  HANDLE_TH_ERRORS
-  return unpack(packed).release().ptr();
-  END_HANDLE_TH_ERRORS
+void start_from(Tape& tape, const NodePtr& node, const std::vector<Tensor>& tensors) {
+  for (const Tensor& tensor : tensors) {
+    Value* value = tape.shown(storage_key(tensor));
+    if (value == nullptr || !value->node || value->cached.defined() || value->plan != Plan::Stored) continue;
+    Tensor copy = tape.natural ? shared(tensor) : Tensor();
+    keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(tensor));
+  }
+  tape.pin(*node);
 }
 
-std::vector<Tensor> again(const py::object& call, const std::vector<Tensor>& inputs) {
-  Tensors made = Boxed<RecordedCall>::in(call)->again(inputs);
-  return {made.begin(), made.end()};
+ValuePtr wrote(Tape& tape, const NodePtr& node, const Tensor& tensor, int64_t extent, int plan) {
+  ValuePtr made = tape.registered(node, tensor, extent, static_cast<Plan>(plan));
+  node->outputs.emplace_back(static_cast<uint32_t>(node->outputs.size()), WeakValue(made));
+  return made;
 }
+
+// Bytes of the storages of tensors and of their gradients, each once, on devices of one type. Those that are no
+// plain tensors are returned for Python to ask.
+std::pair<int64_t, py::list> resident_bytes(const py::iterable& tensors, c10::DeviceType device) {
+  ska::flat_hash_set<uintptr_t> seen;
+  int64_t bytes = 0;
+  py::list others;
+  auto add = [&](const Tensor& tensor) {
+    if (!plain(tensor)) return false;
+    if (tensor.device().type() == device && seen.insert(storage_key(tensor)).second)
+      bytes += static_cast<int64_t>(tensor.storage().nbytes());
+    return true;
+  };
+  for (py::handle item : tensors) {
+    if (!THPVariable_Check(item.ptr())) continue;
+    const Tensor& tensor = THPVariable_Unpack(item.ptr());
+    if (!add(tensor)) others.append(item);
+    if (!tensor.is_leaf()) continue;
+    const Tensor& gradient = tensor.grad();
+    if (gradient.defined() && !add(gradient)) others.append(wrapped(gradient));
+  }
+  return {bytes, others};
+}
+
+py::object or_none(const Tensor& tensor) { return tensor.defined() ? wrapped(tensor) : py::none(); }
 
 }  // namespace
 }  // namespace lowtide
@@ -86,63 +140,191 @@ std::vector<Tensor> again(const py::object& call, const std::vector<Tensor>& inp
 PYBIND11_MODULE(lowtide_recorder, m) {
   using namespace lowtide;
   using namespace py::literals;
-  Boxed<RecordedCall>::make_type("lowtide_recorder.RecordedCall");
   Boxed<Kept>::make_type("lowtide_recorder.Kept");
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Packer::make_type("lowtide_recorder.Packer");
-  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
-      .def_readonly("seconds", &Replays::seconds)
-      .def_readwrite("on_unpack", &Replays::on_unpack)
-      .def_property("watch", nullptr, &Replays::keep);
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
-      .def(py::init<bool>(), "any"_a = false)
-      .def("add", &Program::add);
-  py::class_<OnDemand, std::shared_ptr<OnDemand>>(m, "OnDemand")
-      .def(py::init<py::object, int64_t, py::dict, py::object>(), "live"_a, "room_bytes"_a, "rates"_a,
-           "learn"_a = py::none())
-      .def("save", &OnDemand::save)
-      .def("note_cached", &OnDemand::note_cached)
-      .def("operation_begins", &OnDemand::operation_begins)
-      .def("note_allocated", &OnDemand::note_allocated)
-      .def("relieve", &OnDemand::relieve)
-      .def("relieve_if_short", &OnDemand::relieve_if_short)
-      .def("evict", &OnDemand::evict);
-  py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init<py::object, py::object, py::object, std::shared_ptr<Program>,
-                    std::shared_ptr<OnDemand>>(),
-           py::kw_only(), "tape"_a, "director"_a, "pack"_a, "program"_a, "on_demand"_a = nullptr)
-      .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
-      .def_property_readonly("ran", &Recorder::ran)
-      .def_property_readonly("replays", &Recorder::replays)
-      .def("hooks_found", &Recorder::hooks_found)
-      .def("hooks_end", &Recorder::hooks_end)
-      .def_property_readonly("pack", [](std::shared_ptr<Recorder> recorder) {
-        return function_of<&packed>("pack", Packer::of(std::move(recorder)));
+
+  py::class_<Value, ValuePtr>(m, "Value")
+      .def_readonly("nbytes", &Value::nbytes)
+      .def_readonly("readers", &Value::readers)
+      .def_readonly("version", &Value::version)
+      .def_readwrite("extent", &Value::extent)
+      .def_property_readonly("node", [](const Value& value) { return value.node; })
+      .def_property("digest",
+                    [](const Value& value) -> py::object {
+                      return value.has_digest ? py::object(py::int_(value.digest)) : py::none();
+                    },
+                    [](Value& value, std::optional<int64_t> digest) {
+                      value.has_digest = digest.has_value();
+                      value.digest = digest.value_or(0);
+                    })
+      .def_property("held", [](const Value& value) { return or_none(value.held); },
+                    [](Value& value, const Tensor& held) { value.held = held; })
+      .def_property("cached", [](const Value& value) { return or_none(value.cached); },
+                    [](Value& value, const Tensor& copy) { keep_cached(value, copy); })
+      .def_property("emptied", [](const Value& value) { return or_none(value.emptied); },
+                    [](Value& value, std::optional<Tensor> print) { value.emptied = print.value_or(Tensor()); })
+      .def_property("stream",
+                    [](const Value& value) -> py::object {
+                      return value.stream ? owned(THPStream_Wrap(*value.stream)) : py::none();
+                    },
+                    [](Value& value, std::optional<c10::Stream> stream) { value.stream = stream; })
+      .def_property_readonly("is_source", &Value::is_source)
+      .def_property_readonly("is_shown", [](const Value& value) { return value.shown.defined(); })
+      .def_property_readonly("counted_version",
+                             [](const Value& value) { return value.counter.current_version(); });
+  py::class_<Node, NodePtr>(m, "Node")
+      .def_readwrite("exact", &Node::exact)
+      .def_readwrite("order", &Node::order)
+      .def_readwrite("seconds", &Node::seconds)
+      .def_readwrite("collective", &Node::collective)
+      .def_property_readonly("waits", [](const Node& node) { return node.waits; })
+      .def_property_readonly("special",
+                             [](const Node& node) { return node.special ? node.special : py::none(); })
+      .def_property_readonly("name", [](const Node& node) -> std::string {
+        if (!node.call) return node.special ? py::str(node.special.attr("name")).cast<std::string>() : "";
+        const auto& schema = node.call->op.schema();
+        auto space = schema.getNamespace();
+        auto base = schema.name().substr(schema.name().find("::") + 2);
+        std::string overload = schema.overload_name().empty() ? "default" : schema.overload_name();
+        return std::string(space ? std::string(space->data(), space->size()) : "") + "." + base + "." + overload;
+      })
+      .def_property_readonly("inputs", [](const Node& node) {
+        return std::vector<ValuePtr>(node.inputs.begin(), node.inputs.end());
       });
-  py::class_<ProfileRecorder, Recorder, std::shared_ptr<ProfileRecorder>>(m, "ProfileRecorder")
-      .def(py::init([](py::object tape, py::object tracer, py::dict begun, py::list written,
-                       py::object register_storage, py::object end_storage, py::object value_of,
-                       py::object note_node, py::object note_meeting, py::object note_overwritten,
-                       py::object keep_overwritten, py::object note_finding, uintptr_t digest,
-                       const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
-             ProfilerCalls profiler{register_storage, end_storage,      value_of,         note_node,
-                                    note_meeting,     note_overwritten, keep_overwritten, note_finding};
-             return std::make_shared<ProfileRecorder>(tape, tracer, begun, written, profiler, digest, meter,
-                                                      runs);
+  py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")
+      .def(py::init<bool>(), "verify"_a = false)
+      .def_readonly("verify", &Tape::verify)
+      .def_readwrite("order", &Tape::order)
+      .def_readwrite("unit", &Tape::unit)
+      .def_readwrite("natural", &Tape::natural)
+      .def_property("alone", [](const Tape& tape) { return tape.ledger->alone; },
+                    [](Tape& tape, bool alone) { tape.ledger->alone = alone; })
+      .def_property_readonly("missing_bytes", [](const Tape& tape) { return tape.ledger->missing_bytes; })
+      .def("gather", [](Tape& tape, uintptr_t key) { tape.gathered[key] = true; })
+      .def("is_gathered", [](const Tape& tape, uintptr_t key) { return tape.gathered.count(key) != 0; })
+      .def("shown", [](Tape& tape, uintptr_t key) -> ValuePtr {
+        Value* value = tape.shown(key);
+        return value == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(value);
+      })
+      .def("replayable", [](Tape& tape, uintptr_t key) -> ValuePtr {
+        Value* value = tape.replayable(key);
+        return value == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(value);
+      })
+      .def("replayables", [](Tape& tape) {
+        std::vector<ValuePtr> found;
+        tape.each_shown([&](uintptr_t, Value& value) {
+          if (value.node) found.push_back(ValuePtr::reclaim_copy(&value));
+        });
+        return found;
+      })
+      .def("value_of", &Tape::value_of)
+      .def("source", &Tape::source, "tensor"_a, "made_here"_a = false)
+      .def("hold", [](Tape& tape, Value& value) { tape.hold(value); })
+      .def("spoil", [](Tape& tape, Value& value) { tape.spoil(value); })
+      .def("note_blank", &Tape::note_blank)
+      .def("is_blank", &Tape::is_blank)
+      .def_property_readonly("any_blank", [](Tape& tape) { return tape.any_blank(); })
+      .def("not_blank", [](Tape& tape, uintptr_t key) { tape.fill(key); })
+      .def("forget", &Tape::forget)
+      .def("forget_all", &Tape::forget_all)
+      .def("before_update",
+           [](Tape& tape, const Tensor& tensor) {
+             if (Value* old = tape.replayable(storage_key(tensor))) {
+               ValuePtr alive = ValuePtr::reclaim_copy(old);
+               tape.before_update(*old, tensor);
+             }
+           })
+      .def("before_change",
+           [](Tape& tape, uintptr_t key, bool emptied) {
+             tape.before_change(key, emptied ? Change::Emptied : Change::Written);
+           },
+           "key"_a, "emptied"_a = false)
+      .def("node", &special_node, "special"_a, "inputs"_a, "grad"_a)
+      .def("pin", &start_from)
+      .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a)
+      .def("evict", [](Tape& tape, Value& value) { return tape.evict(value); })
+      .def("watch", [](const std::shared_ptr<Tape>& tape) { watched.add(tape); });
+
+  py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms").def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
+  py::class_<Governor, std::shared_ptr<Governor>>(m, "Governor")
+      .def(py::init<py::object, int64_t, double, int64_t, std::shared_ptr<Forms>>(), "live"_a, "room_bytes"_a,
+           "share"_a = 0.0, "resident_bytes"_a = 0, "forms"_a)
+      .def_property("room_bytes", &Governor::room, &Governor::set_room)
+      .def_property_readonly("live_bytes", &Governor::live)
+      .def_property_readonly("plain_bytes", &Governor::plain_bytes)
+      .def_property_readonly("evicted", &Governor::evicted)
+      .def_readonly("replayed", &Governor::replayed)
+      .def("want", py::overload_cast<int64_t>(&Governor::want))
+      .def("relieve", &Governor::relieve)
+      .def("list", &Governor::list)
+      .def_property_readonly("excess", [](const Governor& governor) -> py::object {
+        if (!governor.excess) return py::none();
+        auto& one = *governor.excess;
+        return py::make_tuple(one.operation, one.need_bytes, one.above_bytes, one.first_call);
+      });
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+      .def(py::init<>())
+      .def("add", &Program::add, "name"_a, "overload"_a, "replayed"_a, "python"_a, "stored"_a);
+  py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
+      .def(py::init([](std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
+                       std::shared_ptr<Program> program, bool smaller) {
+             auto made = std::make_shared<Recorder>(std::move(tape), std::move(governor), std::move(pack),
+                                                    std::move(program), smaller);
+             made->step()->recorder = made;
+             return made;
            }),
-           py::kw_only(), "tape"_a, "tracer"_a, "begun"_a, "written"_a, "register_storage"_a,
-           "end_storage"_a, "value_of"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a,
+           py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "program"_a, "smaller"_a = false)
+      .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
+      .def_property("in_forward", [](Recorder& recorder) { return recorder.in_forward.load(); },
+                    [](Recorder& recorder, bool inside) { recorder.in_forward = inside; })
+      .def("set_program", &Recorder::set_program)
+      .def_property_readonly("follows", &Recorder::follows)
+      .def_property_readonly("strict", &Recorder::strict)
+      .def_property_readonly("departed", &Recorder::departed)
+      .def_property_readonly("at", &Recorder::at)
+      .def("advance", &Recorder::advance)
+      .def("depart", &Recorder::depart)
+      .def_property_readonly("extra", &Recorder::extra)
+      .def_property_readonly("ran", &Recorder::ran)
+      .def_property_readonly("seconds", [](const Recorder& recorder) { return recorder.step()->seconds; })
+      .def_property_readonly("handles", [](const Recorder& recorder) { return recorder.step()->handles; })
+      .def_property("on_unpack", nullptr,
+                    [](Recorder& recorder, py::object call) {
+                      recorder.step()->on_unpack = call.is_none() ? py::object() : std::move(call);
+                    })
+      .def("save", [](Recorder& recorder, const Tensor& tensor) -> py::object {
+        py::object handle = recorder.save(tensor);
+        return handle ? handle : py::none();
+      })
+      .def("hooks", &Recorder::hooks);
+  py::class_<ProfileRecorder, Recorder, std::shared_ptr<ProfileRecorder>>(m, "ProfileRecorder")
+      .def(py::init([](std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
+                       py::object tracer, py::dict begun, py::list written, py::object register_storage,
+                       py::object end_storage, py::object note_node, py::object note_meeting,
+                       py::object note_overwritten, py::object keep_overwritten, py::object note_finding,
+                       uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
+             ProfilerCalls profiler{register_storage, end_storage,      note_node,   note_meeting,
+                                    note_overwritten, keep_overwritten, note_finding};
+             auto made = std::make_shared<ProfileRecorder>(tape, governor, pack, tracer, begun, written, profiler,
+                                                           digest, meter, runs);
+             made->step()->recorder = std::static_pointer_cast<Recorder>(made);
+             return made;
+           }),
+           py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "tracer"_a, "begun"_a, "written"_a,
+           "register_storage"_a, "end_storage"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a,
            "keep_overwritten"_a, "note_finding"_a, "digest"_a, "meter"_a, "runs"_a)
-      .def("learn", &ProfileRecorder::learn)
-      .def_property_readonly("program", &ProfileRecorder::program);
-  m.def("activate", [](std::shared_ptr<Recorder> recorder) { current = recorder; });
-  m.def("know", [](py::object value, py::object node, py::object tape, py::object director,
-                   py::object here, py::object unpack, py::object bring_back, py::object run_node,
-                   py::object drop_inputs, py::object overwritten) {
-    classes = new Classes{{value}, {node}, {tape}, {director}, here, unpack, bring_back, run_node,
-                          drop_inputs, overwritten};
-  }, py::kw_only(), "value"_a, "node"_a, "tape"_a, "director"_a, "here"_a, "unpack"_a, "bring_back"_a,
-     "run_node"_a, "drop_inputs"_a, "overwritten"_a);
+      .def_readwrite("pack_hook", &ProfileRecorder::pack_hook)
+      .def("learn", &ProfileRecorder::learn);
+
+  m.def("activate", [](std::shared_ptr<Recorder> recorder) {
+    current = recorder;
+    current_task = -1;
+  });
+  m.def("know", [](py::object here, py::object fingerprint, py::object overwritten, py::object unpack,
+                   py::object facts, py::object current) {
+    functions = new Functions{here, fingerprint, overwritten, unpack, facts, current};
+  }, py::kw_only(), "here"_a, "fingerprint"_a, "overwritten"_a, "unpack"_a, "facts"_a, "current"_a);
   m.def("know_traced", [](py::object tracer, py::object reference, py::object storage, py::object version,
                           py::object operation, py::object cost, py::object calling_line,
                           std::vector<std::string> says_where, std::vector<std::string> writes_part) {
@@ -150,17 +332,39 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                         std::move(says_where), std::move(writes_part)};
   }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "cost"_a,
      "calling_line"_a, "says_where"_a, "writes_part"_a);
-  m.def("drop_inputs", [](py::handle call) { Boxed<RecordedCall>::in(call)->drop_inputs(); });
-  m.def("waits", [](py::handle call) { return Boxed<RecordedCall>::in(call)->waits; });
-  m.def("before_write", [](py::object function) { watched.before_write = function; });
-  m.def("watch", [](const std::vector<uintptr_t>& keys) { watched.add(keys); });
-  m.def("unwatch", [](const std::vector<uintptr_t>& keys) { watched.remove(keys); });
+  m.def("before_change", [](uintptr_t key, bool emptied) {
+    watched.each([&](Tape& tape) { tape.before_change(key, emptied ? Change::Emptied : Change::Written); });
+  });
+  m.def("any_watched", [] {
+    watched.each([](Tape&) {});
+    return watched.any.load();
+  });
+  m.def("is_kept", [](py::handle handle) { return Boxed<Kept>::in(handle) != nullptr; });
+  m.def("value_of_handle", [](py::handle handle) -> ValuePtr {
+    Evicted* evicted = Boxed<Evicted>::in(handle);
+    return evicted == nullptr ? ValuePtr() : evicted->value();
+  });
+  m.def("is_behind", [](py::handle handle) {
+    Evicted* evicted = Boxed<Evicted>::in(handle);
+    return evicted != nullptr && evicted->is_behind();
+  });
+  m.def("keep_shown", [](py::handle handle, const Tensor& over) {  // what is unpacked lies there from now on
+    if (Evicted* evicted = Boxed<Evicted>::in(handle)) evicted->value()->shown = over;
+  });
+  m.def("is_handle", [](py::handle handle) { return Boxed<Evicted>::in(handle) != nullptr; });
+  m.def("kept", [](const Tensor& tensor) { return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor)); });
+  m.def("bring_back", [](const ValuePtr& value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor) {
+    Unseen unseen;
+    Tensor found = value->shown.defined() ? value->shown : here(value);
+    return found.defined() ? found : Replay(value, std::move(tape), std::move(governor)).run();
+  });
+  m.def("shared", [](const Tensor& tensor) {
+    Tensor made = shared(tensor);
+    return made.defined() ? made : alias_of(tensor);
+  });
+  m.def("resident_bytes", [](const py::iterable& tensors, const c10::Device& device) {
+    return resident_bytes(tensors, device.type());
+  });
   m.def("let_in", torch::wrap_pybind_function(&let_in));
   m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
-  m.def("replay", [](py::handle value, std::shared_ptr<OnDemand> on_demand) -> py::object {
-    if (classes == nullptr) return py::none();
-    Tensor found = Replay(value, std::move(on_demand)).run_here();
-    return found.defined() ? wrapped(found) : py::none();
-  });
-  m.def("again", torch::wrap_pybind_function(&again));
 }

@@ -1,145 +1,149 @@
-// The recorder of one forward: lowtide.run.record.recorder for the plain operations of a plan's program
-// (lowtide.run.record.cpp_recorder says which).
+// The recorder of one step: each operation that replays plainly gets a node on the tape, whatever the plan; the
+// plan says what goes when autograd saves it, the governor what goes when memory is short. What is not plain
+// (random numbers, collectives, writes to what the tape does not know) is left to lowtide.run.record.recorder,
+// on the same tape.
 #pragma once
 
 #include <torch/csrc/Storage.h>
 
-#include <algorithm>
 #include <atomic>
-#include <deque>
 #include <shared_mutex>
-#include <unordered_map>
 
 #include "hooks.h"
 #include "saved.h"
 
 namespace lowtide {
 
-enum class Handler { Pass, Record, Python };  // who handles an operation, and how
-
-struct Operation {
-  std::optional<OperatorHandle> op;
-  Handler handler;
-  size_t arguments;                // how many it takes
+struct Fact {  // about an operation, read off its schema once: lowtide.ops.OpInfo
+  bool plain = false;              // a replay is the same call
+  bool ignored = false;            // a view, or it waits for a collective
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
-  long training;                   // which argument says so; -1 for none
-  std::vector<bool> stored;
-  py::object func;
+  long training = -1;              // which argument says so; -1 for none
+  size_t arguments = 0;
 };
 
-struct Program {
-  explicit Program(bool any = false) : any(any) {}
-
-  const bool any;  // for steps of any operations: each is there once
-  std::deque<Operation> operations;
-
-  const Operation* next(size_t at, const OperatorHandle& op) const {  // or null
-    if (any) {
-      std::shared_lock lock(mutex);  // Python adds to it
-      auto found = places.find(op);
-      return found == places.end() ? nullptr : &operations[found->second];
+class Facts {
+ public:
+  const Fact& of(const OperatorHandle& op) {
+    {
+      std::shared_lock lock(mutex_);
+      if (auto found = facts_.find(op); found != facts_.end()) return *found->second;
     }
-    if (at >= operations.size()) return nullptr;
-    const Operation& known = operations[at];
-    return known.handler != Handler::Python && *known.op == op ? &known : nullptr;
-  }
-
-  void add(const std::string& name, const std::string& overload, int handler, std::vector<size_t> writes,
-           std::vector<size_t> statistics, long training, std::vector<bool> stored,
-           py::object func) {
-    auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-    size_t arguments = op ? op->schema().arguments().size() : 0;
-    std::unique_lock lock(mutex);
-    if (any && op && Handler(handler) != Handler::Python) places.emplace(*op, operations.size());
-    operations.push_back({op, op ? Handler(handler) : Handler::Python, arguments, std::move(writes),
-                          std::move(statistics), training, std::move(stored), std::move(func)});
+    py::gil_scoped_acquire gil;
+    auto [plain, ignored, writes, statistics, training] =
+        functions->facts(op.schema().name(), op.schema().overload_name())
+            .cast<std::tuple<bool, bool, std::vector<size_t>, std::vector<size_t>, long>>();
+    auto made = std::make_unique<Fact>(
+        Fact{plain, ignored, writes, statistics, training, op.schema().arguments().size()});
+    std::unique_lock lock(mutex_);
+    return *facts_.try_emplace(op, std::move(made)).first->second;
   }
 
  private:
-  mutable std::shared_mutex mutex;
-  std::unordered_map<OperatorHandle, size_t> places;
+  std::shared_mutex mutex_;
+  std::unordered_map<OperatorHandle, std::unique_ptr<Fact>> facts_;
+};
+inline Facts& facts = *new Facts;  // about PyTorch, for the life of the process
+
+struct Program {  // a plan's: the operations that write something, in order
+  struct Operation {
+    std::optional<OperatorHandle> op;
+    std::string name;
+    bool replayed, python;
+    std::vector<bool> stored;
+  };
+  std::vector<Operation> operations;
+
+  void add(const std::string& name, const std::string& overload, bool replayed, bool python,
+           std::vector<bool> stored) {
+    auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+    operations.push_back({op, name, replayed, python, std::move(stored)});
+  }
 };
 
-class Recorder {
+class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   std::atomic<bool> on{false};
+  std::atomic<bool> in_forward{false};
 
-  // Of a recorder in Python: its tape and director, a weak reference to its method `pack`, and what evicts
-  // on demand.
-  Recorder(py::object tape, py::object director, py::object pack, std::shared_ptr<Program> program,
-       std::shared_ptr<OnDemand> on_demand)
-      : program_(std::move(program)),
-        tape_(std::move(tape)),
-        director_(std::move(director)),
-        pack_(std::move(pack)) {
-    bool tape_fits = PyObject_IsInstance(tape_.ptr(), classes->tape.type.ptr()) == 1;
-    if (!tape_fits || !(director_.is_none() || is_a(director_, classes->director.type)))
-      throw py::type_error("Recorder(tape=, director=): these are not the classes of `know`");
-    replays_->on_demand = std::move(on_demand);
-    replayable_ = py::reinterpret_borrow<py::dict>(classes->tape.replayable(tape_));
-    sources_ = py::reinterpret_borrow<py::dict>(classes->tape.sources(tape_));
-    blank_ = py::reinterpret_borrow<py::dict>(classes->tape.blank(tape_));
+  // pack: a weak reference to the method of the recorder in Python. program: of the plan, or null. smaller:
+  // the step is smaller than the one that was planned for, so that its plan is a hint.
+  Recorder(std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
+           std::shared_ptr<Program> program, bool smaller)
+      : program_(std::move(program)), pack_(std::move(pack)), smaller_(smaller && governor) {
+    step_->tape = std::move(tape);
+    step_->governor = std::move(governor);
+    if (step_->governor) step_->governor->follow(step_->tape);
   }
-
-  std::shared_ptr<Replays> replays() const { return replays_; }
-
   Recorder(const Recorder&) = delete;
   virtual ~Recorder() {  // the last owner may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
-    program_.reset();
-    replays_.reset();
-    for (py::object* object : {&tape_, &director_, &pack_, static_cast<py::object*>(&replayable_),
-                               static_cast<py::object*>(&sources_), static_cast<py::object*>(&blank_)})
-      object->release().dec_ref();
+    step_.reset();
+    pack_ = py::object();
   }
 
-  // Whether it is to see the operations of a backward, too.
-  virtual bool sees_backward() const { return false; }
+  const std::shared_ptr<Step>& step() const { return step_; }
+  Tape& tape() const { return *step_->tape; }
+  Governor* governor() const { return step_->governor.get(); }
 
-  // Runs an operation, or returns false where Python has to.
+  // ---- the plan's program ----
+
+  bool follows() const { return program_ != nullptr && !departed_; }
+  bool departed() const { return departed_; }
+  void depart() {
+    if (program_ == nullptr) return;
+    departed_ = true;
+    ++extra_;
+  }
+  long extra() const { return extra_; }  // operations that the program does not have
+  size_t at() const { return at_; }
+  void advance() { ++at_; }
+  void set_program(std::shared_ptr<Program> program, bool smaller) {  // of the next forward
+    program_ = std::move(program);
+    smaller_ = smaller && governor() != nullptr;
+    departed_ = false;
+    at_ = 0;
+  }
+  bool strict() const { return follows() && !smaller_; }
+
+  const Program::Operation* next() const {  // or null
+    return follows() && at_ < program_->operations.size() ? &program_->operations[at_] : nullptr;
+  }
+
+  // What the plan says of a value of the next operation, by its place.
+  Plan plan_of(const Program::Operation* known, size_t place, size_t writes) const {
+    if (known == nullptr || known->stored.size() != writes) return governor() ? Plan::None : Plan::Evicted;
+    if (known->stored[place]) return Plan::Stored;
+    return smaller_ ? Plan::EvictedFirst : Plan::Evicted;
+  }
+
+  // ---- operations ----
+
   virtual bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    if (python_ran_) from_python();
-    const Operation* next = program_->next(at_, op);
-    if (next == nullptr) return false;
-    const Operation& known = *next;
-    first_ = stack->size() - known.arguments;
-    tensors_.clear();
-    for (size_t at = first_; at < stack->size(); ++at) {
-      const IValue& argument = (*stack)[at];
-      if (argument.isGenerator() && known.handler == Handler::Record) return false;
-      bool fits = each_tensor(argument, [&](const Tensor& tensor, size_t item) {
-        if (!plain(tensor)) return false;
-        tensors_.push_back({at - first_, item, &tensor, storage_key(tensor)});
-        return true;
-      });
-      if (!fits) return false;
-    }
-    bool grad = c10::GradMode::is_enabled();
-    bool records = known.handler == Handler::Record;
-    bool took = records ? record(known, op, keys, stack) : pass(known, op, keys, stack);
-    if (took) ++ran_[grad];
+    bool backward = torch::autograd::get_current_graph_task_id() != -1;
+    bool records = backward ? c10::GradMode::is_enabled() && governor() : in_forward.load();
+    const Fact& fact = facts.of(op);
+    first_ = stack->size() - fact.arguments;
+    if (!records || fact.ignored) return aside(fact, op, keys, stack);
+    py::gil_scoped_acquire gil;
+    if (!find_tensors(*stack)) return false;
+    const Program::Operation* known = backward ? nullptr : next();
+    if (known != nullptr && !(known->op && *known->op == op)) known = nullptr;
+    if ((known != nullptr && known->python) || !fact.plain) return false;
+    bool node = governor() || program_ == nullptr || departed_ || (known != nullptr && known->replayed);
+    bool took = node ? record(fact, known, op, keys, stack, backward) : pass(fact, known, op, keys, stack);
+    if (took) ++ran_[c10::GradMode::is_enabled()];
     return took;
   }
 
+  virtual bool learns() const { return true; }  // what special operations need
+
   std::pair<long, long> ran() const { return {ran_[0], ran_[1]}; }
 
-  void to_python() {  // it runs the next operation, and may evict values
-    if (!python_ran_) {
-      if (!director_.is_none()) classes->director.at.set(director_, py::int_(at_));
-      classes->tape.order.set(tape_, py::int_(order_));
-    }
-    hooks_.put_in();
-    python_ran_ = true;
-  }
+  virtual void turn(bool on_now) { on = on_now; }
 
-  virtual void turn(bool on_now) {  // while this is off, Python runs everything
-    if (on && !on_now) to_python();
-    on = on_now;
-  }
-
-  void hooks_found() { hooks_.found(); }
-  void hooks_end() { hooks_.end(); }
+  // ---- saved tensors ----
 
   py::object pack(PyObject* object) {
     const Tensor& tensor = THPVariable_Unpack(object);
@@ -147,17 +151,27 @@ class Recorder {
     PyObject** attributes = _PyObject_GetDictPtr(object);
     bool ours = type == THPVariableClass || type == ParameterClass;
     if (!ours || !plain(tensor) || (attributes && *attributes && PyDict_Size(*attributes))) {
-      return pack_()(py::handle(object));
+      py::object python = pack_();
+      if (python.is_none()) return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
+      return python(py::handle(object));
     }
     if (type == THPVariableClass) {
-      if (PyObject* entry = entry_of(replayable_, py::int_(storage_key(tensor)))) {
-        auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
-        if (on_demand()) on_demand()->save(value, tensor);
-        return Boxed<Evicted>::of(tensor, std::move(value), replays_);
-      }
+      if (py::object handle = save(tensor)) return handle;
     }
     return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
   }
+
+  // A handle of a tensor whose value has a node; or null.
+  py::object save(const Tensor& tensor) {
+    Value* shown = tape().replayable(storage_key(tensor));
+    if (shown == nullptr) return {};
+    ValuePtr value = ValuePtr::reclaim_copy(shown);
+    py::object handle = Boxed<Evicted>::of(tensor, value, step_);
+    keep_or_evict(tensor, value);
+    return handle;
+  }
+
+  std::pair<py::object, py::object> hooks();  // pack and unpack, as autograd calls them
 
  protected:
   using Places = c10::SmallVector<size_t, 4>;
@@ -168,21 +182,56 @@ class Recorder {
     uintptr_t key;
   };
 
-  void from_python() {
-    py::gil_scoped_acquire gil;
-    if (!director_.is_none()) at_ = PyLong_AsSize_t(classes->director.at(director_));
-    order_ = PyLong_AsLong(classes->tape.order(tape_));
-    python_ran_ = false;
+  void keep_or_evict(const Tensor& tensor, const ValuePtr& value) {
+    if (value->cached.defined()) return;
+    if (value->plan == Plan::Evicted && tape().evict(*value)) return;
+    Tensor copy = tape().natural ? shared(tensor) : Tensor();
+    keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(tensor));
+    value->came_back();
+    if (governor()) governor()->list(step_->tape, value);
   }
-
-  OnDemand* on_demand() const { return replays_->on_demand.get(); }
-
-  bool evicts_any() const { return PyDict_GET_SIZE(replayable_.ptr()) != 0; }
 
   void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
     Unseen unseen;
     op.redispatchBoxed(keys & below, stack);
+  }
+
+  // Runs an operation within the budget; how long one of its form takes.
+  double run_governed(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    if (!governor()) return run(op, keys, stack), 0;
+    Unseen unseen;
+    return (*governor())(op, *stack, first_, [&] { run(op, keys, stack); });
+  }
+
+  bool find_tensors(const Stack& stack) {  // false where one is not plain
+    tensors_.clear();
+    for (size_t at = first_; at < stack.size(); ++at) {
+      const IValue& argument = stack[at];
+      if (argument.isGenerator()) return false;
+      bool fits = each_tensor(argument, [&](const Tensor& tensor, size_t item) {
+        if (!plain(tensor)) return false;
+        tensors_.push_back({at - first_, item, &tensor, storage_key(tensor)});
+        return true;
+      });
+      if (!fits) return false;
+    }
+    return true;
+  }
+
+  // An operation that nobody records: of backward, or of the program outside of its model.
+  bool aside(const Fact& fact, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    if (in_forward && !fact.writes.empty()) {  // of a backward inside the forward
+      py::gil_scoped_acquire gil;
+      for (size_t at : fact.writes) {
+        each_tensor((*stack)[first_ + at], [&](const Tensor& tensor, size_t) {
+          if (plain(tensor)) tape().before_change(storage_key(tensor));
+          return true;
+        });
+      }
+    }
+    run_governed(op, keys, stack);
+    return true;
   }
 
   bool is_new(const Tensor& result) const {
@@ -202,198 +251,197 @@ class Recorder {
   }
 
   // Runs an operation that will be recorded. It may overwrite a target.
-  virtual void run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
-                            const TensorArgument*) {
+  virtual double run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
+                              const TensorArgument*) {
     py::gil_scoped_release others;
-    run(op, keys, stack);
+    return run_governed(op, keys, stack);
   }
 
   // Whether a second run of an operation gave the results of the first, and the same updated target. Only a
   // profiled step makes one.
-  virtual bool reproduces(const Operation&, const Tensors&, const Tensor&) { return true; }
+  virtual bool reproduces(const OperatorHandle&, const Fact&, const Tensors&, const Tensor&) { return true; }
 
   // An operation has run, and wrote something.
   virtual void write_down(const Tensors&, const Places&) {}
 
-  // ---- operations that are not recorded ----------------------------------------------------------
+  // How many bytes of a result's storage were written; only a profiled step needs it.
+  virtual int64_t extent_of(const Tensor& tensor) { return static_cast<int64_t>(tensor.storage().nbytes()); }
 
-  bool pass(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    bool trains = !known.statistics.empty() &&
-        (known.training < 0 || (*stack)[first_ + known.training].toBool());
-    if (overwrites_known(known.writes) || (trains && overwrites_known(known.statistics))) return false;
-    run(op, keys, stack);
-    bool wrote = !known.writes.empty();
+  virtual void registered(Value&, const Tensor&) {}
+
+  virtual ValuePtr value_of(const Tensor& tensor, uintptr_t) { return tape().value_of(tensor); }
+
+  // ---- operations that are not recorded ----
+
+  bool pass(const Fact& fact, const Program::Operation* known, const OperatorHandle& op, DispatchKeySet keys,
+            Stack* stack) {
+    bool trains = !fact.statistics.empty() &&
+        (fact.training < 0 || (*stack)[first_ + static_cast<size_t>(fact.training)].toBool());
+    if (overwrites_known(fact.writes) || (trains && overwrites_known(fact.statistics))) return false;
+    {
+      py::gil_scoped_release others;
+      run_governed(op, keys, stack);
+    }
+    bool wrote = !fact.writes.empty();
     for (size_t at = first_; at < stack->size() && !wrote; ++at) {
       each_tensor((*stack)[at], [&](const Tensor& result, size_t) { return !(wrote = is_new(result)); });
     }
-    if (wrote) ++at_;
-    if (hooks_.in() && !evicts_any()) hooks_.take_out();
+    if (wrote && known != nullptr) ++at_;
+    else if (wrote) depart();
     return true;
   }
 
   bool overwrites_known(const std::vector<size_t>& arguments) const {
     if (arguments.empty()) return false;
-    py::gil_scoped_acquire gil;
     for (auto& one : tensors_) {
       if (std::find(arguments.begin(), arguments.end(), one.argument) == arguments.end()) continue;
-      py::int_ key(one.key);
-      if (entry_of(replayable_, key) || entry_of(sources_, key) || entry_of(blank_, key)) return true;
+      if (tape().shown(one.key) || tape().is_blank(one.key)) return true;
     }
     return false;
   }
 
-  // ---- operations that are recorded --------------------------------------------------------------
+  // ---- operations that are recorded ----
 
-  bool record(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    py::gil_scoped_acquire gil;
-    if (blank_.size()) return false;
-    const TensorArgument* target = target_of(known);
-    if (target == nullptr && !known.writes.empty()) return false;
+  bool record(const Fact& fact, const Program::Operation* known, const OperatorHandle& op, DispatchKeySet keys,
+              Stack* stack, bool backward) {
+    if (tape().any_blank()) {
+      for (auto& one : tensors_) {
+        if (tape().is_blank(one.key)) return false;
+      }
+    }
+    const TensorArgument* target = target_of(fact);
+    if (target == nullptr && !fact.writes.empty()) return false;
     const Tensor updated = target == nullptr ? Tensor() : *target->tensor;
-    c10::SmallVector<py::object, 4> inputs;
-    py::object call = Boxed<RecordedCall>::of(op);
-    if (!describe(*Boxed<RecordedCall>::in(call), *stack, inputs)) return false;
-    if (on_demand()) on_demand()->relieve_if_short();
-    run_recorded(op, keys, stack, target);
+    auto node = c10::make_intrusive<Node>();
+    node->call.emplace(RecordedCall{op});
+    if (!describe(*node, *stack)) return false;
+    ValuePtr old = target == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(tape().shown(target->key));
+    if (target != nullptr) tape().before_update(*old, *target->tensor);
+    node->seconds = run_recorded(op, keys, stack, target);
     Tensors results = flat_results(*stack, first_);
     Places places = new_among(results);
     if (places.empty() && target == nullptr) return true;
-    bool again = reproduces(known, results, updated);
+    bool again = reproduces(op, fact, results, updated);
     write_down(results, places);
+    if (known != nullptr) ++at_;
+    else if (!backward) depart();
     if (!again) {
-      if (target != nullptr) update(py::none(), updated, false);
+      if (target != nullptr) tape().forget(storage_key(updated));
+      for (size_t at : places) tape().source(results[at], true);
       return true;
     }
-    if (on_demand()) {
-      for (size_t at : places) on_demand()->note_allocated(results[at].storage().nbytes());
-    }
-    bool same = places.size() + (target != nullptr) == known.stored.size();
-    if (!same && !program_->any) skips();
-    ++at_;
-    py::object node = new_node(known.func, order_++, std::move(call));
-    reads(node, inputs);
-    c10::SmallVector<py::object, 4> outputs;
+    size_t writes = places.size() + (target != nullptr);
+    node->order = tape().order++;
+    node->unit = tape().unit;
+    node->grad = c10::GradMode::is_enabled();
+    bool strict = !governor() || (known != nullptr && known->replayed && !smaller_);
+    if (strict) pin(*node);
     for (size_t at = 0; at < places.size(); ++at) {
-      if (same && known.stored[at]) continue;
-      outputs.push_back(pair_of(py::int_(places[at]), weak(register_value(node, results[places[at]], 0))));
+      const Tensor& result = results[places[at]];
+      ValuePtr made = tape().registered(node, result, extent_of(result), plan_of(known, at, writes));
+      registered(*made, result);
+      node->outputs.emplace_back(static_cast<uint32_t>(places[at]), WeakValue(made));
     }
-    classes->node.outputs.set(node, tuple_of(outputs));
-    if (target != nullptr) update(node, updated, !same || !known.stored.back());
-    if (evicts_any()) hooks_.put_in();
+    if (target != nullptr) {
+      size_t place = 0;
+      while (node->inputs[place].get() != old.get()) ++place;
+      int64_t extent = std::max(old->extent, extent_of(updated));
+      ValuePtr made = tape().registered(node, updated, extent, plan_of(known, places.size(), writes));
+      registered(*made, updated);
+      node->updated.emplace_back(static_cast<uint32_t>(place), WeakValue(made));
+    }
     return true;
   }
 
+  // A node that a plan runs again counts among the readers of what it reads from now on.
+  void pin(Node& node) {
+    for (auto& one : tensors_) {
+      Value* value = tape().shown(one.key);
+      if (value == nullptr || !value->node || value->cached.defined() || value->plan != Plan::Stored) continue;
+      Tensor copy = tape().natural ? shared(*one.tensor) : Tensor();
+      keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(*one.tensor));
+      if (governor()) governor()->list(step_->tape, ValuePtr::reclaim_copy(value));
+    }
+    tape().pin(node);
+  }
+
   // What the call overwrites, if its value is recomputable; or null.
-  const TensorArgument* target_of(const Operation& known) const {
+  const TensorArgument* target_of(const Fact& fact) const {
     const TensorArgument* target = nullptr;
     for (auto& one : tensors_) {
-      if (known.writes.empty() || one.argument != known.writes[0]) continue;
+      if (fact.writes.empty() || one.argument != fact.writes[0]) continue;
       if (target != nullptr) return nullptr;  // a list
       target = &one;
     }
-    bool found = target != nullptr && entry_of(replayable_, py::int_(target->key));
-    return found ? target : nullptr;
-  }
-
-  // The call has overwritten a value: from here on its tensor shows another.
-  void update(const py::object& node, const Tensor& tensor, bool evicts) {
-    py::int_ key(storage_key(tensor));
-    auto old = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry_of(replayable_, key), 0));
-    if (on_demand()) classes->value.cached.set(old, py::none());
-    PyDict_DelItem(replayable_.ptr(), key.ptr());
-    if (!evicts) return;
-    auto read = py::reinterpret_borrow<py::tuple>(classes->node.inputs(node));
-    size_t place = 0;
-    while (PyTuple_GET_ITEM(read.ptr(), place) != old.ptr()) ++place;
-    py::object made = register_value(node, tensor, PyLong_AsLongLong(classes->value.extent(old)));
-    classes->node.updated.set(node, py::make_tuple(pair_of(py::int_(place), weak(made))));
+    return target != nullptr && tape().replayable(target->key) ? target : nullptr;
   }
 
   // Records the call about to be made and the values that it reads; false where Python has to.
-  bool describe(RecordedCall& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
+  bool describe(Node& node, const Stack& stack) {
+    RecordedCall& call = *node.call;
     call.arguments.reserve(stack.size() - first_);
     for (size_t at = first_; at < stack.size(); ++at) call.add(stack[at]);
     call.places.reserve(tensors_.size());
     for (auto& one : tensors_) {
       if (is_number(stack[first_ + one.argument])) continue;
-      py::object value = value_of(*one.tensor, one.key);
+      ValuePtr value = value_of(*one.tensor, one.key);
       if (!value) return false;
       size_t input = 0;
-      while (input < inputs.size() && inputs[input].ptr() != value.ptr()) ++input;
-      if (input == inputs.size()) inputs.push_back(std::move(value));
+      while (input < node.inputs.size() && node.inputs[input].get() != value.get()) ++input;
+      if (input == node.inputs.size()) {
+        node.exact &= !value->node || value->node->exact;
+        node.inputs.push_back(std::move(value));
+      }
       call.places.push_back({one.argument, one.item, input, Geometry(*one.tensor)});
     }
     return true;
   }
 
-  // The present value of a tensor, or null where Python has to find it.
-  virtual py::object value_of(const Tensor& tensor, uintptr_t storage) {
-    auto& v = classes->value;
-    py::int_ key(storage);
-    if (PyObject* entry = entry_of(replayable_, key)) {
-      PyObject* value = PyTuple_GET_ITEM(entry, 0);
-      bool ours = is_node(v.node(value));
-      return ours ? py::reinterpret_borrow<py::object>(value) : py::object();
-    }
-    if (py::object value = source_of(key)) return value;
-    py::object value = held_value(tensor);
-    sources_[key] = weak(value);
-    return value;
-  }
-
-  // Of a storage that replays start from the value, if it was not written since; or null.
-  py::object source_of(const py::int_& key) const {
-    if (PyObject* reference = entry_of(sources_, key)) {
-      py::object value = behind(reference);
-      if (!value.is_none() && classes->value.held(value) != Py_None && is_as_recorded(value)) return value;
-    }
-    return {};
-  }
-
-  void skips() {  // another operation ran in place of the program's
-    auto& skipped = classes->director.skipped;
-    skipped.set(director_, py::int_(PyLong_AsLong(skipped(director_)) + 1));
-  }
-
-  void reads(const py::object& node, c10::SmallVector<py::object, 4>& inputs) {
-    auto& n = classes->node;
-    for (const py::object& input : inputs) {
-      add_reader(input);
-      PyObject* writer = classes->value.node(input);
-      if (writer != Py_None && n.exact(writer) != Py_True) n.exact.set(node, py::bool_(false));
-    }
-    RecordedCall& call = *call_of(node);
-    call.inputs = tuple_of(inputs);
-    call.waits = true;
-    n.inputs.set(node, call.inputs);
-  }
-
-  // Registers the value of a tensor as recomputable by the node that wrote it, for as long as its storage
-  // lives. The number, which only a profiled step uses, is the extent: bytes of the storage that were
-  // written.
-  virtual py::object register_value(const py::object& node, const Tensor& tensor, int64_t) {
-    py::int_ key(storage_key(tensor));
-    auto callback = function_of<&forget>("forget", pair_of(replayable_, key));
-    py::object value = new_value(node, tensor);
-    replayable_[key] = pair_of(value, weak(owned(THPStorage_Wrap(tensor.storage())), callback));
-    return value;
-  }
-
-  static PyObject* forget(PyObject* self, PyObject*) {
-    if (PyDict_DelItem(PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, 1))) PyErr_Clear();
-    Py_RETURN_NONE;
-  }
-
   std::shared_ptr<Program> program_;
-  std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
-  py::object tape_, director_, pack_;
-  py::dict replayable_, sources_, blank_;
-  Hooks hooks_;
-  bool python_ran_ = false;
+  std::shared_ptr<Step> step_ = std::make_shared<Step>();
+  py::object pack_;
+  bool smaller_ = false, departed_ = false;
+  long extra_ = 0;
   size_t at_ = 0, first_ = 0;  // places: in the program; of the first argument on the stack
-  long order_ = 0;
   long ran_[2] = {0, 0};  // how many operations it ran: without gradients, with them
   c10::SmallVector<TensorArgument, 8> tensors_;
 };
+
+using Packer = Boxed<std::shared_ptr<Recorder>>;
+
+// Autograd calls these between two kernels.
+inline PyObject* packed(PyObject* packer, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  Unseen unseen;
+  return (*Packer::in(packer))->pack(tensor).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyObject* unpacked(PyObject*, PyObject* handle) {
+  HANDLE_TH_ERRORS
+  Unseen unseen;
+  if (Kept* kept = Boxed<Kept>::in(handle)) return kept->back().release().ptr();
+  if (Evicted* evicted = Boxed<Evicted>::in(handle)) {
+    Tensor found = evicted->back();
+    evicted->save_backward();
+    return wrapped(found).release().ptr();
+  }
+  return functions->unpack(py::handle(handle)).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+inline std::pair<py::object, py::object> Recorder::hooks() {
+  static const auto& back = *new py::object(function_of<&unpacked>("unpack", py::none()));
+  return {function_of<&packed>("pack", Packer::of(shared_from_this())), back};
+}
+
+// Autograd makes a graph of this backward: what that saves may be evicted, too, until the node has run.
+inline void Evicted::save_backward() {
+  if (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() == -1) return;
+  auto recorder = step_->recorder.lock();
+  if (!recorder || !recorder->on || !recorder->governor()) return;
+  auto [pack, unpack] = recorder->hooks();
+  push_hooks(pack, unpack);
+}
 
 }  // namespace lowtide

@@ -1,11 +1,7 @@
-// Brings back an evicted value: lowtide.run.record.replay.bring_back. Python runs the nodes that it recorded.
+// Brings back an evicted value: runs the recorded operations that it takes, in forward order, each once.
 #pragma once
 
-#include <c10/util/flat_hash_map.h>
-
-#include <algorithm>
-
-#include "on_demand.h"
+#include "governor.h"
 
 namespace lowtide {
 
@@ -19,25 +15,20 @@ struct Replaying {  // as lowtide.private.replaying
 // One replay: the nodes that it runs, and the values that they read and write.
 class Replay {
  public:
-  Replay(py::handle value, std::shared_ptr<OnDemand> on_demand)
-      : value_(value), on_demand_(std::move(on_demand)) {}
+  // natural: copies lie in storages of their own. stays: what comes back stays while anybody may ask again.
+  Replay(ValuePtr value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor)
+      : value_(std::move(value)), tape_(std::move(tape)), governor_(std::move(governor)) {}
 
   Tensor run() {
-    Tensor found = run_here();
-    return found.defined() ? found : classes->bring_back(value_, py::cast(on_demand_)).cast<Tensor>();
-  }
-
-  Tensor run_here() {  // undefined where Python has to
-    if (!collect(value_.ptr())) return {};
+    collect();
     std::sort(order_.begin(), order_.end());
-    order_.erase(std::unique(order_.begin(), order_.end()), order_.end());
     for (auto& [_, node] : order_) {
-      each_input(node, [&](PyObject* input) { ++values_[input].uses; });
+      for (auto& input : node->inputs) ++values_[input.get()].uses;
     }
-    ++values_[value_.ptr()].uses;
+    ++values_[value_.get()].uses;
     Replaying replaying;
-    for (auto& [_, node] : order_) run(node);
-    Tensor found = values_[value_.ptr()].made;
+    for (auto& [_, node] : order_) run(*node);
+    Tensor found = values_[value_.get()].made;
     TORCH_CHECK(found.defined(), "a replay did not produce the value asked for: please report this");
     return found;
   }
@@ -48,110 +39,112 @@ class Replay {
     Tensor made;    // kept until the last of them
   };
 
-  // Finds the nodes that have to run; false where Python has to: a value was moved, or an error is raised.
-  bool collect(PyObject* value) {
-    std::vector<PyObject*> wanted{value};
+  void collect() {
+    std::vector<Value*> wanted{value_.get()};
+    ska::flat_hash_set<Node*> seen;
     while (!wanted.empty()) {
-      PyObject* next = wanted.back();
+      Value* next = wanted.back();
       wanted.pop_back();
       auto [known, is_new] = values_.emplace(next, Known{});
       if (!is_new) continue;
-      known->second.made = here(next);
-      if (known->second.made.defined()) continue;
-      PyObject* node = classes->value.node(next);
-      if (!is_node(node) || classes->value.held(next) != Py_None) return false;
-      order_.emplace_back(PyLong_AsLong(classes->node.order(node)), node);
-      each_input(node, [&](PyObject* input) { wanted.push_back(input); });
+      ValuePtr alive = ValuePtr::reclaim_copy(next);
+      Tensor bytes = here(alive);
+      if (!bytes.defined() && !next->node) bytes = source(*next);
+      values_[next].made = bytes;
+      if (bytes.defined()) continue;
+      Node* node = next->node.get();
+      if (!seen.insert(node).second) continue;
+      order_.emplace_back(node->order, node);
+      for (auto& input : node->inputs) wanted.push_back(input.get());
     }
-    return true;
   }
 
-  void run(py::handle node) {
-    c10::GradMode::set_enabled(classes->node.grad(node) == Py_True);
+  static Tensor source(Value& value) {  // one that nothing has pinned
+    Tensor bytes = locked(value);
+    if (!bytes.defined()) bytes = functions->here(py::cast(ValuePtr::reclaim_copy(&value))).cast<Tensor>();
+    return bytes;
+  }
+
+  void run(Node& node) {
+    c10::GradMode::set_enabled(node.grad);
     Tensors bases;
-    each_input(node.ptr(), [&](PyObject* input) {
-      bases.push_back(values_[input].made);
+    for (auto& input : node.inputs) {
+      bases.push_back(values_[input.get()].made);
       TORCH_CHECK(bases.back().defined(), "a replay lacks an input: please report this");
-    });
-    if (on_demand_) on_demand_->relieve_if_short();
-    if (call_of(node) != nullptr) run_again(node, bases);
+    }
+    if (governor_) ++governor_->replayed;
+    if (node.call) run_again(node, bases);
     else run_in_python(node, bases);
     bases.clear();
-    if (RecordedCall* call = call_of(node)) call->drop_inputs();
-    else classes->drop_inputs(node);
-    each_input(node.ptr(), [&](PyObject* input) {
-      Known& known = values_[input];
+    node.count_off();
+    for (auto& input : node.inputs) {
+      Known& known = values_[input.get()];
       if (--known.uses <= 0) known.made.reset();
-    });
-  }
-
-  void run_again(py::handle node, Tensors& bases) {
-    auto& n = classes->node;
-    auto inputs = py::reinterpret_borrow<py::tuple>(n.inputs(node));
-    auto updated = py::reinterpret_borrow<py::tuple>(n.updated(node));
-    for (py::handle one : updated) {
-      size_t place = PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0));
-      bases[place] = own_copy(PyTuple_GET_ITEM(inputs.ptr(), place), bases[place], call_of(node)->waits);
-    }
-    Tensors results = call_of(node)->again(bases);
-    for (py::handle one : updated)
-      keep(PyTuple_GET_ITEM(one.ptr(), 1), bases[PyLong_AsSize_t(PyTuple_GET_ITEM(one.ptr(), 0))]);
-    for (py::handle output : py::reinterpret_borrow<py::tuple>(n.outputs(node))) {
-      keep(PyTuple_GET_ITEM(output.ptr(), 1), results[PyLong_AsSize_t(PyTuple_GET_ITEM(output.ptr(), 0))]);
-    }
-    if (on_demand_) {
-      for (const Tensor& result : results) {
-        if (result.defined()) on_demand_->note_allocated(result.storage().nbytes());
-      }
     }
   }
 
-  void run_in_python(py::handle node, const Tensors& bases) {
+  void run_again(Node& node, Tensors& bases) {
+    for (auto& [place, _] : node.updated) bases[place] = own_copy(node, place, bases[place]);
+    Tensors results = node.call->again(bases, governor_.get());
+    for (auto& [place, made] : node.updated) keep(made, bases[place]);
+    for (auto& [place, made] : node.outputs) keep(made, results[place]);
+  }
+
+  void run_in_python(Node& node, const Tensors& bases) {
     py::list given, alone;
-    size_t at = 0;
-    each_input(node.ptr(), [&](PyObject* input) {
-      given.append(wrapped(bases[at++]));
-      alone.append(py::bool_(is_alone(input, classes->node.waits(node) == Py_True)));
-    });
-    for (py::handle pair : py::list(classes->run_node(node, given, alone))) {
-      const Tensor& result = THPVariable_Unpack(PyTuple_GET_ITEM(pair.ptr(), 1));
-      keep(PyTuple_GET_ITEM(pair.ptr(), 0), result);
-      if (on_demand_) on_demand_->note_allocated(result.storage().nbytes());
+    for (size_t at = 0; at < bases.size(); ++at) {
+      given.append(wrapped(bases[at]));
+      alone.append(py::bool_(is_alone(node, at)));
     }
+    if (governor_) governor_->want(bytes_of(node));
+    py::list made = node.special.attr("run")(given, alone);
+    for (auto& [place, output] : node.outputs) keep(output, made[place].cast<Tensor>());
   }
 
-  // Whether nobody else waits for the bytes of a value that a call overwrites. One that runs a second time is
-  // counted off already: `waits` is false, and a reader that is left is another.
-  bool is_alone(py::handle value, bool waits) {
-    bool nobody = classes->value.held(value) == Py_None && readers_of(value) <= (waits ? 1 : 0);
-    return nobody && values_[value.ptr()].uses <= 1;
+  static int64_t bytes_of(const Node& node) {
+    int64_t bytes = 0;
+    for (auto& [_, output] : node.outputs) {
+      if (auto value = output.lock()) bytes += value->nbytes;
+    }
+    return bytes;
+  }
+
+  // Whether nobody else waits for the bytes of a value that a call overwrites.
+  bool is_alone(Node& node, size_t place) {
+    Value& value = *node.inputs[place];
+    bool nobody = !value.held.defined() && value.node && value.readers <= (node.waits ? 1 : 0);
+    return nobody && values_[&value].uses <= 1;
   }
 
   // What a call may overwrite in place of a value: its bytes where nobody else waits for them, or a copy.
-  Tensor own_copy(py::handle value, const Tensor& base, bool waits) {
-    if (is_alone(value, waits)) return base;
-    int64_t bytes = base.storage().nbytes();
-    if (on_demand_) on_demand_->note_allocated(bytes);
+  Tensor own_copy(Node& node, size_t place, const Tensor& base) {
+    if (is_alone(node, place)) return base;
+    int64_t bytes = static_cast<int64_t>(base.storage().nbytes());
+    if (governor_) governor_->want(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();
   }
 
   // Keeps what was written while its value has readers.
-  void keep(py::handle reference, const Tensor& result) {
-    if (reference.is_none()) return;
-    py::object made = behind(reference);
-    if (made.is_none()) return;
-    if (readers_of(made) > 0 && classes->value.cached(made) == Py_None) {
-      keep_cached(made, result);
-      if (on_demand_) on_demand_->note_cached(made);
+  void keep(const WeakValue& reference, const Tensor& result) {
+    ValuePtr made = reference.lock();
+    if (!made) return;
+    if (made->readers > 0 && !made->cached.defined()) {
+      keep_cached(*made, result);
+      made->came_back();
+      if (governor_) {
+        governor_->list(tape_, made);
+        governor_->changed();
+      }
     }
-    auto known = values_.find(made.ptr());
+    auto known = values_.find(made.get());
     if (known != values_.end() && known->second.uses > 0) known->second.made = result;
   }
 
-  py::handle value_;  // it keeps the values that it depends on alive
-  std::shared_ptr<OnDemand> on_demand_;
-  std::vector<std::pair<long, PyObject*>> order_;
-  ska::flat_hash_map<PyObject*, Known> values_;
+  ValuePtr value_;  // it keeps the values that it depends on alive
+  std::shared_ptr<Tape> tape_;
+  std::shared_ptr<Governor> governor_;
+  std::vector<std::pair<double, Node*>> order_;
+  ska::flat_hash_map<Value*, Known> values_;
 };
 
 }  // namespace lowtide

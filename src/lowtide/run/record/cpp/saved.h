@@ -1,104 +1,104 @@
-// What autograd holds in place of a saved tensor: lowtide.run.record.handles.
+// What autograd holds in place of a saved tensor.
 #pragma once
 
-#include <chrono>
-#include <memory>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "replay.h"
 
 namespace lowtide {
 
-struct Replays {  // of one step
-  double seconds = 0;
-  py::object on_unpack;  // called whenever backward asks for an evicted tensor, if it is set
-  py::object watch;  // as of lowtide.writes: kept while there are evicted tensors
-  long evicted = 0;
-  std::shared_ptr<OnDemand> on_demand;
+class Recorder;
 
-  void keep(py::object one) {
-    if (evicted > 0) watch = std::move(one);
-  }
-  void gone() {
-    if (--evicted == 0) watch = py::object();
+struct Step {  // what the handles of one step share
+  std::weak_ptr<Recorder> recorder;
+  std::shared_ptr<Tape> tape;
+  std::shared_ptr<Governor> governor;
+  py::object on_unpack;  // called whenever backward asks for an evicted tensor, if it is set
+  double seconds = 0;    // of replays
+  long handles = 0;
+
+  ~Step() {
+    py::gil_scoped_acquire gil;
+    on_unpack = py::object();
   }
 };
 
 // Python raises autograd's error.
 inline void check_version(uint32_t now, uint32_t expected, const Tensor& like, at::IntArrayRef shape) {
-  if (now != expected) classes->overwritten(wrapped(like), now, expected, shape.vec());
+  if (now != expected) functions->overwritten(wrapped(like), now, expected, shape.vec());
 }
 
 struct Kept {
   Tensor tensor;
   uint32_t version;
 
-  explicit Kept(Tensor kept) : tensor(std::move(kept)), version(version_of(tensor)) {}
+  explicit Kept(Tensor kept) : tensor(std::move(kept)), version(static_cast<uint32_t>(version_of(tensor))) {}
 
   py::object back() const {
-    check_version(version_of(tensor), version, tensor, tensor.sizes());
+    check_version(static_cast<uint32_t>(version_of(tensor)), version, tensor, tensor.sizes());
     return wrapped(tensor);
   }
 };
 
+// A saved tensor of a value that a node brings back; it may have a copy.
 class Evicted {
  public:
-  Evicted(const Tensor& shown, py::object value, std::shared_ptr<Replays> replays)
-      : counter_(shown.unsafeGetTensorImpl()->version_counter()),
+  Evicted(const Tensor& shows, ValuePtr value, std::shared_ptr<Step> step)
+      : counter_(shows.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         value_(std::move(value)),
-        geometry_(shown),
-        options_(shown.options()),
-        replays_(std::move(replays)) {
-    add_reader(value_);
-    ++replays_->evicted;
-    classes->value.evicted.set(value_, py::bool_(true));
+        geometry_(shows),
+        options_(shows.options()),
+        step_(std::move(step)) {
+    value_->add_reader();
+    ++value_->saved;
+    ++step_->handles;
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {
-    if (!unpacked_) count_off(value_);
-    replays_->gone();
+    count_off();
+    --step_->handles;
   }
 
-  py::object back() {
-    if (replays_->on_unpack) replays_->on_unpack();
-    if (replays_->on_demand) replays_->on_demand->relieve();
+  const ValuePtr& value() const { return value_; }
+  const Geometry& geometry() const { return geometry_; }
+  bool is_behind() const { return counter_.current_version() == version_; }
+
+  void save_backward();
+
+  Tensor back() {
+    if (step_->on_unpack) step_->on_unpack();
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
-    Tensor base = overwritten_with(value_);
+    Tensor base = value_->shown;
     if (!base.defined()) base = here(value_);
-    if (!base.defined()) {
-      base = replayed();
-      if (replays_->on_demand) replays_->on_demand->relieve();  // for what backward does with it
-    }
-    if (!unpacked_) {
-      unpacked_ = true;
-      count_off(value_);
-    }
-    return wrapped(geometry_.over(base));
+    if (!base.defined()) base = replayed();
+    if (!torch::autograd::get_current_graph_task_keep_graph()) count_off();
+    return geometry_.over(base);
   }
 
  private:
   Tensor replayed() {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();
-    Tensor base = Replay(value_, replays_->on_demand).run();
-    replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    Tensor base = Replay(value_, step_->tape, step_->governor).run();
+    step_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     return base;
+  }
+
+  void count_off() {
+    if (std::exchange(done_, true)) return;
+    --value_->saved;
+    value_->count_off();
   }
 
   c10::VariableVersion counter_;
   uint32_t version_;
-  py::object value_;
+  ValuePtr value_;
   Geometry geometry_;
   at::TensorOptions options_;
-  std::shared_ptr<Replays> replays_;
-  bool unpacked_ = false;
+  std::shared_ptr<Step> step_;
+  bool done_ = false;
 };
-
-inline py::object unpack(py::handle packed) {
-  if (Kept* kept = Boxed<Kept>::in(packed)) return kept->back();
-  if (Evicted* evicted = Boxed<Evicted>::in(packed)) return evicted->back();
-  return classes->unpack(packed);
-}
 
 }  // namespace lowtide

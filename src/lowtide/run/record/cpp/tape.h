@@ -1,167 +1,522 @@
-// The classes of Python that both halves of the recorder work on, and the slots that C++ reads or writes. It
-// knows nothing else of Python's objects; lowtide.run.record.cpp_recorder names the classes.
+// The tape of one step: values, the operations that wrote them (nodes), and which value a storage shows.
+//
+// A value is one version of one storage. Where an operation of the tape wrote it, it has a node; else it is a
+// source: the program made it, and the tape refers to it weakly, with its version. Autograd's handles hold
+// values, a value its node, a node the values that it reads. So what nobody can ask for is freed.
+//
+// `evict` gives up a value's copy. From then on the nodes that bring the value back are pinned: they count
+// among the readers of what they read, and the sources are held. All of it runs under the interpreter's lock.
 #pragma once
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/flat_hash_map.h>
+
+#include <algorithm>
+#include <unordered_map>
 
 #include "call.h"
 #include "python.h"
-
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/Stream.h>
+#include "share.h"
 
 namespace lowtide {
 
-struct Classes {
-  struct OfValue {
-    py::object type;
-    Slot node{type, "node"}, nbytes{type, "nbytes"}, extent{type, "extent"}, held{type, "held"},
-        version{type, "version"}, emptied{type, "emptied"}, cached{type, "cached"},
-        stream{type, "stream"}, readers{type, "readers"}, digest{type, "digest"},
-        evicted{type, "evicted"}, shown{type, "shown"};
-  } value;
-  struct OfNode {
-    py::object type;
-    Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
-        waits{type, "waits"},
-        args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
-        statistics{type, "statistics"}, random_state{type, "random_state"}, generator{type, "generator"},
-        grad{type, "grad"}, inputs{type, "inputs"},
-        call{type, "call"}, updated{type, "updated"};
-  } node;
-  struct OfTape {
-    py::object type;
-    Slot replayable{type, "replayable"}, sources{type, "sources"}, blank{type, "blank"}, order{type, "order"};
-  } tape;
-  struct OfDirector {
-    py::object type;
-    Slot at{type, "at"}, skipped{type, "skipped"};
-  } director;
-  py::object here, unpack, bring_back, run_node, drop_inputs, overwritten;  // functions in Python
-  py::tuple nothing{0};
-  py::dict no_names;
-};
-inline Classes* classes = nullptr;  // set once per process
+struct Node;
+struct Value;
+using NodePtr = c10::intrusive_ptr<Node>;
+using ValuePtr = c10::intrusive_ptr<Value>;
+using WeakValue = c10::weak_intrusive_ptr<Value>;
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
-inline py::object new_value(py::object node, const Tensor& shows) {
-  auto& v = classes->value;
-  py::object value = fresh(v.type);
-  py::int_ bytes(shows.storage().nbytes());
-  v.node.set(value, std::move(node));
-  v.extent.set(value, bytes);
-  v.nbytes.set(value, std::move(bytes));
-  v.version.set(value, py::int_(0));
-  v.readers.set(value, py::int_(0));
-  v.evicted.set(value, py::bool_(false));
-  for (const Slot* slot : {&v.held, &v.cached, &v.stream, &v.digest, &v.emptied, &v.shown})
-    slot->set(value, py::none());
-  return value;
+void bury(NodePtr node);  // frees a chain of nodes without recursion
+
+inline WeakStorage weak_storage(const Tensor& tensor) {
+  return tensor.storage().getWeakStorageImpl();
 }
+
+struct Functions {  // of Python, for what is rare
+  py::object here;         // a value that was emptied and filled again, or whose stream is another
+  py::object fingerprint;  // of a tensor's first bytes
+  py::object overwritten;  // raises autograd's error
+  py::object unpack;       // what Python packed
+  py::object facts;        // of an operation
+  py::object current;      // the recorder that Python has for this thread, or None
+};
+inline Functions* functions = nullptr;  // set once per process
+
+enum class Plan : uint8_t { None, Stored, Evicted, EvictedFirst };  // of a value
+
+struct Ledger : c10::intrusive_ptr_target {  // of one step
+  int64_t missing_bytes = 0;  // evicted, and to come back: a plain step would hold them
+  bool alone = true;          // no other rank has to run the same collectives
+};
+
+struct Value : c10::intrusive_ptr_target {
+  NodePtr node;
+  int64_t nbytes = 0, extent = 0;
+  WeakStorage storage;          // of the program, which shows the value
+  c10::VariableVersion counter{c10::VariableVersion::DISABLED};
+  uint32_t version = 0;
+  Tensor held;                  // a source that replays start from
+  Tensor cached;                // a copy, while somebody reads it: most often the program's own storage
+  Tensor shown;                 // what the program wrote over it, past the version counter
+  Tensor emptied;               // a fingerprint of a source whose storage was emptied
+  std::optional<c10::Stream> stream;
+  int64_t digest = 0;
+  long readers = 0;             // handles, and pinned nodes
+  long saved = 0;               // handles
+  int32_t unit = 0;             // of FSDP, in which it was made or gathered
+  at::ScalarType dtype = at::kByte;  // of a source
+  Plan plan = Plan::None;
+  bool has_digest = false, made_here = false, gathered = false, spoiled = false, listed = false;
+
+  Value() : storage(c10::intrusive_ptr<c10::StorageImpl>()) {}
+  ~Value() override { clear(); }
+  void release_resources() override { clear(); }
+
+  bool is_source() const { return !node; }
+
+  void add_reader() { ++readers; }
+  void count_off() {
+    if (readers > 0 && --readers == 0) {
+      came_back();
+      cached.reset();
+      held.reset();
+      emptied.reset();
+    }
+  }
+
+  void went(const c10::intrusive_ptr<Ledger>& book) {  // it is evicted now
+    if (ledger) return;
+    ledger = book;
+    ledger->missing_bytes += nbytes;
+  }
+  void came_back() {
+    if (auto book = std::move(ledger)) book->missing_bytes -= nbytes;
+  }
+
+ private:
+  c10::intrusive_ptr<Ledger> ledger;  // while it is evicted
+
+  void clear() {
+    came_back();
+    cached.reset();
+    held.reset();
+    shown.reset();
+    emptied.reset();
+    if (node) bury(std::move(node));
+  }
+};
+
+struct Node : c10::intrusive_ptr_target {
+  double order = 0, seconds = 0;
+  int32_t unit = 0;
+  bool waits = false, exact = true, grad = true, collective = false;
+  c10::SmallVector<ValuePtr, 4> inputs;
+  std::optional<RecordedCall> call;
+  py::object special;  // else: an object of Python with a method `run(bases, alone)`
+  c10::SmallVector<std::pair<uint32_t, WeakValue>, 2> outputs;  // with the places among the results
+  c10::SmallVector<std::pair<uint32_t, WeakValue>, 1> updated;  // what the call overwrites, by its input
+
+  ~Node() override {
+    count_off();
+    if (special) {
+      py::gil_scoped_acquire gil;
+      special = py::object();
+    }
+  }
+
+  void count_off() {  // it has run again, or never will
+    if (!std::exchange(waits, false)) return;
+    for (auto& input : inputs) input->count_off();
+  }
+};
+
+inline void bury(NodePtr node) {
+  thread_local std::vector<NodePtr>* open = nullptr;
+  if (open != nullptr) {
+    open->push_back(std::move(node));
+    return;
+  }
+  std::vector<NodePtr> nodes;
+  open = &nodes;
+  nodes.push_back(std::move(node));
+  while (!nodes.empty()) {
+    NodePtr next = std::move(nodes.back());
+    nodes.pop_back();
+    next.reset();
+  }
+  open = nullptr;
+}
+
+// ---- where a value's bytes are --------------------------------------------------------------------
 
 inline c10::Stream stream_of(const Tensor& tensor) {  // on which this thread computes
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
-inline void note_stream(py::handle value, const Tensor& tensor) {
-  if (tensor.is_cpu() || tensor.is_meta()) return;
-  classes->value.stream.set(value, owned(THPStream_Wrap(stream_of(tensor))));
+inline bool has_streams(const Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_meta(); }
+
+inline void keep_cached(Value& value, Tensor copy) {
+  if (has_streams(copy)) value.stream = stream_of(copy);
+  value.cached = std::move(copy);
 }
 
-inline py::object held_value(const Tensor& tensor) {  // LiveValue.hold
-  auto& v = classes->value;
-  py::object value = new_value(py::none(), tensor);
-  v.held.set(value, wrapped(alias_of(tensor)));
-  if (int64_t version = version_of(tensor)) v.version.set(value, py::int_(version));
-  note_stream(value, tensor);
-  return value;
+// A tensor over a living source; undefined once it is gone, or was written since.
+inline Tensor locked(const Value& source, c10::Device device, at::ScalarType dtype) {
+  auto storage = source.storage.lock();
+  if (!storage || source.spoiled || source.counter.current_version() != source.version) return {};
+  auto options = at::TensorOptions().device(device).dtype(dtype);
+  Tensor made = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
+  int64_t elements = static_cast<int64_t>(storage->nbytes() / c10::elementSize(dtype));
+  made.unsafeGetTensorImpl()->set_sizes_contiguous({elements});
+  made.unsafeGetTensorImpl()->set_version_counter(source.counter);
+  return made;
 }
 
-inline long readers_of(py::handle value) { return PyLong_AsLong(classes->value.readers(value)); }
-
-inline void add_reader(py::handle value) {
-  classes->value.readers.set(value, py::int_(readers_of(value) + 1));
+inline Tensor locked(const Value& source) {
+  auto storage = source.storage.lock();
+  return storage ? locked(source, storage->device(), source.dtype) : Tensor();
 }
 
-inline void count_off(py::handle value) {  // LiveValue.count_off
-  long readers = readers_of(value);
-  if (readers <= 0) return;
-  classes->value.readers.set(value, py::int_(readers - 1));
-  if (readers == 1) classes->value.cached.set(value, py::none());
+inline bool is_unchanged(const Value& source) {
+  return !source.spoiled && source.counter.current_version() == source.version;
 }
 
-inline void RecordedCall::drop_inputs() {  // Node.drop_inputs
-  if (!std::exchange(waits, false)) return;
-  for (py::handle input : py::reinterpret_borrow<py::tuple>(inputs)) count_off(input);
-}
-
-// Of one that is held; Python compares what was emptied and filled again.
-inline bool is_as_recorded(py::handle value) {
-  auto& v = classes->value;
-  if (v.emptied(value) != Py_None) return false;
-  return version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
-}
-
-inline void keep_cached(py::handle value, const Tensor& copy) {  // LiveValue.keep_cached
-  note_stream(value, copy);
-  classes->value.cached.set(value, wrapped(copy));
-}
-
-// Whether the stream on which this thread computes is the value's own.
-inline bool is_on_stream(py::handle value, const Tensor& tensor) {
-  py::handle stream = classes->value.stream(value);
-  return stream.is_none() || stream.cast<c10::Stream>() == stream_of(tensor);
-}
-
-// Undefined where the value has to be replayed, or where Python has to raise an error.
-inline Tensor here(py::handle value) {
-  auto& v = classes->value;
-  if (v.held(value) != Py_None) {
-    const Tensor& tensor = THPVariable_Unpack(v.held(value));
-    bool whole = tensor.storage().nbytes() >= PyLong_AsSize_t(v.nbytes(value));
-    if (!whole || !is_as_recorded(value)) return Tensor();
-    if (tensor.is_cpu() || is_on_stream(value, tensor)) return tensor;
-    return classes->here(value).cast<Tensor>();  // Python says that this stream reads it, too
+// A tensor on a value's bytes; undefined where it has to be replayed. Python raises where it cannot be.
+inline Tensor here(const ValuePtr& value) {
+  Value& v = *value;
+  if (v.held.defined()) {
+    bool whole = v.held.storage().nbytes() >= static_cast<size_t>(v.nbytes);
+    bool ready = whole && !v.emptied.defined() && v.held._version() == v.version;
+    if (ready && (!has_streams(v.held) || !v.stream || *v.stream == stream_of(v.held))) return v.held;
+    return functions->here(py::cast(value)).cast<Tensor>();
   }
-  PyObject* cached = v.cached(value);
-  if (cached == Py_None) return Tensor();
-  const Tensor& copy = THPVariable_Unpack(cached);
-  if (is_on_stream(value, copy)) return copy;
-  return classes->here(value).cast<Tensor>();  // Python orders the streams
+  if (!v.cached.defined()) return {};
+  if (has_streams(v.cached) && v.stream && *v.stream != stream_of(v.cached))
+    return functions->here(py::cast(value)).cast<Tensor>();
+  return v.cached;
 }
 
-// What code outside has overwritten it with, if it did.
-inline Tensor overwritten_with(py::handle value) {
-  PyObject* shown = classes->value.shown(value);
-  return THPVariable_Check(shown) ? THPVariable_Unpack(shown) : Tensor();
+// ---- what it takes to bring a value back -----------------------------------------------------------
+
+struct Closure {
+  double seconds = 0;
+  int64_t pins_bytes = 0;     // sources that nothing else has held so far
+  int64_t missing_bytes = 0;  // of values that come back on the way
+  bool possible = true;
+};
+
+class Walk {  // through the nodes that a replay of a value would run
+ public:
+  template <class OnNode, class OnSource>
+  void operator()(Value& value, OnNode on_node, OnSource on_source) {
+    seen_.clear();
+    wanted_.assign(1, &value);
+    bool first = true;
+    while (!wanted_.empty()) {
+      Value* next = wanted_.back();
+      wanted_.pop_back();
+      if (!next->node) {
+        if (!on_source(*next)) return;
+        continue;
+      }
+      if (!first && next->cached.defined()) continue;
+      first = false;
+      Node* node = next->node.get();
+      if (!seen_.insert(node).second) continue;
+      if (!on_node(*node)) return;
+      for (auto& input : node->inputs) wanted_.push_back(input.get());
+    }
+  }
+
+ private:
+  ska::flat_hash_set<Node*> seen_;
+  std::vector<Value*> wanted_;
+};
+
+inline bool can_start_from(const Value& source) {
+  if (source.held.defined()) return source.held._version() == source.version;
+  return !source.spoiled && !source.storage.expired() &&
+      source.counter.current_version() == source.version;
 }
 
-inline bool is_node(py::handle object) {  // those that Python made are of a class of their own
-  return PyObject_TypeCheck(object.ptr(), reinterpret_cast<PyTypeObject*>(classes->node.type.ptr()));
+enum class Change { Written, Swapped, Emptied };  // of a storage, or of a tensor's storage for another
+
+class Tape {
+ public:
+  explicit Tape(bool verify) : verify(verify) {}
+
+  const bool verify;
+  double order = 0;
+  int32_t unit = 0;
+  bool natural = false;  // somebody watches how long the program's own storages live
+  c10::intrusive_ptr<Ledger> ledger = c10::make_intrusive<Ledger>();
+
+  // ---- which value a storage shows ----
+
+  Value* shown(uintptr_t key) {  // or null
+    auto found = shown_.find(key);
+    if (found == shown_.end()) return nullptr;
+    if (found->second->storage.expired()) {
+      shown_.erase(found);
+      return nullptr;
+    }
+    return found->second.get();
+  }
+
+  Value* replayable(uintptr_t key) {  // or null
+    Value* value = shown(key);
+    return value != nullptr && value->node ? value : nullptr;
+  }
+
+  bool is_blank(uintptr_t key) {
+    if (blank_.empty()) return false;
+    auto found = blank_.find(key);
+    if (found == blank_.end()) return false;
+    if (!found->second.expired()) return true;
+    blank_.erase(found);
+    return false;
+  }
+
+  bool any_blank() {
+    for (auto one = blank_.begin(); one != blank_.end();) {
+      if (one->second.expired()) one = blank_.erase(one);
+      else return true;
+    }
+    return false;
+  }
+
+  void fill(uintptr_t key) { blank_.erase(key); }
+
+  void note_blank(const Tensor& tensor) { blank_.insert_or_assign(storage_key(tensor), weak_storage(tensor)); }
+
+  // The value that a tensor shows. One that the tape has not met is a source.
+  ValuePtr value_of(const Tensor& tensor) {
+    uintptr_t key = storage_key(tensor);
+    if (Value* known = shown(key)) {
+      if (known->node) return ValuePtr::reclaim_copy(known);
+      if (is_unchanged(*known) && !known->emptied.defined()) return ValuePtr::reclaim_copy(known);
+    }
+    return source(tensor);
+  }
+
+  ValuePtr source(const Tensor& tensor, bool made_here = false) {
+    auto value = c10::make_intrusive<Value>();
+    value->nbytes = value->extent = static_cast<int64_t>(tensor.storage().nbytes());
+    value->storage = weak_storage(tensor);
+    value->dtype = tensor.scalar_type();
+    value->counter = tensor.unsafeGetTensorImpl()->version_counter();
+    value->version = tensor.is_inference() ? 0 : static_cast<uint32_t>(tensor._version());
+    value->made_here = made_here;
+    value->gathered = !gathered.empty() && gathered.count(storage_key(tensor));
+    value->unit = unit;
+    enter(storage_key(tensor), value);
+    return value;
+  }
+
+  // What a node wrote to a tensor's storage: replayable as long as anybody may ask.
+  ValuePtr registered(const NodePtr& node, const Tensor& tensor, int64_t extent, Plan plan) {
+    auto value = c10::make_intrusive<Value>();
+    value->node = node;
+    value->nbytes = static_cast<int64_t>(tensor.storage().nbytes());
+    value->extent = extent;
+    value->storage = weak_storage(tensor);
+    value->plan = plan;
+    value->unit = unit;
+    enter(storage_key(tensor), value);
+    return value;
+  }
+
+  // A recorded call is about to overwrite a value that it may read again.
+  void before_update(Value& old, const Tensor& tensor);
+
+  // Code that nobody sees has overwritten a value: what was saved of it is what is there now.
+  void spoil(Value& value) {
+    auto storage = value.storage.lock();
+    if (storage && !value.shown.defined()) {
+      value.shown = value.cached.defined()
+          ? value.cached
+          : at::empty({0}, at::TensorOptions().device(storage->device()).dtype(at::kByte)).set_(c10::Storage(storage));
+    }
+    value.cached.reset();
+    bury(std::move(value.node));
+    value.spoiled = true;
+  }
+
+  void forget(uintptr_t key) {
+    shown_.erase(key);
+    blank_.erase(key);
+  }
+
+  void forget_all() {
+    shown_.clear();
+    blank_.clear();
+  }
+
+  template <class With>
+  void each_shown(With with) {
+    for (auto& [key, value] : shown_) with(key, *value);
+  }
+
+  std::unordered_map<uintptr_t, bool> gathered;  // storages that sharded weights are gathered into
+
+  // ---- evicting ----
+
+  Closure closure(Value& value) {
+    Closure found;
+    int32_t unit = value.unit;
+    walk_(
+        value,
+        [&](Node& node) {
+          found.seconds += node.seconds;
+          found.possible &= !node.collective || ledger->alone;
+          for (auto& [_, output] : node.outputs) {
+            if (auto made = output.lock()) found.missing_bytes += made->nbytes;
+          }
+          return found.possible;
+        },
+        [&](Value& source) {
+          bool gone = !can_start_from(source) || (source.gathered && source.unit != unit);
+          if (gone) found.possible = false;
+          else if (!source.held.defined() && source.made_here) found.pins_bytes += source.nbytes;
+          return !gone;
+        });
+    return found;
+  }
+
+  // Has the nodes that bring a value back count among the readers of what they read.
+  void pin(Value& value) {
+    walk_(
+        value,
+        [&](Node& node) { return pin(node), true; },
+        [](Value&) { return true; });
+  }
+
+  void pin(Node& node) {
+    if (std::exchange(node.waits, true)) return;
+    for (auto& input : node.inputs) {
+      input->add_reader();
+      if (!input->node) hold(*input);
+    }
+  }
+
+  void hold(Value& source) {  // if it is there
+    if (source.held.defined()) return;
+    Tensor tensor = locked(source);
+    if (!tensor.defined()) return;
+    if (natural && source.made_here) {  // the program's own storage ends where the program lets go of it
+      Tensor copy = shared(tensor);
+      if (copy.defined()) tensor = std::move(copy);
+    }
+    if (has_streams(tensor)) source.stream = stream_of(tensor);
+    source.version = static_cast<uint32_t>(tensor._version());
+    source.held = std::move(tensor);
+  }
+
+  // Gives up a value's copy; false where nothing would bring it back.
+  bool evict(Value& value) {
+    if (!closure(value).possible) return false;
+    give_up(value);
+    return true;
+  }
+
+  void give_up(Value& value) {  // of which `closure` has said that it can be brought back
+    pin(value);
+    value.cached.reset();
+    value.went(ledger);
+  }
+
+  // ---- writes ----
+
+  // The program is about to write to a storage, or to swap or empty it.
+  void before_change(uintptr_t key, Change how = Change::Written);
+
+ private:
+  void drop_shared(Value& value);
+
+  void enter(uintptr_t key, ValuePtr value) {
+    if (shown_.size() > most_) {
+      for (auto one = shown_.begin(); one != shown_.end();) {
+        if (one->second->storage.expired()) one = shown_.erase(one);
+        else ++one;
+      }
+      most_ = 64 + 2 * shown_.size();
+    }
+    shown_.insert_or_assign(key, std::move(value));
+  }
+
+  ska::flat_hash_map<uintptr_t, ValuePtr> shown_;
+  std::unordered_map<uintptr_t, WeakStorage> blank_;
+  size_t most_ = 64;
+  Walk walk_;
+};
+
+inline Tensor own_bytes(const Tensor& tensor) {  // over a copy of its storage
+  int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
+  Tensor copy = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1}).clone();
+  return Geometry(tensor).over(copy);
 }
 
-inline RecordedCall* call_of(py::handle node) {  // or null: Python recorded it
-  return is_a(node, classes->node.type) ? Boxed<RecordedCall>::in(classes->node.call(node)) : nullptr;
+inline bool share_bytes(const Tensor& one, const Tensor& other) {
+  auto at = [](const Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+  };
+  return at(one) == at(other);
 }
 
-// Calls `with` for each value that a node reads.
-template <class With>
-void each_input(PyObject* node, With with) {  // Python's nodes have a list
-  PyObject* inputs = classes->node.inputs(node);
-  for (Py_ssize_t at = 0; at < PySequence_Fast_GET_SIZE(inputs); ++at)
-    with(PySequence_Fast_GET_ITEM(inputs, at));
+inline void Tape::before_update(Value& old, const Tensor& tensor) {
+  if (old.cached.defined() && share_bytes(old.cached, tensor)) drop_shared(old);
 }
 
-// A node without its inputs and outputs.
-inline py::object new_node(const py::object& func, long order, py::object call) {
-  auto& n = classes->node;
-  py::object node = fresh(n.type);
-  n.func.set(node, func);
-  n.order.set(node, py::int_(order));
-  n.exact.set(node, py::bool_(true));
-  for (const Slot* slot : {&n.args, &n.written, &n.statistics, &n.updated}) slot->set(node, classes->nothing);
-  n.kwargs.set(node, classes->no_names);
-  for (const Slot* slot : {&n.device, &n.random_state, &n.generator}) slot->set(node, py::none());
-  n.grad.set(node, py::bool_(c10::GradMode::is_enabled()));
-  n.call.set(node, std::move(call));
-  return node;
+// The bytes of a value's copy are about to change.
+inline void Tape::drop_shared(Value& value) {
+  if (value.readers == value.saved) return value.cached.reset();  // their version check tells
+  if (closure(value).possible) give_up(value);
+  else keep_cached(value, own_bytes(value.cached));
+}
+
+inline void Tape::before_change(uintptr_t key, Change how) {
+  Value* value = shown(key);
+  if (value == nullptr) return;
+  ValuePtr alive = ValuePtr::reclaim_copy(value);
+  if (!value->node) {
+    if (value->gathered) return;  // it is filled with the same bytes again
+    if (how == Change::Emptied) {
+      if (value->held.defined() && value->readers > 0 && !value->emptied.defined() && is_unchanged(*value))
+        value->emptied = functions->fingerprint(wrapped(value->held), value->nbytes).cast<Tensor>();
+      return;
+    }
+    if (value->emptied.defined()) return;  // it is filled again by writes
+    if (value->held.defined() && value->readers > 0 && is_unchanged(*value)) {
+      Tensor copy = how == Change::Swapped ? Tensor(value->held.unsafeGetTensorImpl()->shallow_copy_and_detach(
+                                                 c10::VariableVersion(0), false))
+                                           : own_bytes(value->held);
+      value->counter = copy.unsafeGetTensorImpl()->version_counter();
+      value->version = static_cast<uint32_t>(copy._version());
+      if (has_streams(copy)) value->stream = stream_of(copy);
+      value->held = std::move(copy);
+    } else {
+      value->spoiled = true;
+    }
+    shown_.erase(key);
+    return;
+  }
+  if (value->readers == 0 || how == Change::Emptied) return;
+  if (how == Change::Swapped) return;  // copies have the storage, whatever tensor of the program has it
+  auto program = value->storage.lock();
+  bool shares = value->cached.defined() && program &&
+      value->cached.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() ==
+          program->_mutable_data_ptr_no_checks().get();
+  if (value->saved > 0 && !value->shown.defined()) {
+    // a plain step would show what is written, where no version counter tells of it
+    if (shares) value->shown = value->cached;
+    else if (program)
+      value->shown = at::empty({0}, at::TensorOptions().device(program->device()).dtype(at::kByte))
+                         .set_(c10::Storage(program));
+  }
+  if (shares) drop_shared(*value);
+  shown_.erase(key);
 }
 
 }  // namespace lowtide

@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "python.h"
+#include "governor.h"
 
 namespace lowtide {
 
@@ -50,20 +50,6 @@ struct Traced {  // the classes of what is written down, and slots of lowtide.tr
   py::str op{"op"}, nothing{""};
 };
 inline Traced* traced = nullptr;  // set once per process
-
-struct Meter {  // a register of the counting allocator: how it is opened, read and closed; or nulls
-  int (*open)() = nullptr;
-  int64_t (*peak)(int) = nullptr, (*live)(int) = nullptr;
-  void (*close)(int) = nullptr;
-
-  explicit Meter(const std::vector<uintptr_t>& at) {
-    if (at.size() != 4) return;
-    open = reinterpret_cast<decltype(open)>(at[0]);
-    peak = reinterpret_cast<decltype(peak)>(at[1]);
-    live = reinterpret_cast<decltype(live)>(at[2]);
-    close = reinterpret_cast<decltype(close)>(at[3]);
-  }
-};
 
 // What a call takes, as lowtide.trace.clock.Clock and lowtide.meter say it of main memory.
 class Measured {

@@ -1,56 +1,41 @@
-// Calls Python before an operation writes to a storage that is watched: lowtide.writes.
+// Tells the tapes of steps whose forward is over before an operation writes to what their replays start from.
+// A dispatch key of lowtide's own is let in for that, above autograd: only operations that write have a kernel.
 #pragma once
 
-#include <atomic>
 #include <mutex>
-#include <shared_mutex>
-#include <unordered_map>
 
-#include "call.h"
-#include "python.h"
+#include "tape.h"
 
 namespace lowtide {
 
-struct Watched {
-  struct Storage {
-    c10::weak_intrusive_ptr<c10::StorageImpl> itself;  // so that its address goes to no other storage
-    long readers;
-  };
-
-  std::shared_mutex mutex;
-  std::unordered_map<uintptr_t, Storage> storages;
+class Watched {  // the tapes of the process
+ public:
   std::atomic<bool> any{false};
-  py::object before_write;  // a function in Python
 
-  bool has(uintptr_t storage) {
-    std::shared_lock lock(mutex);
-    return storages.count(storage) != 0;
+  void add(const std::shared_ptr<Tape>& tape) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    tapes_.push_back(tape);
+    any = true;
   }
 
-  void add(const std::vector<uintptr_t>& keys) {
-    std::unique_lock lock(mutex);
-    for (uintptr_t key : keys) {
-      auto found = storages.find(key);
-      if (found != storages.end()) {
-        ++found->second.readers;
-        continue;
+  // Calls `with` for each tape that lives. Under the interpreter's lock.
+  template <class With>
+  void each(With with) {
+    std::vector<std::shared_ptr<Tape>> alive;
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      std::erase_if(tapes_, [](auto& one) { return one.expired(); });
+      any = !tapes_.empty();
+      for (auto& one : tapes_) {
+        if (auto tape = one.lock()) alive.push_back(std::move(tape));
       }
-      auto* storage = reinterpret_cast<c10::StorageImpl*>(key);
-      c10::raw::intrusive_ptr::incref(storage);
-      auto strong = c10::intrusive_ptr<c10::StorageImpl>::reclaim(storage);
-      storages.emplace(key, Storage{c10::weak_intrusive_ptr<c10::StorageImpl>(strong), 1});
     }
-    any = !storages.empty();
+    for (auto& tape : alive) with(*tape);
   }
 
-  void remove(const std::vector<uintptr_t>& keys) {
-    std::unique_lock lock(mutex);
-    for (uintptr_t key : keys) {
-      auto found = storages.find(key);
-      if (found != storages.end() && --found->second.readers == 0) storages.erase(found);
-    }
-    any = !storages.empty();
-  }
+ private:
+  std::mutex mutex_;
+  std::vector<std::weak_ptr<Tape>> tapes_;
 };
 inline Watched& watched = *new Watched;
 
@@ -59,22 +44,24 @@ inline void writes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) 
   static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, WRITES);
   if (!watched.any) {
     c10::impl::tls_set_dispatch_key_included(WRITES, false);
-  } else {
-    const auto& arguments = op.schema().arguments();
-    Tensors found;
+    return op.redispatchBoxed(keys & below, stack);
+  }
+  const auto& arguments = op.schema().arguments();
+  bool swaps = op.schema().name() == "aten::set_";
+  {
+    py::gil_scoped_acquire gil;
+    Unseen unseen;
+    at::AutoDispatchBelowADInplaceOrView no_history;
     for (size_t at = 0; at < arguments.size(); ++at) {
       const auto* alias = arguments[at].alias_info();
       if (alias == nullptr || !alias->isWrite()) continue;
       each_tensor((*stack)[stack->size() - arguments.size() + at], [&](const Tensor& tensor, size_t) {
-        if (plain(tensor) && watched.has(storage_key(tensor))) found.push_back(tensor);
+        if (!plain(tensor)) return true;
+        watched.each([&](Tape& tape) {
+          tape.before_change(storage_key(tensor), swaps ? Change::Swapped : Change::Written);
+        });
         return true;
       });
-    }
-    if (!found.empty()) {
-      py::gil_scoped_acquire gil;
-      py::list written;
-      for (const Tensor& tensor : found) written.append(wrapped(tensor));
-      watched.before_write(written, op.schema().name());
     }
   }
   op.redispatchBoxed(keys & below, stack);

@@ -16,7 +16,6 @@ namespace lowtide {
 struct ProfilerCalls {  // functions of Python, which do not hold the profiler
   py::object register_storage;  // a tensor's, that is there already: returns the reference to it
   py::object end_storage;       // which has ended
-  py::object value_of;          // a tensor that a replay will read
   py::object note_node;         // the operation with that index runs in a backward
   py::object note_meeting;      // and perhaps adds to a first tensor the gradient of another node
   py::object note_overwritten;  // a list of tensors
@@ -28,14 +27,14 @@ class ProfileRecorder : public Recorder {
  public:
   using Digest = int64_t (*)(const void*, int64_t);
 
-  // Of a profiler in Python: its tape and tracer; collectives under way; writes to what was saved, which
-  // are to be looked at; its functions. `digest` is the address of a function of bytes and how many; 0 where
-  // nothing is verified. `meter` are addresses, too. Of calls of one form so many `runs` are measured, and
-  // run twice.
-  ProfileRecorder(py::object tape, py::object tracer, py::dict begun, py::list written,
-                  const ProfilerCalls& profiler, uintptr_t digest, const std::vector<uintptr_t>& meter,
-                  Py_ssize_t runs)
-      : Recorder(std::move(tape), py::none(), py::none(), std::make_shared<Program>(true), nullptr),
+  // Of a profiler in Python: its tracer; collectives under way; writes to what was saved, which are to be
+  // looked at; its functions. `digest` is the address of a function of bytes and how many; 0 where nothing is
+  // verified. Of calls of one form so many `runs` are measured, and run twice. measures: main memory's meter
+  // says what a call takes.
+  ProfileRecorder(std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
+                  py::object tracer, py::dict begun, py::list written, const ProfilerCalls& profiler,
+                  uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
+      : Recorder(std::move(tape), std::move(governor), std::move(pack), nullptr, false),
         digest_(reinterpret_cast<Digest>(digest)),
         meter_(meter),
         runs_(runs),
@@ -43,23 +42,21 @@ class ProfileRecorder : public Recorder {
 
   ~ProfileRecorder() override {
     py::gil_scoped_acquire gil;
+    pack_hook = py::object();
     parts_.reset();
   }
 
-  std::shared_ptr<Program> program() const { return program_; }
-
-  bool sees_backward() const override { return true; }
+  py::object pack_hook;  // as autograd calls it
 
   bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) override {
     py::gil_scoped_acquire gil;
     Unseen unseen;  // Python copies what replays start from
     Parts& p = *parts_;
     forget_call();
-    if (python_ran_) from_python();
     if (PyList_GET_SIZE(p.written.ptr())) p.profiler.keep_overwritten();
     backward_ = torch::autograd::get_current_graph_task_id() != -1;
     bool forward = is_true(traced->tracer.in_forward(p.tracer));
-    if ((forward && (backward_ || !hooks_.on_top())) || !p.is_quiet()) return false;
+    if ((forward && (backward_ || !is_on_top())) || !p.is_quiet()) return false;
     first_ = stack->size() - op.schema().arguments().size();
     tensors_.clear();
     note(pattern_, forward + 2 * backward_);
@@ -73,9 +70,9 @@ class ProfileRecorder : public Recorder {
     py::object& cost = p.costs[form_];
     if (!cost) cost = traced->cost.type();
     p.cost = cost;
-    const Operation& known = *program_->next(0, op);
+    const Fact& known = facts.of(op);
     find_reads(known);
-    bool took = forward ? record(known, op, keys, stack) : run_aside(op, keys, stack);
+    bool took = forward ? record(known, nullptr, op, keys, stack, false) : run_aside(op, keys, stack);
     p.overwritten.clear();
     p.first.reset();
     second_.clear();
@@ -93,35 +90,26 @@ class ProfileRecorder : public Recorder {
     forget_call();
   }
 
+  bool learns() const override { return false; }  // they run twice
+
   void turn(bool on_now) override {
     forget_call();
     Recorder::turn(on_now);
   }
 
  protected:
-  py::object value_of(const Tensor& tensor, uintptr_t storage) override {
-    auto& v = classes->value;
-    py::int_ key(storage);
-    if (PyObject* entry = entry_of(replayable_, key)) {
-      py::handle value = PyTuple_GET_ITEM(entry, 0);
-      bool ours = is_node(v.node(value)) && v.cached(value) == Py_None;
-      if (!ours || !is_as_written(value, tensor)) return {};
-      return py::reinterpret_borrow<py::object>(value);
-    }
-    if (py::object value = source_of(key)) return value;
-    return parts_->profiler.value_of(wrapped(tensor));
+  ValuePtr value_of(const Tensor& tensor, uintptr_t storage) override {  // or null, where Python has to
+    Value* value = tape().replayable(storage);
+    if (value != nullptr && !is_as_written(*value, tensor)) return {};
+    return tape().value_of(tensor);
   }
 
-  py::object register_value(const py::object& node, const Tensor& tensor, int64_t extent) override {
-    auto& v = classes->value;
-    py::int_ key(storage_key(tensor));
-    py::object value = new_value(node, tensor);
-    extent = std::max(extent, reach(tensor));
-    v.extent.set(value, py::int_(extent));
-    if (digest_) v.digest.set(value, py::int_(digest_(tensor.storage().data(), extent)));
-    if (entry_of(replayable_, key)) PyDict_DelItem(replayable_.ptr(), key.ptr());  // the newest come last
-    replayable_[key] = pair_of(value, py::reinterpret_borrow<py::object>(entry_of(parts_->known, key)));
-    return value;
+  int64_t extent_of(const Tensor& tensor) override { return reach(tensor); }
+
+  void registered(Value& value, const Tensor& tensor) override {
+    if (!digest_) return;
+    value.digest = digest_(tensor.storage().data(), value.extent);
+    value.has_digest = true;
   }
 
   void write_down(const Tensors& results, const Places& places) override {
@@ -265,14 +253,14 @@ class ProfileRecorder : public Recorder {
   };
 
   bool run_aside(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {  // it is not recorded
-    measure(true, [&] { run(op, keys, stack); });
+    measure(true, [&] { run_governed(op, keys, stack); });
     Tensors results = flat_results(*stack, first_);
     Places places = new_among(results);
     if (!places.empty() || !parts_->overwritten.empty()) write_down(results, places);
     return true;
   }
 
-  void find_reads(const Operation& known) {
+  void find_reads(const Fact& known) {
     Parts& p = *parts_;
     p.reads.clear();
     p.overwritten.clear();  // an operation may have failed
@@ -322,8 +310,8 @@ class ProfileRecorder : public Recorder {
   }
 
   // The arguments of a second run are noted before the first, with a copy of what that overwrites.
-  void run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
-                    const TensorArgument* target) override {
+  double run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
+                      const TensorArgument* target) override {
     second_.clear();
     if (digest_ && PyLong_AsLong(traced->cost.reproduced(parts_->cost)) < runs_) {
       second_.assign(stack->begin() + static_cast<std::ptrdiff_t>(first_), stack->end());
@@ -332,16 +320,23 @@ class ProfileRecorder : public Recorder {
         second_[target->argument] = at::empty_strided(now.sizes(), now.strides(), now.options()).copy_(now);
       }
     }
-    measure(false, [&] { run(op, keys, stack); });
+    double seconds = 0;
+    measure(false, [&] { seconds = run_governed(op, keys, stack); });
+    return seconds;
   }
 
-  bool reproduces(const Operation& known, const Tensors& results, const Tensor& updated) override {
+  bool reproduces(const OperatorHandle& op, const Fact& known, const Tensors& results,
+                  const Tensor& updated) override {
     if (second_.empty()) return true;
     Tensor copy = updated.defined() ? second_[known.writes[0]].toTensor() : Tensor();
+    if (governor() && !has_room(op)) {  // what was never seen to reproduce stays
+      second_.clear();
+      return PyLong_AsLong(traced->cost.reproduced(parts_->cost)) > 0;
+    }
     std::string why;
     try {
       Replaying replaying;
-      measure(true, [&] { known.op->callBoxed(second_); });
+      measure(true, [&] { op.callBoxed(second_); });
       Tensors again = flat_results(second_, 0);
       bool same = again.size() == results.size() && (!copy.defined() || same_bytes(updated, copy));
       for (size_t at = 0; same && at < results.size(); ++at)
@@ -361,6 +356,12 @@ class ProfileRecorder : public Recorder {
     return false;
   }
 
+  bool has_room(const OperatorHandle& op) {  // for a second run
+    if (governor()->is_open()) return true;
+    Form form = governor()->forms()->find(Forms::key_of(op, second_, 0));
+    return governor()->relieve(std::max<int64_t>(0, form.need_bytes)) <= 0;
+  }
+
   static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.tensor_bytes.same_bytes
     if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
     Tensor one = a.contiguous(), other = b.contiguous();
@@ -376,11 +377,13 @@ class ProfileRecorder : public Recorder {
     return (last + 1) * tensor.element_size();
   }
 
-  bool is_as_written(py::handle value, const Tensor& tensor) const {
-    PyObject* digest = classes->value.digest(value);
-    if (!digest_ || digest == Py_None) return true;
-    int64_t extent = PyLong_AsLongLong(classes->value.extent(value));
-    return digest_(tensor.storage().data(), extent) == PyLong_AsLongLong(digest);
+  bool is_as_written(const Value& value, const Tensor& tensor) const {
+    return !digest_ || !value.has_digest || digest_(tensor.storage().data(), value.extent) == value.digest;
+  }
+
+  bool is_on_top() const {  // our hooks are the innermost
+    auto& pairs = at::SavedTensorDefaultHooks::get_tls_state().stack;
+    return !pairs.empty() && pairs.top().first.ptr(getPyInterpreter()) == pack_hook.ptr();
   }
 
   // ---- forms -------------------------------------------------------------------------------------

@@ -1,0 +1,421 @@
+// Holds a budget while a step runs: before each operation, backward's too, evicts what is cheapest to bring
+// back until the operation fits.
+//
+// What an operation needs is its results and its scratch. It is learnt at the first call of the operation's
+// form (the operation, with arguments of these shapes, strides, types and numbers). Before that call it is
+// guessed from the arguments' shapes: PyTorch's meta kernels are Python's, and take longer than the operation.
+//
+// A value that autograd saves has a copy (Value::cached): most often the program's own storage. Backward asks
+// for the oldest last. So a copy is worth the less the fewer seconds bring it back for each of its bytes, and
+// the longer nobody will ask for it. A copy is priced anew only where a bound on its price says that it may be
+// the cheapest.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <c10/util/accumulate.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <torch/csrc/Device.h>
+
+#include <chrono>
+#include <functional>
+#include <mutex>
+
+#include "tape.h"
+
+namespace lowtide {
+
+struct Meter {  // a register of the counting allocator: how it is opened, read and closed; or nulls
+  int (*open)() = nullptr;
+  int64_t (*peak)(int) = nullptr, (*live)(int) = nullptr;
+  void (*close)(int) = nullptr;
+
+  Meter() = default;
+  explicit Meter(const std::vector<uintptr_t>& at) {
+    if (at.size() != 4) return;
+    open = reinterpret_cast<decltype(open)>(at[0]);
+    peak = reinterpret_cast<decltype(peak)>(at[1]);
+    live = reinterpret_cast<decltype(live)>(at[2]);
+    close = reinterpret_cast<decltype(close)>(at[3]);
+  }
+};
+
+// How many bytes are live, above those at the step's start: Peak.live_source.
+class Live {
+ public:
+  explicit Live(py::object source) {
+    if (!PyTuple_Check(source.ptr())) {
+      asks_ = std::move(source);
+      return;
+    }
+    PyObject *first = PyTuple_GET_ITEM(source.ptr(), 0), *second = PyTuple_GET_ITEM(source.ptr(), 1);
+    start_ = PyLong_AsLongLong(second);
+    if (THPDevice_Check(first)) {
+      device_ = reinterpret_cast<THPDevice*>(first)->device;
+    } else {
+      counter_ = reinterpret_cast<int64_t (*)(int)>(PyLong_AsSize_t(first));
+    }
+  }
+
+  bool is_cheap() const { return counter_ != nullptr; }
+
+  int64_t operator()() const {
+    if (counter_ != nullptr) return counter_(static_cast<int>(start_));
+    if (!device_) {
+      py::gil_scoped_acquire gil;
+      return PyLong_AsLongLong(asks_().ptr());
+    }
+    auto statistics = c10::getDeviceAllocator(device_->type())->getDeviceStats(device_->index());
+    return statistics.requested_bytes[0].current - start_;
+  }
+
+ private:
+  int64_t (*counter_)(int) = nullptr;  // of a register of the counting allocator
+  std::optional<c10::Device> device_;
+  int64_t start_ = 0;
+  py::object asks_;
+};
+
+// ---- forms ----------------------------------------------------------------------------------------
+
+struct Form {
+  int64_t need_bytes = -1;  // results and scratch; -1 before its first call has ended
+  double seconds = -1;
+};
+
+class Forms {  // of one limit: what its operations need
+ public:
+  explicit Forms(const std::vector<uintptr_t>& meter) : meter_(meter) {}
+
+  static uint64_t key_of(const OperatorHandle& op, const Stack& stack, size_t first) {
+    uint64_t key = reinterpret_cast<uintptr_t>(&op.schema());
+    for (size_t at = first; at < stack.size(); ++at) add(key, stack[at]);
+    return key;
+  }
+
+  Form find(uint64_t key) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    auto found = forms_.find(key);
+    return found == forms_.end() ? Form{} : found->second;
+  }
+
+  void learn(uint64_t key, const Form& form) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Form& known = forms_[key];
+    if (known.need_bytes < 0) known = form;
+    known.need_bytes = std::max(known.need_bytes, form.need_bytes);
+    known.seconds = std::min(known.seconds, form.seconds);
+  }
+
+  const Meter& meter() const { return meter_; }
+
+  static int64_t guess_bytes(const OperatorHandle& op, const Stack& stack, size_t first);
+
+ private:
+  static void mix(uint64_t& key, uint64_t value) {
+    key = (key ^ value) * 0x9E3779B97F4A7C15ull;
+    key ^= key >> 29;
+  }
+
+  static void add(uint64_t& key, const IValue& argument) {
+    if (argument.isTensor()) {
+      const Tensor& tensor = argument.toTensor();
+      if (!tensor.defined()) return mix(key, 1);
+      mix(key, 2 + static_cast<uint64_t>(tensor.scalar_type()));
+      if (tensor.layout() != at::kStrided || tensor.is_nested()) return mix(key, tensor.numel());
+      for (int64_t size : tensor.sizes()) mix(key, static_cast<uint64_t>(size));
+      for (int64_t stride : tensor.strides()) mix(key, static_cast<uint64_t>(stride) + 0x517C);
+    } else if (argument.isList()) {
+      at::ArrayRef<IValue> items = argument.toListRef();
+      mix(key, 0x11 + items.size());
+      for (const IValue& item : items) add(key, item);
+    } else if (argument.isInt()) {
+      mix(key, static_cast<uint64_t>(argument.toInt()) + 0x22);
+    } else if (argument.isBool()) {
+      mix(key, argument.toBool() ? 0x33 : 0x34);
+    } else if (argument.isDouble()) {
+      mix(key, 0x44);  // a number changes no sizes
+    } else {
+      mix(key, 0x55);
+    }
+  }
+
+  std::mutex mutex_;
+  ska::flat_hash_map<uint64_t, Form> forms_;
+  Meter meter_;
+};
+
+// Products by the rule of their shapes, lookups by their indices; all else as if it were element by element.
+inline int64_t Forms::guess_bytes(const OperatorHandle& op, const Stack& stack, size_t first) {
+  c10::SmallVector<const Tensor*, 6> given;
+  int64_t most = 0, sum = 0;
+  for (size_t at = first; at < stack.size(); ++at) {
+    each_tensor(stack[at], [&](const Tensor& tensor, size_t) {
+      if (!plain(tensor)) return true;
+      given.push_back(&tensor);
+      int64_t bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+      most = std::max(most, bytes);
+      sum += bytes;
+      return true;
+    });
+  }
+  const std::string& name = op.schema().name();
+  size_t count = given.size();
+  bool product = name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm";
+  if (product && count >= 2) {
+    const Tensor &left = *given[count - 2], &right = *given[count - 1];
+    if (right.dim() > 0 && right.size(-2) > 0)
+      return left.numel() / std::max<int64_t>(1, left.size(-1)) * right.size(-1) *
+          static_cast<int64_t>(left.element_size());
+  }
+  if (name == "aten::embedding" && count == 2 && given[0]->dim() == 2)
+    return given[1]->numel() * given[0]->size(1) * static_cast<int64_t>(given[0]->element_size());
+  if (name == "aten::cat" || name == "aten::stack") return sum;
+  c10::DimVector shape;
+  int64_t item = 1;
+  for (const Tensor* tensor : given) {
+    item = std::max<int64_t>(item, static_cast<int64_t>(tensor->element_size()));
+    auto sizes = tensor->sizes();
+    if (sizes.size() > shape.size()) shape.insert(shape.begin(), sizes.size() - shape.size(), 1);
+    for (size_t at = 1; at <= sizes.size(); ++at) {
+      int64_t &own = shape[shape.size() - at], other = sizes[sizes.size() - at];
+      if (own == 1) own = other;
+      else if (other != 1 && other != own) return most;  // no such operation
+    }
+  }
+  return c10::multiply_integers(shape) * item;
+}
+
+// ---- the governor ---------------------------------------------------------------------------------
+
+struct Excess {  // an operation that did not fit
+  std::string operation;
+  int64_t need_bytes = 0, above_bytes = 0;
+  bool first_call = false;
+};
+
+class Governor {
+ public:
+  // live: how many bytes are live, above those at the step's start. room: how many may be. share: of the most
+  // that a plain step would have had so far, where `room` is not known yet (it grows with that); or 0.
+  // resident: live at the step's start, and part of the budget.
+  Governor(py::object live, int64_t room, double share, int64_t resident, std::shared_ptr<Forms> forms)
+      : live_(std::move(live)), forms_(std::move(forms)), room_(room), resident_(resident), share_(share) {}
+
+  const std::shared_ptr<Forms>& forms() const { return forms_; }
+  int64_t room() const { return room_; }
+  void set_room(int64_t bytes) { room_ = bytes; }
+  bool is_open() const { return share_ > 0; }  // the budget is not known yet
+  int64_t live() const { return live_(); }
+  long evicted() const { return gone_; }
+  double replayed_seconds = 0;
+  std::optional<Excess> excess;  // the largest
+  long replayed = 0, ran = 0;    // operations
+
+  void follow(const std::shared_ptr<Tape>& tape) { tapes_.push_back(tape); }
+
+  // Runs an operation after making room for it.
+  template <class Run>
+  double operator()(const OperatorHandle& op, const Stack& stack, size_t first, Run run) {
+    uint64_t key = Forms::key_of(op, stack, first);
+    Form form = forms_->find(key);
+    bool is_new = form.need_bytes < 0;
+    if (is_new) form.need_bytes = Forms::guess_bytes(op, stack, first);
+    want(form.need_bytes, op, is_new);
+    if (!is_new) {
+      run();
+      return form.seconds;
+    }
+    return learn(key, form, op, run);
+  }
+
+  // The same for one that Python runs, with operations of its own around it.
+  template <class Run>
+  void run_special(const OperatorHandle& op, const Stack& stack, size_t first, bool learns, Run run) {
+    uint64_t key = Forms::key_of(op, stack, first) ^ 0x5;
+    Form form = forms_->find(key);
+    bool is_new = form.need_bytes < 0;
+    if (is_new) form.need_bytes = Forms::guess_bytes(op, stack, first);
+    want(form.need_bytes, op, is_new);
+    if (is_new && learns) learn(key, form, op, run);
+    else run();
+  }
+
+  void want(int64_t need, const OperatorHandle& op, bool is_new) {
+    if (share_ > 0) widen();
+    if (!live_.is_cheap()) {  // between two looks live bytes rise by what operations need, at most
+      left_ -= need;
+      if (left_ >= 0) return;
+    } else if (live_() + need <= room_) {
+      return;
+    }
+    int64_t above = relieve(need);
+    if (above > 0) note_excess(op.schema().name(), need, above, is_new);
+  }
+
+  void want(int64_t need) {  // of what is no operation of its own
+    if (live_() + need > room_) relieve(need);
+  }
+
+  // Evicts until so many bytes are free. Returns how many are missing then.
+  int64_t relieve(int64_t need) {
+    py::gil_scoped_acquire gil;
+    int64_t above = live_() + need - room_;
+    if (above > 0 && (!nothing_free_ || ++since_ >= PATIENCE)) {
+      since_ = 0;
+      for (bool cheap : {true, false}) {
+        while (above > 0 && evict(above + (room_ >> MORE), cheap)) above = live_() + need - room_;
+      }
+      nothing_free_ = above > 0;  // until there is another copy, or some operations later: owners let go
+    }
+    left_ = -above;
+    return above;
+  }
+
+  // Autograd saves a tensor of a value: it has a copy from now on.
+  void list(const std::shared_ptr<Tape>& tape, const ValuePtr& value) {
+    nothing_free_ = false;
+    if (std::exchange(value->listed, true)) return;
+    copies_.push_back({WeakValue(value), tape, static_cast<double>(std::max<int64_t>(1, value->nbytes)),
+                       value->node->order, value->node->seconds, value->node->seconds});
+  }
+
+  void changed() {  // a copy has come back
+    nothing_free_ = false;
+    cheaper_ = true;
+  }
+
+  void note_excess(const std::string& operation, int64_t need, int64_t above, bool first_call) {
+    if (!excess || above > excess->above_bytes) excess = Excess{operation, need, above, first_call};
+  }
+
+  void widen() {
+    int64_t now = live_(), missing = 0;
+    for (auto& tape : tapes_) {
+      if (auto alive = tape.lock()) missing += alive->ledger->missing_bytes;
+    }
+    most_ = std::max(most_, now + missing);
+    auto most = static_cast<double>(most_ + resident_);
+    room_ = std::max(room_, static_cast<int64_t>(share_ * most) - resident_);
+  }
+
+  int64_t plain_bytes() const { return most_; }
+
+ private:
+  struct Copy {
+    WeakValue value;
+    std::weak_ptr<Tape> tape;
+    double bytes, order;
+    double seconds, least;  // to bring it back, at least
+  };
+  using Priced = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
+  static constexpr int MORE = 7, PATIENCE = 8;
+
+  // Evicts the cheapest copies for so many bytes; whether any went. Cheap ones bring few others back on the way.
+  bool evict(int64_t bytes, bool cheap) {
+    std::vector<ValuePtr> values = living();
+    double newest = 0;
+    for (auto& one : copies_) newest = std::max(newest, one.order);
+    auto price = [&](const Copy& one, const Value& value) {
+      double age = newest - one.order + 1;
+      double first = value.plan == Plan::EvictedFirst ? 1e-6 : 1;
+      return first * one.seconds / (one.bytes * age);
+    };
+    heap_.clear();
+    for (size_t at = 0; at < copies_.size(); ++at) heap_.push_back({price(copies_[at], *values[at]), at, 0});
+    std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
+    size_t gone = 1;
+    const int64_t most_missing = cheap ? room_ / 4 : std::numeric_limits<int64_t>::max() / 2;
+    while (!heap_.empty() && bytes > 0) {
+      std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
+      auto [known, at, asked] = heap_.back();
+      heap_.pop_back();
+      Value& value = *values[at];
+      Copy& copy = copies_[at];
+      if (!value.cached.defined() || value.shown.defined() || in_use(value.cached)) continue;
+      auto tape = copy.tape.lock();
+      if (!tape) continue;
+      if (asked != gone) {  // less is known than what it takes now
+        Closure closure = tape->closure(value);
+        bool gains = closure.possible && value.nbytes > closure.pins_bytes &&
+            closure.missing_bytes <= std::max(most_missing, 2 * value.nbytes);
+        if (!gains) continue;
+        copy.seconds = closure.seconds;
+        if (double now = price(copy, value); now > known) {
+          heap_.push_back({now, at, gone});
+          std::push_heap(heap_.begin(), heap_.end(), std::greater<>());
+          continue;
+        }
+      }
+      tape->give_up(value);
+      bytes -= value.nbytes;
+      ++gone;
+      ++gone_;
+    }
+    return gone > 1;
+  }
+
+  // The values that have a copy; the others are taken out.
+  std::vector<ValuePtr> living() {
+    std::vector<ValuePtr> values;
+    values.reserve(copies_.size());
+    size_t left = 0;
+    for (auto& one : copies_) {
+      ValuePtr value = one.value.lock();
+      if (!value) continue;
+      if (!value->cached.defined() || !value->node) {
+        value->listed = false;
+        continue;
+      }
+      if (cheaper_) one.seconds = one.least;
+      if (&copies_[left] != &one) copies_[left] = std::move(one);
+      ++left;
+      values.push_back(std::move(value));
+    }
+    copies_.erase(copies_.begin() + static_cast<std::ptrdiff_t>(left), copies_.end());
+    cheaper_ = false;
+    return values;
+  }
+
+  static bool in_use(const Tensor& copy) {  // others hold its bytes: the program, or a replay
+    if (copy.use_count() > 1) return true;
+    long owners = owners_of_bytes(copy.storage());
+    if (owners > 1) return true;
+    return copy.storage().use_count() > 1;
+  }
+
+  template <class Run>
+  double learn(uint64_t key, Form form, const OperatorHandle& op, Run run) {
+    const Meter& meter = forms_->meter();
+    int mark = meter.open != nullptr && live_.is_cheap() ? meter.open() : -1;
+    auto begin = std::chrono::steady_clock::now();
+    try {
+      run();
+    } catch (...) {
+      if (mark >= 0) meter.close(mark);
+      throw;
+    }
+    form.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    if (mark >= 0) {
+      int64_t peak = meter.peak(mark), left = meter.live(mark);
+      meter.close(mark);
+      if (int64_t above = live_() - left + peak - room_; above > 0 && peak > form.need_bytes)
+        note_excess(op.schema().name(), peak, above, true);
+      form.need_bytes = peak;
+    }
+    forms_->learn(key, form);
+    return form.seconds;
+  }
+
+  Live live_;
+  std::shared_ptr<Forms> forms_;
+  int64_t room_, resident_, left_ = 0, most_ = 0;
+  double share_;
+  std::vector<std::weak_ptr<Tape>> tapes_;
+  std::vector<Copy> copies_;
+  bool cheaper_ = false, nothing_free_ = false;  // what some values take may be less
+  int since_ = 0;
+  long gone_ = 0;
+  std::vector<Priced> heap_;
+};
+
+}  // namespace lowtide

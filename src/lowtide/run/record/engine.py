@@ -1,0 +1,76 @@
+"""The executor in C++ (`cpp/`), which records the operations of limited steps, evicts, and brings back.
+
+In: what C++ has to know of Python (`engine`), a plan's program in its form (`program_of`), what the operations
+of a limit need (`forms`). C++ takes every operation that replays plainly. Everything else comes to Python
+(`lowtide.run.record.recorder`), on the same tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+from lowtide import interception, private
+from lowtide.ops import op_info, operation_named
+from lowtide.plan.data import ProgramStep
+
+NONE, STORED, EVICTED, EVICTED_FIRST = range(4)
+"""What a plan says of a value, as ``Plan`` of ``cpp/tape.h``: nothing; it stays until backward; it goes when
+autograd saves it; it goes first when memory is short."""
+
+
+@cache
+def engine() -> Any:
+    """The compiled module.
+
+    Raises:
+        LowtideError: there is no C++ compiler.
+    """
+    from lowtide.run.record import handles, values
+
+    module = interception.cpp_module()
+    module.know(
+        here=values.here,
+        fingerprint=values.fingerprint_of,
+        overwritten=handles.raise_overwritten,
+        unpack=handles.unpack,
+        facts=_facts,
+        current=interception.cpp_here,
+    )
+    return module
+
+
+def _facts(name: str, overload: str) -> tuple[bool, bool, list[int], list[int], int]:
+    """What C++ has to know of an operation: whether a replay is the same call; whether nobody records it; the
+    arguments that it overwrites, always and in training; and which argument says that it trains, or -1.
+    """
+    func = operation_named(f"{name.replace('::', '.')}.{overload or 'default'}")
+    if not isinstance(func, private.OpOverload):
+        return False, False, [], [], -1
+    info = op_info(func)
+    places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
+    writes = [where if isinstance(where, int) else places[where] for where in info.written]
+    training = -1 if info.training_position is None else info.training_position
+    plain = info.replays_plainly and not info.uninitialized
+    return plain, info.is_view or info.waits, writes, list(info.running_statistics), training
+
+
+def program_of(steps: Sequence[ProgramStep]) -> Any:
+    """A plan's program, as C++ follows it."""
+    made = engine().Program()
+    for step in steps:
+        name, _, overload = step.name.rpartition(".")
+        overload = "" if overload == "default" else overload
+        made.add(name.replace(".", "::", 1), overload, step.replayed, bool(step.moves), step.stored)
+    return made
+
+
+def forms(device_type: str) -> Any:
+    """What the operations of a limit need, by form: empty at first."""
+    from lowtide.meter import counting_allocator, measurable
+
+    measures = device_type == "cpu" and measurable(torch.device(device_type))
+    return engine().Forms(meter=counting_allocator().register_addresses if measures else [])
