@@ -16,6 +16,8 @@ NAMES = (
     "first_step",
     "random_lengths",
     "varying",
+    "held",
+    "held_families",
     "versus_checkpoint",
     "accuracy",
     "budget_curve",
@@ -41,13 +43,20 @@ NAMES = (
     "figures",
 )
 
+WITH_OPTIONS = ("held", "held_families")
+"""Those that take options of their own, where they are named alone."""
+
 
 def main(names: list[str]) -> int:
     """Run each; returns the exit code: the first that is not zero."""
+    names = [name for name in names if name not in (QUICK, RESUME)]  # the benchmarks read them themselves
+    if len(names) > 1 and names[0] in WITH_OPTIONS and names[1].startswith("-"):
+        cpp_recorder()
+        return import_module(f"benchmarks.{names[0]}").main(names[1:])
     if {"-h", "--help"} & set(names):
         print(f"python -m benchmarks [--quick] [--resume] [NAME ...]: all, or those of {', '.join(NAMES)}")
+        print(f"python -m benchmarks NAME --help: options, of {', '.join(WITH_OPTIONS)}")
         return 0
-    names = [name for name in names if name not in (QUICK, RESUME)]  # the benchmarks read them themselves
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)
