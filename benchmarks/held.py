@@ -200,7 +200,7 @@ def rows_of(name: str, count: int, shares: Sequence[str]) -> Iterator[dict[str, 
         raise RuntimeError(f"without a limit: {plain.error}")
     peak = most(plain.largest_bytes)
     smallest = run_steps(name, count, "min")
-    common = {"plain_peak_bytes": peak, "smallest_bytes": most(smallest.smallest_bytes)}
+    common: dict[str, Any] = {"plain_peak_bytes": peak, "smallest_bytes": most(smallest.smallest_bytes)}
     if smallest.error:
         common["min_error"] = smallest.error
     for share in shares:
@@ -262,13 +262,21 @@ def kinds_of_warnings(warned: Sequence[tuple[int, str]]) -> list[dict[str, Any]]
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """The meter counts from here on, so that it sees what a step frees of what was there before; what was
-    imported is no garbage to look through before each step.
+    """The meter counts from here on, so that it sees what a step frees of what was there before; what the first
+    limited steps import is no garbage to look through before each step.
     """
-    gc.collect()
-    gc.freeze()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    small = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    handle = lowtide.limit_memory(small, "100%", progress=False)
+    optimizer = torch.optim.SGD(small.parameters(), lr=1e-3)  # whose first step imports Dynamo
+    for _ in range(2):
+        small(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+    handle.remove()
+    del small, handle, optimizer
+    gc.collect()
+    gc.freeze()
     try:
         with meter.peak():
             yield
@@ -308,8 +316,26 @@ def rank_main(rank: int, folder: str, name: str, count: int, shares: Sequence[st
         os._exit(1)  # others wait in a collective
 
 
-def rows_on_ranks(name: str, count: int, shares: Sequence[str]) -> list[dict[str, Any]]:
-    """The rows of one kind on ranks of FSDP2."""
+def rows_on_ranks(name: str, count: int, shares: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """The rows of one kind on ranks of FSDP2. Where a row ends in an error, other processes go on with the
+    next.
+    """
+    left = list(shares)
+    while left:
+        rows, errors = spawned(name, count, left)
+        done = [one for one in left if one in rows]
+        yield from (of_ranks(rows[one]) for one in done)
+        left = [one for one in left if one not in done]
+        if left and not done:
+            why = errors[0] if errors else f"no answer within {ROW_SECONDS} s"
+            yield from ({"kind": name, "share": one, "steps": count, "error": why} for one in left)
+            return
+
+
+def spawned(
+    name: str, count: int, shares: Sequence[str]
+) -> tuple[dict[str, list[dict[str, Any]]], list[str]]:
+    """The rows that ranks have sent, by share, and what ended ranks."""
     context = mp.get_context("spawn")
     results: Any = context.Queue()
     rows: dict[str, list[dict[str, Any]]] = {}
@@ -334,9 +360,7 @@ def rows_on_ranks(name: str, count: int, shares: Sequence[str]) -> list[dict[str
             if process.is_alive():
                 process.kill()
                 process.join()
-    why = errors[0] if errors else f"no answer within {ROW_SECONDS} s"
-    missing = {"kind": name, "steps": count, "error": why}
-    return [of_ranks(rows[one]) if one in rows else missing | {"share": one} for one in shares]
+    return rows, errors
 
 
 def of_ranks(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from benchmarks.varying_kinds import LENGTH, MLP, WIDTH, Net, Recycling
+from benchmarks.varying_kinds import LENGTH, MLP, WIDTH, Block, Net, Recycling
 
 ROWS = 3
 LATE_FROM = 20
@@ -37,8 +37,9 @@ class Program:
     def __init__(self, rank: int = 0, share: Callable[[nn.Module], None] | None = None) -> None:
         self.rank = rank
         self.models = tuple(self.build())
-        for model in self.models if share is not None else ():
-            share(model)
+        if share is not None:
+            for model in self.models:
+                share(model)
         self.optimizers = [self.optimizer(model) for model in self.models]
 
     @property
@@ -161,36 +162,43 @@ class DroppedLayers(Program):
         return [Dropping(blocks=self.blocks)]
 
 
-class Routed(Net):
-    """Four experts in place of each MLP, in a loop; a router sends each token to one.
+class MixtureBlock(Block):
+    """A block with four experts in place of the MLP, in a loop; a router sends each token to one.
 
     Args:
         every: whether an expert without tokens runs nevertheless, as FSDP demands where ranks differ.
     """
 
-    def __init__(self, blocks: int, every: bool) -> None:
-        super().__init__(blocks=blocks)
+    def __init__(self, width: int, every: bool) -> None:
+        super().__init__(width)
         self.every = every
-        for block in self.blocks:
-            block.mlp = nn.ModuleList(MLP(WIDTH, 2 * WIDTH) for _ in range(4))
-            block.router = nn.Linear(WIDTH, 4)
+        self.mlp = nn.ModuleList(MLP(width, 2 * width) for _ in range(4))
+        self.router = nn.Linear(width, 4)
 
-    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
-        for block in self.blocks:
-            normed = block.first(x)
-            x = x + block.attention(normed, normed)
-            x = x + self.mixture(block, block.second(x).flatten(0, 1), bias).view_as(x)
-        return self.loss(x)
-
-    def mixture(self, block: Any, tokens: Tensor, bias: Tensor) -> Tensor:
-        """What the experts make of their tokens."""
-        shares = block.router(tokens).softmax(-1)
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # pyright: ignore
+        normed = self.first(x)
+        x = x + self.attention(normed, normed)
+        tokens = self.second(x).flatten(0, 1)
+        shares = self.router(tokens).softmax(-1)
         chosen, out = (shares + bias).argmax(-1), torch.zeros_like(tokens)
-        for number, expert in enumerate(block.mlp):
+        for number, expert in enumerate(self.mlp):
             rows = (chosen == number).nonzero().flatten()
             if self.every or len(rows):
                 out = out.index_add(0, rows, expert(tokens[rows]) * shares[rows, number, None])
-        return out
+        return x + out.view_as(x)
+
+
+class Routed(Net):
+    """Mixtures of experts in turn, and a loss."""
+
+    def __init__(self, blocks: int, every: bool) -> None:
+        super().__init__(blocks=0)
+        self.blocks = nn.ModuleList(MixtureBlock(WIDTH, every) for _ in range(blocks))
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, bias)
+        return self.loss(x)
 
 
 class Experts(Program):
@@ -223,17 +231,17 @@ class Growing(Net):
 class GrowingCache(Program):
     """Truncated backpropagation through time with a cache that grows, and begins anew by chance."""
 
-    chunk, most = LENGTH // 2, 8
+    most = 4 * LENGTH
 
     def build(self) -> Sequence[nn.Module]:
         self.cache: list[Tensor] = []
         return [Growing(blocks=self.blocks)]
 
     def inputs(self, number: int, by: random.Random) -> tuple[Any, ...]:
-        long = bool(self.cache) and self.cache[0].shape[1] >= self.most * self.chunk
+        long = bool(self.cache) and self.cache[0].shape[1] >= self.most
         if not self.cache or long or by.random() < 0.15:
             self.cache = [torch.zeros(ROWS, 0, WIDTH) for _ in range(self.blocks)]
-        return self.batch(number, self.chunk), self.cache
+        return self.batch(number), self.cache
 
     def step(self, *inputs: Any) -> list[Tensor]:
         loss, self.cache = self.model(*inputs)
