@@ -262,8 +262,8 @@ def kinds_of_warnings(warned: Sequence[tuple[int, str]]) -> list[dict[str, Any]]
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """The meter counts from here on, so that it sees what a step frees of what was there before; what the first
-    limited steps import is no garbage to look through before each step.
+    """The meter counts from here on, so that it sees what a step frees of what was there before. The garbage
+    collector, which runs before each step, leaves out what the first limited step imports.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -437,7 +437,8 @@ def page(found: dict[str, Any]) -> str:
     for row in found["rows"]:
         title = f"{row['kind']}, {row['share']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
         for one in row.get("warnings", []):
-            lines.append(f"- {title}: {one['count']} x, first in step {one['steps'][0]}: {one['text']}")
+            said = " ".join(one["text"].split())
+            lines.append(f"- {title}: {one['count']} x, first in step {one['steps'][0]}: {said}")
     return "\n".join(lines) + "\n"
 
 

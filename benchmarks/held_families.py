@@ -15,6 +15,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import json
 import re
 import sys
 import time
@@ -33,7 +34,7 @@ import lowtide
 from benchmarks import sharded_models
 from benchmarks.common import RESULTS, keep_pages, run_key, save
 from benchmarks.held import ROOM_ABOVE_MIN, digest_of, kinds_of_warnings, tensors_in, watched
-from benchmarks.tables import mib, table, yes
+from benchmarks.tables import mib, table, where, yes
 from lowtide import meter
 
 STEPS = 3
@@ -212,8 +213,33 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     return [*cells, f"**{error}**" if error else yes(holds(row))]
 
 
+def page(found: dict[str, Any]) -> str:
+    """The rows as a page, with the warnings that were said."""
+    lines = [
+        "# The first step within a budget in bytes",
+        "",
+        where(found),
+        "",
+        "Made by `python -m benchmarks held_families`. *First* and *later*: the peak of the first step, and "
+        "the largest of the next two, over the budget, read by a meter beside the limit. Models that "
+        "*refused* the share have 1.1 times the smallest budget that the refusal named. *Reported off*: the "
+        "furthest from the meter's peak that the handle reports. *First time*: of the first step over the "
+        "plain one.",
+        "",
+        table(list(HEAD), [cells_of(row) for row in found["rows"]]),
+        "",
+        "Warnings:",
+        "",
+    ]
+    for row in found["rows"]:
+        for one in row.get("warnings", []):
+            said = " ".join(one["text"].split())
+            lines.append(f"- {row['name']}: {one['count']} x, first in step {one['steps'][0]}: {said}")
+    return "\n".join(lines) + "\n"
+
+
 def main(arguments: Sequence[str] = ()) -> int:
-    """Run, and write benchmarks/results/held_families.json."""
+    """Run, and write benchmarks/results/held_families.json and .md."""
     parser = argparse.ArgumentParser("python -m benchmarks held_families")
     parser.add_argument("--name", nargs="+", help="of the models; all without")
     parser.add_argument("--share", type=int, default=60, help="of the plain peak, in percent")
@@ -231,7 +257,8 @@ def main(arguments: Sequence[str] = ()) -> int:
             rows.append(row_of(case, asked.share))
         print(" | ".join(cells_of(rows[-1])), flush=True)
     save(asked.out, rows)
-    (RESULTS / f"{asked.out}.md").write_text(table(list(HEAD), [cells_of(row) for row in rows]) + "\n")
+    path = RESULTS / f"{asked.out}.json"
+    path.with_suffix(".md").write_text(page(json.loads(path.read_text())))
     good = sum(map(holds, rows))
     refused = sum("refused" in row for row in rows)
     print(

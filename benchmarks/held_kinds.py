@@ -325,7 +325,8 @@ class Splats(nn.Module):
         self.means = nn.Parameter(torch.rand(count, 2))
         self.scales = nn.Parameter(torch.full((count,), -2.0))
         self.opacities = nn.Parameter(torch.zeros(count))
-        self.colours = nn.Parameter(torch.rand(count, 3))
+        self.colours = nn.Parameter(torch.rand(count, 64))  # as many as spherical harmonics have, about
+        self.shade = nn.Linear(64, 3)
 
     def forward(self, points: Tensor, target: Tensor) -> Tensor:
         losses = []
@@ -333,7 +334,7 @@ class Splats(nn.Module):
             distances = (at[:, None] - self.means).square().sum(-1)
             weights = torch.exp(-distances * torch.exp(-2 * self.scales)) * torch.sigmoid(self.opacities)
             drawn = weights @ self.colours / (weights.sum(-1, keepdim=True) + 1e-3)
-            losses.append((drawn - colour).square().mean())
+            losses.append((self.shade(drawn) - colour).square().mean())
         return torch.stack(losses).mean()
 
 
@@ -342,7 +343,7 @@ class DensifyAndPrune(Program):
     opacity is low, with the optimizer's state (Gaussian splatting).
     """
 
-    views, points, least, most, every = 6, 64, 200, 600, 10
+    views, points, least, most, every = 6, 16, 800, 2700, 10
 
     def build(self) -> Sequence[nn.Module]:
         return [Splats(self.least)]
@@ -374,6 +375,8 @@ class DensifyAndPrune(Program):
         for group, (name, old) in zip(
             optimizer.param_groups, list(self.model.named_parameters()), strict=True
         ):
+            if "." in name:
+                continue  # is not of the splats
             new = nn.Parameter(old.detach()[rows])
             state = optimizer.state.pop(old, {})
             optimizer.state[new] = {key: one[rows] if one.dim() else one for key, one in state.items()}

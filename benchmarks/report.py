@@ -436,6 +436,13 @@ def main() -> None:
             "in brackets how long one of their operations takes; once more for larger models."
         )
         parts += ["", "## Steps whose program varies", "", where(found), "", text, "", varying(found)]
+    for name, title in (
+        ("held", "Steps that differ, each held to its budget"),
+        ("held_families", "The first step within a budget in bytes"),
+    ):
+        if found := load(name):
+            text = f"See [the table](../benchmarks/results/{name}.md)."
+            parts += ["", f"## {title}", "", where(found), "", text]
     found = load("op_sweep")
     if found:
         parts += [
