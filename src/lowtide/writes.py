@@ -1,4 +1,4 @@
-"""Tell the tapes of steps whose forward is over before a storage that they start from is overwritten or emptied.
+"""Tell the tapes of steps whose forward is over before a storage that they start from is overwritten.
 
 Between forward and backward, and in backward, any code may write to a tensor that a replay starts from: in
 place, or through ``.data``, where no version counter moves. A dispatch key of our own is let in there. Only

@@ -96,6 +96,6 @@ class apply:
         if kind is None and self.departed and not self._warned:
             self._warned = True
             warn(
-                f"the step runs other operations than the plan that is applied, from number {core.at + 1} on: its "
-                "gradients are right, its peak is not the plan's. Make a plan from a trace of this step"
+                f"the step runs other operations than the plan that is applied, from number {core.at + 1} "
+                "on: its gradients are right, its peak is not the plan's. Make a plan from a trace of this step"
             )

@@ -17,9 +17,9 @@ import torch
 
 from lowtide import private
 from lowtide.interception import unseen
+from lowtide.ops import has_plain_storage
 from lowtide.plan.data import Compress, Move, Plan, Shard, form_and_tier
 from lowtide.plan.layout import find
-from lowtide.ops import has_plain_storage
 from lowtide.run.tensor_bytes import digest, reach, words_of
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
@@ -321,9 +321,7 @@ class TransferEngine:
         """
         moves = self.plan.moves
         found = [
-            number
-            if number >= 0 and has_plain_storage(tensor) and _is_of(tensor, moves[number])
-            else -1
+            number if number >= 0 and has_plain_storage(tensor) and _is_of(tensor, moves[number]) else -1
             for number, tensor in zip(numbers, wrote, strict=False)
         ]
         found += [-1] * (len(wrote) - len(found))

@@ -380,7 +380,10 @@ class Limiter:
         members, ended = inputs.members, weakly(self._on_step_end)
         if accelerator.is_accelerator(members.device):
             self.face.follow(self)
-        evicts, claimed = all(extension.evicts for extension in self.extensions), self.maker.claim.resident_bytes
+        evicts, claimed = (
+            all(extension.evicts for extension in self.extensions),
+            self.maker.claim.resident_bytes,
+        )
         step = self._planned_step(
             entry, inputs, self.stores, self.verify, ended, shared, evicts, self._forms, claimed
         )

@@ -1,11 +1,11 @@
 """Profile one step: run it for real, in little memory, and record its `StepGraph`.
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
-when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over
-the same bytes. So only user code itself holds the step's tensors, and a storage ends when user code releases
-it. A governor holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at the
-same sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
-recorder runs most others, on the same tape and the same lists (`run/record/cpp/profile.h`).
+when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same bytes.
+So only user code itself holds the step's tensors, and a storage ends when user code releases it. A governor
+holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at the same
+sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
+recorder runs most others, on the same tape and the same lists (`run/record/cpp/listen.h`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from lowtide.run.profile.costs import (
 )
 from lowtide.run.profile.saved import SavedTensor, SavedTensors
 from lowtide.run.profile.tape import ProfiledTape
+from lowtide.run.record.engine import EVICTED, NONE
 from lowtide.run.record.handles import Attributed, Wrapped, kept, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.special import flat_results, run_first
@@ -46,7 +47,7 @@ from lowtide.run.record.tape import Node
 from lowtide.run.tensor_bytes import Geometry, digest_of_shown
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
-from lowtide.trace.traced import CostFigures, TracedStorage
+from lowtide.trace.traced import CostFigures
 from lowtide.trace.tracer import Tracer
 from lowtide.trace.untouched import Gradients
 
@@ -83,8 +84,8 @@ class Profiler(Interceptor):
         verify: run each operation twice and compare, until it has reproduced five times at the same sizes.
         on_end: called with this once backward has ended.
         gradients: as of `lowtide.trace.tracer.Tracer`.
-        governor: makes what holds the step's budget (``Governor`` of ``run/record/cpp/governor.h``), from where
-            the live bytes are read; or returns ``None``.
+        governor: makes what holds the step's budget (``Governor`` of ``run/record/cpp/governor.h``), from
+            where the live bytes are read; or returns ``None``.
         forwards: those of a step that runs their backwards itself: what `run` runs is then the whole step.
             ``None`` where that is the first forward, and its caller runs others (`run_another`) and backward.
 
@@ -151,7 +152,9 @@ class Profiler(Interceptor):
         # the last but one, since it opens a meter
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
         self.governor = governor(self.watch.live_source()) if self.watch.is_measured else None
-        self._forms = Forms(self.tape, self.tracer, self.collectives, self.saved, named, self.governor, self.pack)
+        self._forms = Forms(
+            self.tape, self.tracer, self.collectives, self.saved, named, self.governor, self.pack
+        )
         self.cpp = self.core = self._forms.cpp
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -297,7 +300,8 @@ class Profiler(Interceptor):
         if call.info.collective:
             self.collectives.begins(call, cost, ran.flat, may_run_again=records)
         if ran.node is not None:
-            self.tape.link(ran.node, call, ran.fresh)
+            plan = EVICTED if evicted else NONE  # a scope around it decides, in this step, too
+            self.tape.link(ran.node, call, ran.fresh, [plan] * (len(ran.fresh) + len(call.written)))
         if private.in_backward():
             self.note_node(index)
             if may_be_meeting(call):
@@ -434,12 +438,14 @@ class Profiler(Interceptor):
         self.saved.keep_overwritten()
         with unseen():
             number, droppable = self.tracer.packs(tensor)
-            packed = self.saved.add(SavedTensor(self, number, self._packed(tensor, droppable), Geometry(tensor)))
+            packed = self.saved.add(
+                SavedTensor(self, number, self._packed(tensor, droppable), Geometry(tensor))
+            )
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _packed(self, tensor: torch.Tensor, droppable: bool) -> Any:
-        """What is kept of a saved tensor, which a plan may evict if it is ``droppable``: its value on the tape,
-        or a tensor on a storage of its own, so that the program's storage ends where the program lets go.
+        """What is kept of a saved tensor, which a plan may evict if it is ``droppable``: its value on the
+        tape, or a tensor on a storage of its own, so that the program's storage ends where the program lets go.
         """
         storage, tape = self.tracer.storage_of(tensor), self.tape
         key = private.storage_key(tensor)

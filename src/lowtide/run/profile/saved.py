@@ -55,7 +55,7 @@ class SavedTensor:
         self.profiler, self.number, self.packed, self.shows = profiler, number, packed, shows
 
     def is_behind(self) -> bool:
-        """Whether the tensor lies on the tape, and its version counter does not show that it was overwritten."""
+        """Whether it is on the tape, and its version counter does not show that it was overwritten."""
         return engine().is_behind(self.packed)
 
     def lies_in(self, where: Geometry, nbytes: int) -> bool:

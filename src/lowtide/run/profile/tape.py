@@ -34,7 +34,7 @@ class ProfiledTape(Tape):
     def register(self, core: Any, tensor: torch.Tensor, extent: int, plan: int = NONE) -> Any:
         """The value of ``tensor``; the step's tracer knows its storage from now on."""
         self._tracer.register(tensor)
-        return super().register(core, tensor, extent, NONE)
+        return super().register(core, tensor, extent, plan)
 
     def apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor over a storage of its own that shares the bytes."""

@@ -1,5 +1,5 @@
-"""What autograd holds in place of a saved tensor, where Python packs it. C++ packs plain tensors: it holds the
-tensor, or its value on the tape (``cpp/saved.h``).
+"""What autograd holds in place of a saved tensor, where Python packs it. C++ packs plain tensors: it holds
+the tensor, or its value on the tape (``cpp/saved.h``).
 """
 
 from __future__ import annotations

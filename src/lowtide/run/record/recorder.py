@@ -1,7 +1,7 @@
 """Record the forwards of a step on its tape, and pack the tensors that autograd saves.
 
-`Recorder` is the interceptor and the pair of saved-tensor hooks of one step, or of one checkpointing scope. C++
-(``cpp/recorder.h``) takes each operation that replays plainly, as the plan's program says or the governor
+`Recorder` is the interceptor and the pair of saved-tensor hooks of one step, or of one checkpointing scope.
+C++ (``cpp/recorder.h``) takes each operation that replays plainly, as the plan's program says or the governor
 wants; what it leaves comes to `Recorder.operation`.
 """
 
@@ -128,8 +128,25 @@ class Recorder(Interceptor):
             stack.callback(setattr, self.core, "in_forward", False)
             yield
 
+    @contextmanager
+    def scope(self, director: ScopeDirector) -> Iterator[None]:
+        """A scope inside this recorder's forward. In another scope it has a director of its own, and what was
+        made before is held where its replays read it. Not under a limit, whose plan has decisions for the
+        scope's operations.
+        """
+        before = self.director
+        if before is not None:
+            self.tape.core.forget_all()
+            self.director = director
+        try:
+            yield
+        finally:
+            self.director = before
+
     def _watch(self) -> None:
         """The forward is over: writes to what replays start from are watched from here on."""
+        if self.governor is None:
+            self.tape.core.forget_unasked()
         self.tape.core.watch()
         watch_writes()
 
@@ -146,9 +163,7 @@ class Recorder(Interceptor):
         have it run again.
         """
         info, backward = op_info(func), private.in_backward()
-        records = (
-            torch.is_grad_enabled() and self.governor is not None if backward else self.core.in_forward
-        )
+        records = torch.is_grad_enabled() and self.governor is not None if backward else self.core.in_forward
         if info.is_view or info.waits or not records:
             return self._run_aside(func, args, kwargs)
         self._ran[torch.is_grad_enabled()] += 1
@@ -181,9 +196,9 @@ class Recorder(Interceptor):
         if self.mover is not None and step is not None and step.moves:
             with unseen():
                 self._move(step, call, fresh)
-        if node is not None and tape.verify and not info.collective:
-            if not tape.reproduces(node, call, flat, before):
-                node = None
+        verifies = node is not None and tape.verify and not info.collective
+        if node is not None and verifies and not tape.reproduces(node, call, flat, before):
+            node = None
         if node is not None:
             tape.link(node, call, fresh, self._plans(step, len(fresh) + len(call.written)))
         elif not info.uninitialized:
@@ -270,4 +285,3 @@ class Recorder(Interceptor):
         if checked is None and self.around_unpack is None and self.mover is None:
             return packed
         return Handle(packed, checked, self.around_unpack, self.mover)
-

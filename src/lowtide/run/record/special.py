@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import compress, tee
 from operator import eq, methodcaller
 from typing import Any, Literal

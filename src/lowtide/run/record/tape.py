@@ -94,9 +94,9 @@ class Tape:
         if any(map(self.refills, call.written)) or not all(map(self.is_constant, call.others)):
             return None
         read = (tensor for tensor in call.inputs if id(tensor) not in call.unread)
-        if self.core.any_blank and not reads_blank:
-            if any(self.core.is_blank(private.storage_key(t)) for t in read):
-                return None
+        reads_blank = reads_blank or not self.core.any_blank
+        if not reads_blank and any(self.core.is_blank(private.storage_key(t)) for t in read):
+            return None
         device = next((t.device for t in (*call.inputs, *call.others)), None)
         special = SpecialCall(call.func, device or torch.device(call.kwargs.get("device") or "cpu"))
         special.statistics = tuple(call.statistics)

@@ -228,6 +228,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("not_blank", [](Tape& tape, uintptr_t key) { tape.fill(key); })
       .def("forget", &Tape::forget)
       .def("forget_all", &Tape::forget_all)
+      .def("forget_unasked", &Tape::forget_unasked)
       .def("before_update",
            [](Tape& tape, const Tensor& tensor) {
              if (Value* old = tape.replayable(storage_key(tensor))) {

@@ -349,6 +349,19 @@ class Tape {
     blank_.erase(key);
   }
 
+  // Forgets values that nobody can ask for any more, and with them the nodes that wrote them.
+  void forget_unasked() {
+    std::vector<std::pair<double, uintptr_t>> order;
+    for (auto& [key, value] : shown_) {
+      if (value->node) order.emplace_back(value->node->order, key);
+    }
+    std::sort(order.rbegin(), order.rend());
+    for (auto& [_, key] : order) {
+      auto found = shown_.find(key);
+      if (found->second.use_count() == 1) shown_.erase(found);
+    }
+  }
+
   void forget_all() {
     shown_.clear();
     blank_.clear();
