@@ -25,6 +25,7 @@ from lowtide.errors import TraceError
 from lowtide.extension import Extension, Face
 from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import alone, drop_idle_key
+from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit import machine
@@ -37,7 +38,6 @@ from lowtide.run.limit.entry_states import Action
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
-from lowtide.meter.resident import model_device
 from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, Overruns, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
