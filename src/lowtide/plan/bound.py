@@ -191,14 +191,6 @@ class Relaxation:
 
     # ---- what a decision costs and allows --------------------------------------------------------
 
-    def _seconds_of(self, index: int) -> float:
-        """Seconds of one more run of an operation, the executor's own included."""
-        return self.sim.graph.operations[index].seconds + self.sim.graph.replay_overhead_seconds
-
-    def replay_column(self, value: int) -> int | None:
-        """The column of the operation that brings ``value`` back, if any may."""
-        return self.op_column.get(self.sim.producer[value])
-
     def _available(self, value: int) -> list[tuple[int, float]]:
         """The columns, each with -1, by which an operation can read ``value``: stored or replayed."""
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
@@ -210,12 +202,12 @@ class Relaxation:
 
     def replays_of(self, value: int) -> list[tuple[int, float]]:
         """The column of ``value``'s replay, with -1; nothing where it may not be replayed."""
-        column = self.replay_column(value)
+        column = self.op_column.get(self.sim.producer[value])
         return [] if column is None else [(column, -1.0)]
 
     def _begin(self, budget: int) -> None:
         """Begin with a program without memory rows, and all values stored."""
-        self._budget = budget
+        self._budget, graph = budget, self.sim.graph
         self._moments: dict[int, int] = {}
         """event -> the linear program's row of its memory"""
         self._point = np.zeros(self.count)
@@ -224,16 +216,12 @@ class Relaxation:
         for v in self.values:
             program.column(upper=0.0 if v in self.sim.evicted_by_scopes else 1.0)
         for i in self.operations:
-            program.column(self._seconds_of(i))
-        self._add_columns(program)
+            program.column(graph.operations[i].seconds + graph.replay_overhead_seconds)
         for v in self.demanded:
             program.row(self._demandable(v), -1.0)
         for i in self.operations:
             for u in self.sim.reads[i]:
                 program.row([(self.op_column[i], 1.0), *self._available(u)], 0.0)
-
-    def _add_columns(self, program: LinearProgram) -> None:
-        """Columns of other decisions, behind those of values and operations: none."""
 
     def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
         """Whole decisions as a point of the linear program."""
@@ -247,7 +235,7 @@ class Relaxation:
         demanded and may not be replayed.
         """
         least = np.zeros(self.count)
-        least[[self.column[v] for v in self.demanded if self.replay_column(v) is None]] = 1.0
+        least[[self.column[v] for v in self.demanded if not self.replays_of(v)]] = 1.0
         return least
 
     # ---- memory ----------------------------------------------------------------------------------

@@ -82,12 +82,10 @@ class MovingRelaxation(Relaxation):
     def _demandable(self, value: int) -> list[tuple[int, float]]:
         return [*super()._demandable(value), *((column, -1.0) for column, _ in self.columns.get(value, ()))]
 
-    def _add_columns(self, program: LinearProgram) -> None:
-        for m in self.moves:
-            program.column(self.seconds_to_move(m))
-
     def _begin(self, budget: int) -> None:
         super()._begin(budget)
+        for m in self.moves:
+            self.linear_program.column(self.seconds_to_move(m))
         self._add_waiting(self.linear_program)
 
     def _add_waiting(self, program: LinearProgram) -> None:
