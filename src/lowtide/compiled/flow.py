@@ -36,7 +36,23 @@ from lowtide.meter import measurable, storages
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.private import captured, tree_leaves
 from lowtide.progress import working
-from lowtide.run.messages import RECOMPILE_LIMIT, Once
+from lowtide.run.messages import Once
+
+UNCOMPILED = (
+    "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
+    "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
+    "lowtide.limit_memory(model, budget)"
+)
+"""The warning of a limit on a compiled model of whose forward PyTorch compiles nothing."""
+
+RECOMPILE_LIMIT = (
+    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
+    "to compile anew runs eagerly from now on, and no budget is held for that. Sizes or arguments that "
+    "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
+    "out, pad to fewer sizes, or raise that limit before the first step"
+)
+"""The warning of a forward that has reached Dynamo's recompile limit."""
+
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""

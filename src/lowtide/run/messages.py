@@ -13,9 +13,6 @@ from lowtide.errors import TraceError
 from lowtide.plan.data import Plan
 from lowtide.words import count_text
 
-OWN_OFF = "turn the model's own gradient checkpointing off"
-"""The first remedy where a model checkpoints on its own."""
-
 OF_GRAPH = (
     "backward was run with create_graph=True (for a Hessian, or a penalty on gradients), so what it computed "
     "stays live until a second backward has run through it, and no plan evicts that"
@@ -48,28 +45,6 @@ UNREACHED = (
     "against the budget. Return what the loss is made of"
 )
 """The warning of a forward from which no backward can begin."""
-
-UNCALLED = (
-    "the forward of this limited model was called past its hooks, with which FSDP gathers its weights: such "
-    "steps run as they are, without a limit. Call the model itself, and limit_memory after "
-    "torch.distributed.init_process_group"
-)
-"""The warning of a forward that is called past the hooks of FSDP's root."""
-
-UNCOMPILED = (
-    "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
-    "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
-    "lowtide.limit_memory(model, budget)"
-)
-"""The warning of a limit on a compiled model of whose forward PyTorch compiles nothing."""
-
-RECOMPILE_LIMIT = (
-    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
-    "to compile anew runs eagerly from now on, and no budget is held for that. Sizes or arguments that "
-    "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
-    "out, pad to fewer sizes, or raise that limit before the first step"
-)
-"""The warning of a forward that has reached Dynamo's recompile limit."""
 
 LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "

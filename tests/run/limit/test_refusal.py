@@ -19,14 +19,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import lowtide
 from lowtide import BudgetError, LowtideWarning, PlanError, TraceError, private
 from lowtide.extensions.advice.out_of_memory import OutOfMemory
-from lowtide.extensions.advice.refusal import OPTIMIZER_TOO, in_words
+from lowtide.extensions.advice.refusal import OPTIMIZER_TOO, OWN_OFF, in_words
 from lowtide.extensions.ranks.agreement import on_rank
 from lowtide.graph import StepGraph
 from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE, Holder
 from lowtide.run.limit.checks import Demand
 from lowtide.run.limit.entry import Entry, Traits
 from lowtide.run.limit.key import StepKey
-from lowtide.run.messages import OWN_OFF
 
 
 def chained(error: BaseException) -> bool:

@@ -30,7 +30,10 @@ from lowtide.remedies import (
 )
 from lowtide.run.limit.checks import Demand
 from lowtide.run.limit.entry import Entry
-from lowtide.run.messages import OF_GRAPH, OWN_OFF
+from lowtide.run.messages import OF_GRAPH
+
+OWN_OFF = "turn the model's own gradient checkpointing off"
+"""The first remedy where a model checkpoints on its own."""
 
 OPTIMIZER_TOO = "Nor does the budget hold optimizer.step()."
 """Of a refused step, where the optimizer's own step is refused, too."""

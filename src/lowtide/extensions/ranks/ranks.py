@@ -34,7 +34,7 @@ from lowtide.extensions.ranks.agreement import (
     of_shards,
 )
 from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
-from lowtide.extensions.ranks.sharded import ShardedLimiter
+from lowtide.extensions.ranks.sharded import UNCALLED, ShardedLimiter
 from lowtide.graph import StepGraph
 from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan.data import Plan
@@ -44,7 +44,6 @@ from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
-from lowtide.run.messages import UNCALLED
 from lowtide.run.profile.profiler import Profiler
 from lowtide.trace.transforms import with_collectives
 

@@ -12,7 +12,13 @@ from typing import Any
 
 from lowtide.private import fsdp, skipped_by_dynamo
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.messages import UNCALLED
+
+UNCALLED = (
+    "the forward of this limited model was called past its hooks, with which FSDP gathers its weights: such "
+    "steps run as they are, without a limit. Call the model itself, and limit_memory after "
+    "torch.distributed.init_process_group"
+)
+"""The warning of a forward that is called past the hooks of FSDP's root."""
 
 
 class ShardedLimiter(Limiter):
