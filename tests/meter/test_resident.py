@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.meter import resident_bytes, storages
-from lowtide.meter.resident import free_main_memory
+from lowtide.meter.main_memory import free_main_memory
 
 
 def free_on(root: Path, files: dict[str, str]) -> int | None:
@@ -17,7 +17,7 @@ def free_on(root: Path, files: dict[str, str]) -> int | None:
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    with patch("lowtide.meter.resident._ROOT", root):
+    with patch("lowtide.meter.main_memory._ROOT", root):
         return free_main_memory()
 
 

@@ -7,6 +7,7 @@ on CUDA the allocator's own statistics. Begin with `measuring.py`, then `registe
 counts).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import MeterError
@@ -14,9 +15,10 @@ from lowtide.errors import MeterError
 from .allocator import CountingAllocator, available, counting_allocator
 from .peaks import measurable, peak, peaks
 from .register import LiveSource, Peak
-from .resident import free_main_memory, resident_bytes, resident_tensors, storages
+from .resident import resident_bytes, resident_tensors, storages
 
 if TYPE_CHECKING:
+    from .main_memory import free_main_memory
     from .measuring import Measurement, measure
 
 __all__ = [
@@ -40,8 +42,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What a limit does without is loaded when it is first used."""
-    if name not in ("Measurement", "measure"):
+    home = {"free_main_memory": "main_memory", "Measurement": "measuring", "measure": "measuring"}.get(name)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import measuring
-
-    return getattr(measuring, name)
+    return getattr(import_module(f".{home}", __name__), name)
