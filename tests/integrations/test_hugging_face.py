@@ -195,7 +195,7 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
     limited.train()
     assert all(map(torch.equal, weights(plain), weights(limited)))
     held = callback.handle._limiter.compiled_handle  # type: ignore[union-attr]
-    assert isinstance(held, CompiledHandle) and held._backend == "aot_eager" and held.plan is not None
+    assert isinstance(held, CompiledHandle) and held._backend.name == "aot_eager" and held.plan is not None
     (last,) = [row for row in limited.state.log_history if row.get("step") == 2 and "loss" in row]
     assert 0 < last["memory_peak_mib"] <= last["memory_budget_mib"] + 0.01
     assert last["memory_predicted_mib"] <= last["memory_budget_mib"] + 0.01

@@ -277,7 +277,7 @@ def test_a_compiled_module_keeps_its_compiler_and_the_budget(tmp_path: Path) -> 
         trained.append([p.detach().clone() for p in module.parameters()])
     assert all(map(torch.equal, *trained))
     held = callback.handle._limiter.compiled_handle  # type: ignore[union-attr]
-    assert isinstance(held, CompiledHandle) and held._backend == "aot_eager"
+    assert isinstance(held, CompiledHandle) and held._backend.name == "aot_eager"
     assert held.plan is not None and held.plan.replayed
     for row in reads.rows[3:]:
         assert 0 < row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01

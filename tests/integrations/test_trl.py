@@ -101,4 +101,4 @@ def test_torch_compile_keeps_the_compiler_and_the_budget(
     weights = trained(tmp_path / "limited", [callback], False, False, **compiled)
     assert callback.handle is not None and len(weights) > 0
     held = callback.handle._limiter.compiled_handle
-    assert isinstance(held, CompiledHandle) and held._backend == "aot_eager" and held.plan is not None
+    assert isinstance(held, CompiledHandle) and held._backend.name == "aot_eager" and held.plan is not None

@@ -90,7 +90,7 @@ def test_accelerates_compiler_plugin_keeps_the_budget(mixed: str, before: bool) 
     assert handle.measured_peak_bytes is not None
     assert handle.measured_peak_bytes <= handle.plan.budget_bytes
     engine = handle if isinstance(handle, CompiledHandle) else handle._limiter.compiled_handle
-    assert engine._backend == "aot_eager" and lowtide.handle_of(prepared) is handle
+    assert engine._backend.name == "aot_eager" and lowtide.handle_of(prepared) is handle
     AcceleratorState._reset_state(True)
 
 

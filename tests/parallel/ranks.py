@@ -28,7 +28,7 @@ import torch.multiprocessing as mp
 import lowtide.limits
 from lowtide.parallel import collectives
 from lowtide.private import wait_for_collective
-from lowtide.run.record.cpp_recorder import cpp_recorder
+from lowtide.run.record.engine import engine
 
 IMPORTED = torch._dynamo, lowtide.limits
 """Once, before processes are made."""
@@ -65,7 +65,7 @@ def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
     """``body(*args)`` on ``size`` processes; what each returns, on the CPU. An error fails the test."""
     if os.environ.get(BACKEND) == "nccl" and (cards := torch.cuda.device_count()) < size:
         pytest.skip(f"NCCL needs a card for each of {size} ranks, and there are {cards}")
-    cpp_recorder()  # built once, here
+    engine()  # built once, here
     with TemporaryDirectory() as folder:
         try:
             mp.start_processes(_start, (size, body, args, folder), nprocs=size, start_method=start_method())

@@ -16,7 +16,6 @@ from lowtide.compiled.planning import cutter_within
 from lowtide.errors import PlanError, expect
 from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.marked_regions import honour_regions
-from lowtide.meter.resident import innermost
 from lowtide.plan import check_seconds
 from lowtide.plan.data import Offload
 from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled
@@ -119,7 +118,6 @@ def compile(
     budgets.check(budget)
     check_seconds(plan_seconds, None, "compile(plan_seconds=)")
     check_optimizer(model, optimizer)
-    optimizer = None if optimizer is None else innermost(optimizer)
     inner = uncompiled(model)
     for limited in (model, inner):
         if (before := handle_of(limited)) is not None:

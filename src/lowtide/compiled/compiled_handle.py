@@ -99,7 +99,7 @@ class CompiledHandle(LimitHandle):
         budgets.check(asked.budget)
         honour_regions()
         self.model, self.compiled, self._asked = model, compiled, asked
-        self._backend, self._optimizer = backend, optimizer
+        self._backend, self._optimizer = backend, None if optimizer is None else innermost(optimizer)
         self._settings = None if backend.name == "aot_eager" else {**FREES_AT_ONCE, **backend.options}
         self._blocks, self._forward = blocks, forward
         self._own, self._own_placed = model.forward, model.__dict__.get("forward")

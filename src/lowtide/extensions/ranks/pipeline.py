@@ -17,7 +17,7 @@ import torch
 
 from lowtide.errors import PlanError
 from lowtide.private import distributed
-from lowtide.run.forwards import Forwards, left_alone
+from lowtide.run.forwards import Forwards
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter
@@ -119,7 +119,7 @@ class PipelineStep(PlannedStep):
 
     def __init__(self, forwards: Forwards, *given: Any) -> None:
         super().__init__(*given)
-        self._forwards = forwards
+        self._micro_batches = forwards
 
     def _may_evict(self) -> bool:
         """Never: what a schedule sends and receives, other ranks wait for."""
@@ -131,20 +131,18 @@ class PipelineStep(PlannedStep):
         @contextmanager
         def recording() -> Iterator[None]:
             begin = time.perf_counter()
-            made = self._recorder(inputs)
-            with made.recording(), left_alone(inputs.members.compiled):
+            with self._recording(inputs):
                 inside = time.perf_counter()
                 yield
                 outside = time.perf_counter()
-            self._count(made)
             seconds[0] += inside - begin + time.perf_counter() - outside
 
         begin = time.perf_counter()
-        with self._forwards.within(recording):
+        with self._micro_batches.within(recording):
             result = forward(*inputs.args, **inputs.kwargs)
         return result, time.perf_counter() - begin - seconds[0]
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The schedule has returned: the step is over."""
         self.ends()
-        self.replays.clear()
+        self.cores.clear()

@@ -368,7 +368,9 @@ class Limiter:
         elif budgets.is_share(budget):
             share = float(str(budget).strip().rstrip("%")) / 100
         elif budgets.asks_for(budget) == "auto":
-            room = budgets.resolve(budget, 0, lambda: 0, model_device(self.model), resident) - resident
+            room = (
+                budgets.resolve(budget, device=model_device(self.model), resident_bytes=resident) - resident
+            )
         else:
             room = budgets.parse(budget) - resident
         if share >= 1:

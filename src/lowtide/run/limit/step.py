@@ -15,7 +15,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -370,6 +371,15 @@ class PlannedStep(StepWatch):
 
     def _record(self, forward: Callable[..., Any], inputs: Inputs) -> tuple[Any, float]:
         """Run a forward within the recorder: what it returns, and how long it took."""
+        with self._recording(inputs):
+            inside = time.perf_counter()
+            result = forward(*inputs.args, **inputs.kwargs)
+            seconds = time.perf_counter() - inside
+        return result, seconds
+
+    @contextmanager
+    def _recording(self, inputs: Inputs) -> Iterator[None]:
+        """What runs in the block is the step's next forward: it is recorded, under its part of the plan."""
         recorder = self.recorder = self.recorder or self._make_recorder(inputs)
         planned, number = self.planned, self._forwards
         self._forwards += 1
@@ -380,11 +390,8 @@ class PlannedStep(StepWatch):
         if not recorder.is_active:
             recorder.start()
         with recorder.forward(), left_alone(inputs.members.compiled):
-            inside = time.perf_counter()
-            result = forward(*inputs.args, **inputs.kwargs)
-            seconds = time.perf_counter() - inside
+            yield
         self.ran = recorder.ran
-        return result, seconds
 
     def _make_recorder(self, inputs: Inputs) -> Recorder:
         """What records all forwards of the step, and holds its budget."""
