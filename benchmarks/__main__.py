@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 
 from benchmarks.common import QUICK, RESUME
-from lowtide.run.record.cpp_recorder import cpp_recorder
+from lowtide.run.record.engine import engine
 
 NAMES = (
     "estimate_published",
@@ -51,7 +51,7 @@ def main(names: list[str]) -> int:
     """Run each; returns the exit code: the first that is not zero."""
     names = [name for name in names if name not in (QUICK, RESUME)]  # the benchmarks read them themselves
     if len(names) > 1 and names[0] in WITH_OPTIONS and names[1].startswith("-"):
-        cpp_recorder()
+        engine()
         return import_module(f"benchmarks.{names[0]}").main(names[1:])
     if {"-h", "--help"} & set(names):
         print(f"python -m benchmarks [--quick] [--resume] [NAME ...]: all, or those of {', '.join(NAMES)}")
@@ -61,7 +61,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    cpp_recorder()  # else the first measure waits for it
+    engine()  # else the first measure waits for it
     codes = [import_module(f"benchmarks.{name}").main() for name in names or NAMES]
     return next((code for code in codes if code), 0)
 

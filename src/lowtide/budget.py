@@ -118,6 +118,22 @@ def asks_for(budget: object) -> str:
     return word if word in ("min", "auto") else ""
 
 
+def fixed_bytes(budget: str | int | None) -> int | None:
+    """A budget that is given in bytes; ``None`` where it depends on what steps take, or on the device."""
+    if budget is None or asks_for(budget) or is_share(budget):
+        return None
+    return parse(budget)
+
+
+def share_of(budget: object) -> float:
+    """What share of a plain step's peak a budget is; 0 where it is none.
+
+    >>> share_of("60%"), share_of("6GiB")
+    (0.6, 0.0)
+    """
+    return float(str(budget).strip().rstrip("%")) / 100 if is_share(budget) else 0.0
+
+
 def is_share(budget: object) -> bool:
     """Whether a budget is a percentage of the plain step's peak.
 

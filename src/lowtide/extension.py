@@ -59,7 +59,6 @@ class Extension:
         awaited: others wait in a step until there is a plan, so that one that is refused runs under the plan
             that takes least.
         shares_plan: several ranks hold one plan.
-        evicts: a step may evict by itself, whatever its plan says.
         maker: makes the limit's plans (`lowtide.run.limit.planning.PlanMaker`).
     """
 
@@ -68,7 +67,6 @@ class Extension:
     hurries = False
     awaited = False
     shares_plan = False
-    evicts = True
     maker: Any
 
     @property

@@ -159,6 +159,14 @@ class OpInfo:
         return self.written == (0,) and self.returns_written and not self.fills
 
     @property
+    def replays_undropped(self) -> bool:
+        """Whether a replay is the same call, where a dropout inside it is off."""
+        special = self.written and not self.updates
+        special = special or self.running_statistics or self.collective or self.reason
+        random = self.random and self.dropout_position is None
+        return not special and not random and self.state_positions is None
+
+    @property
     def replays_plainly(self) -> bool:
         """Whether a replay is the same call with the same arguments, or a copy of one that it updates.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections import Counter
 
 import torch
 
@@ -13,14 +12,6 @@ from lowtide.errors import TraceError
 from lowtide.plan.data import Plan
 from lowtide.words import count_text
 
-OF_GRAPH = (
-    "backward was run with create_graph=True (for a Hessian, or a penalty on gradients), so what it computed "
-    "stays live until a second backward has run through it, and no plan evicts that"
-)
-"""Why steps with second derivatives take so much."""
-
-AT_LENGTH = 3
-"""How many warnings of steps above their budget say at length why; later ones are short."""
 
 ABANDONED = (
     "a step of this limited model ran without the limit: when its forward began, something still held what "
@@ -50,7 +41,6 @@ LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
     "though no plan for them fits."
 )
-AS_IF = "lowtide plans as if no step had taken more than predicted: no plan leaves that."
 UNMEASURED = (
     "what the steps of this limited model take cannot be measured while they run: one that takes more than "
     "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "
@@ -98,37 +88,27 @@ class Once:
             warn(text or what)
 
 
-class Overruns:
-    """The warnings of steps that took more than their budget: long ones at first, short ones later.
+def above_budget(took: int, limit: int, excess: tuple[str, int, int, bool, str] | None) -> tuple[str, str]:
+    """The warning of a step that took more than its budget, with what it is about, which is said once.
 
-    Attributes:
-        steps: how many took more, by why.
+    Args:
+        took, limit: bytes.
+        excess: the operation that did not fit, what it needs, by how much it did not fit, whether it was the
+            first call with arguments of these shapes, and where it was called; ``None`` where none was seen.
     """
-
-    def __init__(self) -> None:
-        self.steps: Counter[str] = Counter()
-
-    def text(
-        self, took: int, limit: int, predicted: int, why: str, new: bool = True, same: bool = False
-    ) -> str:
-        """The warning.
-
-        Args:
-            took, limit, predicted: bytes.
-            why: the step took more, or what follows.
-            new: the step was not told of yet.
-            same: it was, for the same reason, and has taken more since.
-        """
-        self.steps[why] += new
-        size = budgets.format_bytes(took)
-        above = f"{took - limit:,} bytes above the budget of {budgets.format_bytes(limit)}"
-        if same:
-            return f"after another backward the same step took {size}, {above}"
-        if self.steps[why] > AT_LENGTH:
-            total = self.steps.total()
-            return f"a planned step took {size}, {above} ({total} of this limit's steps took more so far)"
-        forecast = budgets.format_bytes(predicted)
-        return f"a planned step took {size} where {forecast} was predicted, {above}: {why}"
+    size, above = budgets.format_bytes(took), budgets.format_bytes(took - limit)
+    text = f"a step took {size}, {above} above the budget of {budgets.format_bytes(limit)}: "
+    if excess is None:
+        held = "the program itself holds more, or a thread lets go late of what it moved"
+        return held, f"{text}no operation needed that much; {held}"
+    name, need, _, first, where = excess
+    name = name.replace("::", ".")
+    at = f" in {where}" if where else ""
+    if first:
+        why = "which is not known before the first call with arguments of these shapes"
+        return f"{name} first", f"{text}{name}{at} needs {budgets.format_bytes(need)}, {why}"
+    why = "and nothing was left to evict"
+    return name, f"{text}{name}{at} needs {budgets.format_bytes(need)}, {why}"
 
 
 def own_checkpointing(model: torch.nn.Module) -> str:

@@ -33,7 +33,7 @@ class OutOfMemory:
     def warn(self, device: int, asked_bytes: int) -> None:
         """Warn of each limited model that has a plan; ``asked_bytes`` more were not to be had."""
         for limiter in tuple(self._limiters):
-            planned = limiter.cache.latest
+            planned = limiter.book.latest
             if planned is not None and not limiter.removed:
                 state = limiter.maker.claim.resident_bytes
                 warn(_out_of_memory_text(planned, state, device, asked_bytes), each_time=True)

@@ -59,9 +59,9 @@ def in_words(
         error = _with_buffers(_of_step_or_optimizer(error, model, state_bytes, demand), model)
     if not entry.key.gradients:
         _add_of_later_gradients(error, model)
-    if entry.traits.makes_graph:
+    if entry.facts.makes_graph:
         error.add(f"Its {OF_GRAPH}.")
-    if entry.traits.checkpoints:
+    if entry.facts.checkpoints:
         error.add_first_remedy(OWN_OFF)
     return error
 

@@ -17,11 +17,12 @@ import torch
 
 from lowtide.errors import PlanError
 from lowtide.private import distributed
-from lowtide.run.forwards import Forwards
+from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.entry import Entry, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
+from lowtide.run.record.recorder import Recorder
 from lowtide.run.watch import meter_gathered
 
 
@@ -75,17 +76,17 @@ class PipelineLimiter(Limiter):
     def _run_schedule(self, *args: Any, **kwargs: Any) -> Any:
         return self._schedule_step(*args, losses=self._losses, **kwargs)
 
-    def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
+    def _begin_profiled(self, entry: Entry, inputs: Inputs, others: Any = ()) -> ProfiledStep:
         # what the schedule makes once is resident in later steps; to work out shapes it may run the stages
         with meter_gathered(self.model):
             distributed.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
-        return super()._begin_profiled(entry, inputs)
+        return super()._begin_profiled(entry, inputs, others)
 
     def _planned_step(self, *given: Any) -> PlannedStep:
         assert self.forwards is not None
         return PipelineStep(self.forwards, *given)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """Refused: a step of a pipeline is one of all its ranks.
 
         Raises:
@@ -119,27 +120,24 @@ class PipelineStep(PlannedStep):
 
     def __init__(self, forwards: Forwards, *given: Any) -> None:
         super().__init__(*given)
-        self._micro_batches = forwards
+        self._chunks = forwards
 
-    def _may_evict(self) -> bool:
-        """Never: what a schedule sends and receives, other ranks wait for."""
-        return False
-
-    def _record(self, forward: Callable[..., Any], inputs: Inputs) -> tuple[Any, float]:
+    def _run_within(self, recorder: Recorder, call: Callable[[], Any], inputs: Inputs) -> tuple[Any, float]:
         seconds = [0.0]
 
         @contextmanager
         def recording() -> Iterator[None]:
             begin = time.perf_counter()
-            with self._recording(inputs):
+            self._follow_next(recorder, inputs)
+            with recorder.forward(), left_alone(inputs.members.compiled):
                 inside = time.perf_counter()
                 yield
                 outside = time.perf_counter()
             seconds[0] += inside - begin + time.perf_counter() - outside
 
         begin = time.perf_counter()
-        with self._micro_batches.within(recording):
-            result = forward(*inputs.args, **inputs.kwargs)
+        with self._chunks.within(recording):
+            result = call()
         return result, time.perf_counter() - begin - seconds[0]
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:

@@ -40,7 +40,6 @@ from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import plain
 from lowtide.private import distributed, fsdp, storage_key
-from lowtide.run.limit import machine
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
@@ -91,11 +90,6 @@ class Ranks(Extension):
         """Whether the ranks hold one plan."""
         return self.agreement is not None
 
-    @property
-    def evicts(self) -> bool:
-        """Not where ranks run the same collectives, nor where they gather weights together."""
-        return not self.shares_plan and not fsdp.units(self.model)
-
     # ---- a step ----------------------------------------------------------------------------------
 
     def key(self, model: torch.nn.Module) -> Hashable:
@@ -111,23 +105,28 @@ class Ranks(Extension):
         learned = planned is not None and planned.history.steps > LEARNING_STEPS
         if self.agreement is None or learned:
             return
-        outdated = entry.is_outdated(maker.version)
-        mine = (entry.wants_profile, outdated, maker.version, entry.beside.margin_bytes, maker.findings)
-        profile, old, versions, margins, findings = zip(*self.agreement.gather(mine), strict=True)
+        mine = (entry.is_listened, maker.version, maker.findings)
+        listens, versions, findings = zip(*self.agreement.gather(mine), strict=True)
         maker.version = max(versions)
+        entry.is_asked = any(listens)
         for found in findings:
             maker.findings.update(found)
-        machine.on_peers(entry, any(profile), any(old), max(margins))
 
     @contextmanager
     def around(self, step: ProfiledStep | PlannedStep) -> Iterator[None]:
-        """Note who averages the gradients of a profiled step, and what FSDP gathers in a planned one."""
+        """Note who averages the gradients of a step that is written down. Of one that is not, note what FSDP
+        gathers, and which of its units runs: what a unit evicts may be brought back with the unit's own
+        weights alone.
+        """
         if isinstance(step, ProfiledStep):
             refuse_first_fsdp(self.model)
             self.replicas = self._stages or distributed.replicated_by(self.model)
-        else:
-            step.gathered = {storage_key(tensor) for _, tensor in fsdp.gathered(self.model)}
-        yield
+            yield
+            return
+        step.gathered = {storage_key(tensor) for _, tensor in fsdp.gathered(self.model)}
+        step.recomputes_collectives = False
+        with fsdp.around_units(self.model, step.unit_changes, step.unit_changes):
+            yield
 
     # ---- a plan ----------------------------------------------------------------------------------
 
@@ -148,7 +147,7 @@ class Ranks(Extension):
         elif shared is not None:  # on every rank alike
             self.agreement, self._neighbours = None, shared
         if profiler.runs_backwards:
-            machine.set_graph(entry, graph)
+            entry.graph = graph
             self._exchange_stage_peaks(entry)
         return graph
 
@@ -158,7 +157,7 @@ class Ranks(Extension):
         """
         ranks = None if self._met else of_group({"stages": self.replicas})
         if ranks is not None:
-            own = plain(self.maker.transform(entry)).peak_bytes + entry.beside.hidden_bytes
+            own = plain(self.maker.transform(entry)).peak_bytes + entry.facts.hidden_bytes
             self.maker.greatest_plain = max(self.maker.greatest_plain, *ranks.gather(own))
 
     def agree(self, refusal: BudgetError | None) -> BudgetError | None:
@@ -198,9 +197,9 @@ class Ranks(Extension):
         Returns:
             The first refusal of any.
         """
-        assert entry.profiled is not None
+        assert entry.graph is not None
         planned = None if refusal is not None else entry.planned
-        program = replace(entry.profiled, resident_bytes=0, events=()).fingerprint()
+        program = replace(entry.graph, resident_bytes=0, events=()).fingerprint()
         left, text = math.inf, ""
         if planned is not None:
             text = planned.plan.to_json()
@@ -214,7 +213,7 @@ class Ranks(Extension):
         if found is None and planned is not None and len(set(programs)) == 1:
             _, theirs, text = min(zip(*plans, strict=True), key=lambda one: one[0])
             plan = replace(adopt(text, resident, theirs), budget_bytes=planned.plan.budget_bytes)
-            machine.set_plan(entry, replace(planned, plan=plan))
+            entry.planned = replace(planned, plan=plan)
         return found
 
 

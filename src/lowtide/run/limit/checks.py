@@ -93,9 +93,9 @@ def refuse_nested(entry: Entry) -> None:
     Raises:
         PlanError: the step is one.
     """
-    if entry.traits.nested:
+    if entry.facts.nested:
         raise PlanError(
-            f"the forward makes a nested tensor without a layout ({entry.traits.nested}), as PyTorch's "
+            f"the forward makes a nested tensor without a layout ({entry.facts.nested}), as PyTorch's "
             "attention on jagged tensors does where no fused kernel takes them (on a CPU, say). No plan "
             "counts the bytes of such tensors, so no budget below the plain step can be held. Pad the rows "
             "and mask them (x.to_padded_tensor(0.0), attn_mask=), or run attention for one row after the "

@@ -232,21 +232,17 @@ class Handle(LimitHandle):
         """The plan of the latest step, or ``None`` before the first has ended. Its
         `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
         follow the steps that are timed: the first ones, and every fourth of the others."""
-        latest = self._limiter.cache.latest
+        latest = self._limiter.book.latest
         return latest.calibrated() if latest is not None else None
 
     @property
     @_of_engine
     def budget_bytes(self) -> int | None:
-        """The budget in bytes, one for all kinds of steps. Of ``"60%"``, ``"min"`` or ``"auto"`` it is the
-        most that any kind of step was planned for since that budget was given. ``None`` before the first
-        plan, and without a budget. What one kind was planned for is its `Plan.budget_bytes`.
+        """The budget in bytes: the one number that every step is held to. Of ``"60%"``, ``"min"`` or
+        ``"auto"`` it is ``None`` before the first step has ended. A longer step raises it; it never falls
+        until another budget is given. ``None`` without a budget.
         """
-        maker, known = self._limiter.maker, list(self._limiter.cache.known.values())
-        in_force = (
-            entry.planned for entry in known if entry.planned_for and entry.planned_for[0] == maker.version
-        )
-        return budgets.one_for_all(maker.budget, (one.plan.budget_bytes for one in in_force if one))
+        return self._limiter.maker.budget_bytes
 
     @property
     @_of_engine
@@ -256,7 +252,7 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def graph(self) -> StepGraph | None:
-        latest = self._limiter.cache.latest
+        latest = self._limiter.book.latest
         return latest.step_graph if latest is not None else None
 
     @property
@@ -268,7 +264,7 @@ class Handle(LimitHandle):
     @_of_engine
     def plans(self) -> dict[StepKey, Plan]:
         """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
-        known = list(self._limiter.cache.known.items())  # a thread that trains may begin a step meanwhile
+        known = list(self._limiter.book.known.items())  # a thread that trains may begin a step meanwhile
         return {key: entry.planned.calibrated() for key, entry in known if entry.planned is not None}
 
     @property
@@ -304,7 +300,7 @@ class Handle(LimitHandle):
         budgets.check(budget)
         limiter = self._in_force()
         limiter.extend(budget)  # which checks it
-        with limiter.cache.lock:
+        with limiter.book.lock:
             limiter.maker.set_budget(budget)
         if limiter.compiled_handle is not None:
             limiter.compiled_handle.set_budget(budget)
@@ -327,7 +323,7 @@ class Handle(LimitHandle):
         """
         limiter = self._in_force()
         counted = () if optimizer is None else (limiter.face.counting(self.model, optimizer),)
-        with limiter.cache.lock:
+        with limiter.book.lock:
             limiter.maker.extend(*counted, without="optimizer")
             limiter.maker.version += 1
         if limiter.compiled_handle is not None:
@@ -340,7 +336,6 @@ class Handle(LimitHandle):
         if limiter.removed:
             return
         limiter.removed = True
-        limiter.cache.stop()
         for extension in limiter.extensions:
             extension.close()
         limiter.uninstall()

@@ -194,12 +194,12 @@ class Inputs:
         keys = [found for one in self._extensions if (found := one.key(self._model)) is not None]
         return _step_key(self.members, *self._flat, hash(tuple(keys)) if keys else 0)
 
-    def resident_bytes(self) -> int:
-        """Bytes that are there before the step: of the model's parameters, buffers and gradients, and of the
-        tensors that the forward is given.
+    def resident_bytes(self, own: bool = False) -> int:
+        """Bytes that are there before the step: of the model's parameters, buffers and gradients, and, unless
+        only its ``own`` are asked for, of the tensors that the forward is given.
         """
         members = self.members
-        tensors = (*members.parameters, *members.buffers, *self._flat[0])
+        tensors = (*members.parameters, *members.buffers, *(() if own else self._flat[0]))
         nbytes, others = engine().resident_bytes(tensors, members.device)
         return nbytes + sum(s.nbytes() for s in storages(others)) if others else nbytes
 

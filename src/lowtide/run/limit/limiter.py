@@ -21,28 +21,27 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide import budget as budgets
-from lowtide.errors import TraceError
+from lowtide.errors import BudgetError, TraceError
 from lowtide.extension import Extension, Face
 from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import alone, drop_idle_key
 from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
-from lowtide.run.limit import machine
-from lowtide.run.limit.cache import Cache
+from lowtide.run.limit.book import PlanBook
 from lowtide.run.limit.calls import LIMITED, Calls
 from lowtide.run.limit.checks import no_replicas
 from lowtide.run.limit.engagement import Engagement
-from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.limit.entry_states import Action
+from lowtide.run.limit.entry import Entry, How, Planned
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
-from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, Overruns, warn
+from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, above_budget, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.engine import engine, forms
 from lowtide.run.record.special import Verify
+from lowtide.run.transforms import unused_bytes
 from lowtide.run.watch import weakly
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
@@ -88,7 +87,7 @@ class Limiter:
 
     Attributes:
         maker: makes the plans.
-        cache: the cached plans.
+        book: the plans.
         delegate: gives the steps that `torch.compile` is around to the compiled engine, once there is one.
         calls: tells which calls are limited steps, and runs the others.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
@@ -126,10 +125,9 @@ class Limiter:
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
         self.maker = PlanMaker(self.model, lambda: self.stores.groups, face=self.face, **settings)
-        self.cache = Cache(self.maker, self.verify)
+        self.book = PlanBook(self.maker, self.verify)
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
-        self.overruns = Overruns()
         self.delegate: Any = None
         self.local = _Local()
         self.engagement = Engagement(self.model)
@@ -239,7 +237,7 @@ class Limiter:
                 return result
             if (step := self._finish_last()) is not None:
                 return self._run_another(step, inputs)
-            return self._run_next(self.cache.find(inputs.key), inputs)
+            return self._run_next(self.book.find(inputs.key), inputs)
 
     def is_limited(self) -> bool:
         """Whether a call of the model's forward is one within the limit."""
@@ -311,24 +309,21 @@ class Limiter:
     # ---- the next step of an entry ---------------------------------------------------------------
 
     def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
-        """Do what the state machine says: profile the step, or run it under the plan."""
+        """Run the next step of an entry, as the book says."""
         others = steps_of_others(inputs)
         shared = self.shared or bool(others)
-        action = self.cache.begin_step(entry, shared, backward_unseen=inputs.compiled)
+        how = self.book.begin(entry, shared, backward_unseen=inputs.compiled)
         self._join(others)
-        if action is Action.PROFILE_ASIDE:
-            action = self._profile_aside_first(entry, inputs, shared)
-        if action is Action.PROFILE:
-            step = self.local.step = self._begin_profiled(entry, inputs)
-            run = step.run
+        if how is How.ASIDE:
+            how = self._listen_aside(entry, inputs, shared)
+        if how is How.LISTEN:
+            step: ProfiledStep | PlannedStep = self._begin_profiled(entry, inputs, others)
         else:
-            step = self.local.step = self._begin_planned(entry, inputs, shared)
-            unkeyed = inputs.has_unkeyed_arguments
-            # without the cache's lock, since no row of FORWARD_BEGINS changes the state
-            run = partial(step.run, machine.on_forward_begins(entry, step.planned, step.can_evict, unkeyed))
+            step = self._begin_planned(entry, how, inputs, shared, others)
+        self.local.step = step
         try:
             with self._around(step):
-                result = run(self.own_step)
+                result = step.run(self.own_step)
         except BaseException:
             self.local.step = None
             raise
@@ -346,84 +341,124 @@ class Limiter:
         for step in steps:
             step.others.add(self)
 
-    def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
-        """A step that is profiled; a plan is made when its backward has ended."""
+    def _begin_profiled(
+        self, entry: Entry, inputs: Inputs, others: Sequence[ProfiledStep | PlannedStep] = ()
+    ) -> ProfiledStep:
+        """A step that is written down; a plan is made when its backward has ended."""
         self.extend(self.maker.budget)
-        verify, ended = self.cache.is_to_verify(entry), weakly(self._on_profile_end)
-        return ProfiledStep(entry, inputs, verify, ended, self.forwards, self._governor)
+        verify, ended = self.book.is_to_verify(entry), weakly(self._on_profile_end)
+        governor = partial(self._governor, entry, inputs, others)
+        return ProfiledStep(entry, inputs, verify, ended, self.forwards, governor)
+
+    def _begin_planned(
+        self,
+        entry: Entry,
+        how: How,
+        inputs: Inputs,
+        shared: bool,
+        others: Sequence[ProfiledStep | PlannedStep] = (),
+    ) -> PlannedStep:
+        """A step under the entry's plan, or under none."""
+        if accelerator.is_accelerator(inputs.members.device):
+            self.face.follow(self)
+        claim = self.maker.claim
+        step = self._planned_step(
+            entry,
+            how,
+            inputs,
+            self.stores,
+            self.verify,
+            weakly(self._on_step_end),
+            partial(self._governor, entry, inputs, others),
+            claim.resident_bytes - claim.to_come_bytes,
+            shared,
+        )
+        if step.planned is not None:
+            step.planned.history.read_clock(step.planned.step_graph.overhead_seconds)
+        if self.maker.budget is not None and not step.is_measured:
+            self.warn_once(UNMEASURED)
+        return step
+
+    def _planned_step(self, *given: Any) -> PlannedStep:
+        """What `_begin_planned` makes; ``given`` is what `PlannedStep` takes."""
+        return PlannedStep(*given)
 
     @cached_property
     def _forms(self) -> Any:
         """What the operations of the model's steps need."""
         return forms(model_device(self.model).type)
 
-    def _governor(self, live: Any, resident_bytes: int) -> Any:
-        """What holds the budget in a step that has no plan: bytes, or a share of what a plain step would have
-        had so far.
+    def _governor(
+        self,
+        entry: Entry,
+        inputs: Inputs,
+        others: Sequence[ProfiledStep | PlannedStep],
+        live: Any,
+        resident_bytes: int,
+    ) -> Any:
+        """What holds the budget of a step; ``None`` without a budget.
+
+        Before the first step of a share or of "min" was seen, a step has a share of what a plain one would
+        have had so far. Where steps of other limited models are under way on this thread, all of them have one
+        governor, and the smallest budget.
+
+        Args:
+            entry, inputs: of the step.
+            others: steps of other limited models that are under way.
+            live: where the live bytes of the step are read.
+            resident_bytes: what is there when the step starts.
         """
-        budget, resident = self.maker.budget, resident_bytes + self.maker.claim.resident_bytes
-        share, room = 0.0, 0
-        if budget is None or budgets.asks_for(budget) == "min":
-            share = _LEAST_SHARE
+        budget, limit = self.maker.budget, self.maker.budget_bytes
+        if budget is None and entry.planned is not None:
+            return None  # the policy alone says what goes
+        if limit is None and budgets.asks_for(budget) == "auto":
+            limit = budgets.resolve(str(budget), 0, int, inputs.members.device, resident_bytes)
+        for other in others:
+            if other.governor is not None and limit is not None:
+                other.governor.join(limit, inputs.resident_bytes(own=True))
+                return other.governor
+        share = 0.0
+        if limit is None:
+            share = budgets.share_of(budget) or _LEAST_SHARE
+            if share >= 1:
+                return None
         elif budgets.is_share(budget):
-            share = float(str(budget).strip().rstrip("%")) / 100
-        elif budgets.asks_for(budget) == "auto":
-            room = (
-                budgets.resolve(budget, device=model_device(self.model), resident_bytes=resident) - resident
-            )
-        else:
-            room = budgets.parse(budget) - resident
-        if share >= 1:
-            return None
-        return engine().Governor(live, room, share=share, resident_bytes=resident, forms=self._forms)
-
-    def _begin_planned(self, entry: Entry, inputs: Inputs, shared: bool) -> PlannedStep:
-        """A step under the entry's plan."""
-        members, ended = inputs.members, weakly(self._on_step_end)
-        if accelerator.is_accelerator(members.device):
-            self.face.follow(self)
-        evicts, claimed = (
-            all(extension.evicts for extension in self.extensions),
-            self.maker.claim.resident_bytes,
+            share = min(1.0, budgets.share_of(budget))  # a longer step raises it while it runs
+        room = 0 if limit is None else limit - resident_bytes
+        return engine().Governor(
+            live,
+            room,
+            share=share,
+            is_open=limit is None,
+            resident_bytes=resident_bytes,
+            forms=self._forms,
         )
-        step = self._planned_step(
-            entry, inputs, self.stores, self.verify, ended, shared, evicts, self._forms, claimed
-        )
-        machine.note_time(step.planned)
-        if step.planned.plan.budget_bytes is not None and step.peak_bytes is None:
-            self.warn_once(UNMEASURED)
-        return step
 
-    def _planned_step(self, *given: Any) -> PlannedStep:
-        """A step that is to run under its plan; ``given`` is what `PlannedStep` takes."""
-        return PlannedStep(*given)
-
-    def _profile_aside_first(self, entry: Entry, inputs: Inputs, shared: bool) -> Action:
-        """Profile a step of lowtide's own, before one of the user's that cannot be profiled."""
+    def _listen_aside(self, entry: Entry, inputs: Inputs, shared: bool) -> How:
+        """Write down a step of lowtide's own, before one of the user's that cannot be written down."""
         try:
             with alone():
-                self.prepare(inputs.args, inputs.kwargs, within_step=True)
+                self.prepare(inputs.args, inputs.kwargs)
         except TraceError:
-            action = machine.on_no_loss(entry, shared)
-            if action is Action.RAISE:
+            if not shared:
                 raise
-            return action
-        return Action.RUN
+            return How.LISTEN  # a teacher takes no part in backward
+        return How.FOLLOW
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Planned:
-        """Plan for steps with these arguments now: profile one, and restore all state afterwards.
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        """Plan for steps with these arguments now: one is written down, and all state is restored afterwards.
 
         Args:
             args, kwargs: of the model.
-            within_step: a step of the user's is about to run; warn if this takes more than the budget.
 
         Raises:
             BudgetError: no plan fits.
             TraceError: no loss can be found or made up.
         """
         inputs = Inputs(self.model, args, kwargs, False, self.extensions)
-        entry = self.cache.find(inputs.key)
-        if self.cache.begin_step(entry, prepared=True) is Action.PROFILE_ASIDE:
+        entry = self.book.find(inputs.key)
+        if self.book.begin(entry, prepared=True) is How.ASIDE:
+            own = inputs.resident_bytes()
             with self.engagement.paused(), self.inside():
                 profiler, graph = profile_aside(
                     [self.model],
@@ -433,23 +468,21 @@ class Limiter:
                     kwargs,
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
+                    governor=lambda live: self._governor(entry, inputs, (), live, own),
                 )
-            own = inputs.resident_bytes()
-            self._plan_from(entry, profiler, graph, users=within_step, own_bytes=own)
-            self.cache.begin_step(entry, prepared=True)  # the plan of a longer step may be out of date
+            self.book.see_graph(entry, profiler, graph, own, ())
         assert entry.planned is not None
         return entry.planned
 
     # ---- a backward has ended --------------------------------------------------------------------
 
     def _on_profile_end(self, step: ProfiledStep) -> None:
-        """The backward of a profiled step has ended: plan from it."""
+        """The backward of a step that was written down has ended: plan from it."""
         entry, profiler = step.entry, step.profiler
         if self.local.step is step:
             self.local.step = None
-        with self.cache.lock:
-            action = machine.on_profile_ended(entry, profiler.backward_unseen, shared=bool(step.others))
-        if action is Action.DISCARD:
+        if profiler.backward_unseen or step.others:
+            entry.facts.backward_unseen |= profiler.backward_unseen
             self._note_others(step)
             self.measured_bytes = None
             profiler.close()
@@ -457,34 +490,41 @@ class Limiter:
         often = "each operation ran twice, until it had reproduced five times"
         twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
+        claim, peak = self.maker.claim, profiler.peak_bytes
         with no_collection():  # of the many small objects that describe the step, none is garbage
-            later, own = step.later_keys, step.resident_bytes
-            self._plan_from(entry, profiler, profiler.graph(), users=True, later_keys=later, own_bytes=own)
+            graph = profiler.graph()
+            resident = step.resident_bytes + claim.resident_bytes - claim.to_come_bytes
+            outside = max(0, graph.resident_bytes + unused_bytes(self.model, graph) - step.resident_bytes)
+            self.measured_bytes = None if peak is None else resident + outside + peak
+            try:
+                self.book.see_graph(entry, profiler, graph, step.resident_bytes, step.later_keys)
+            except BudgetError:
+                if not self._was_held(step):
+                    raise
+        self._warn_above(step.governor, entry)
 
-    def _plan_from(
-        self,
-        entry: Entry,
-        profiler: Profiler,
-        graph: StepGraph,
-        users: bool,
-        later_keys: Sequence[StepKey] = (),
-        own_bytes: int = 0,
-    ) -> None:
-        """Plan from a profiled step; see `Cache.plan_from`."""
-        with self.cache.lock:
-            taken = self.cache.plan_from(entry, profiler, graph, users, later_keys, own_bytes)
-        if users and entry.planned is not None:
-            self.measured_bytes = taken
+    def _was_held(self, step: ProfiledStep) -> bool:
+        """Whether the governor has held a step for which no plan was found: then it holds later ones, too."""
+        limit = self.maker.budget_bytes
+        known = limit is not None and self.measured_bytes is not None and step.governor is not None
+        return known and self.measured_bytes <= limit  # type: ignore[operator]
 
     def _on_step_end(self, step: PlannedStep) -> None:
-        """A backward of a planned step has ended: what follows, by what it took."""
+        """A backward of a step has ended."""
         self._note_others(step)
         self.measured_bytes = step.measured_bytes
-        with self.cache.lock:
-            taught = machine.on_ended(step.entry, step.shown())
-        step.added_bytes, reason = taught.added_bytes, taught.warning
-        if text := step.overrun_text(self.overruns, reason):
-            warn(text, each_time=True)
+        self.book.see(step.entry, step.is_foreseen, step.measured_bytes, step.recorder is not None)
+        governor = step.governor
+        if governor is not None and budgets.is_share(self.maker.budget) and governor.has_widened:
+            self.maker.raise_to(governor.room_bytes + step.resident_bytes)
+        self._warn_above(governor, step.entry)
+
+    def _warn_above(self, governor: Any, entry: Entry) -> None:
+        """Say what a step took above its budget, and what for: each thing once."""
+        limit, took = self.maker.budget_bytes, self.measured_bytes
+        if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
+            return
+        self.warn_once(*above_budget(took, limit, None if governor is None else governor.excess))
 
     def _note_others(self, step: ProfiledStep | PlannedStep) -> None:
         """A step has ended. Where other limited models took part in it, its peak is that of all of them, and

@@ -27,8 +27,8 @@ from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.run.limit.checks import Demand, refuse_nested
-from lowtide.run.limit.entry import Entry, Planned
-from lowtide.run.messages import Once
+from lowtide.run.limit.entry import Entry
+from lowtide.run.messages import Once, warn
 from lowtide.run.transforms import (
     spread,
     with_crossing,
@@ -44,6 +44,9 @@ _SEARCH_SECONDS = 0.7
 
 _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
+
+_RAISED = 1.01
+"""By how much a share's bytes are raised before plans are made anew."""
 
 _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
@@ -144,7 +147,9 @@ class PlanMaker:
 
     Attributes:
         extensions: of the limit, in their order.
-        version: how often another budget or optimizer was given.
+        budget_bytes: the one number that every step is held to, of whatever kind. Of a share, "min" or "auto" it
+            is ``None`` before the first step was seen, and never falls until another budget is given.
+        version: how often another budget or optimizer was given, or a longer step has raised the number.
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
         solved: how many plans took a search. A step that fits as it is takes none.
@@ -168,6 +173,7 @@ class PlanMaker:
         self._face = face
         self.model, self.policy, self.progress, self.plan_seconds = model, policy, progress, plan_seconds
         self.budget, self.version = budget, 0
+        self.budget_bytes: int | None = budgets.fixed_bytes(budget)
         self.warn_once = Once()
         self.extensions: tuple[Extension, ...] = ()
         self.extend(*extensions)
@@ -189,6 +195,22 @@ class PlanMaker:
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget from now on."""
         self.budget, self.version = budget, self.version + 1
+        self.budget_bytes, self.greatest_plain = budgets.fixed_bytes(budget), 0
+
+    def raise_to(self, limit_bytes: int) -> None:
+        """Hold steps to this number from now on, where it is larger: a longer step has raised a share, or one
+        needs more than "min" was so far. That is said.
+        """
+        before = self.budget_bytes
+        self.budget_bytes = max(before or 0, limit_bytes)
+        if before is None or self.budget_bytes <= before:
+            return
+        old, new = budgets.format_bytes(before), budgets.format_bytes(self.budget_bytes)
+        if budgets.is_share(self.budget):
+            self.version += self.budget_bytes > before * _RAISED
+            warn(f"the budget of {self.budget} is {new} from now on, and was {old}: a longer step has come")
+        else:
+            warn(f'the budget of "{self.budget}" is {new} from now on, and was {old}: a step needs more')
 
     def extend(self, *more: Extension, without: str = "") -> None:
         """Hold more extensions from now on, and none of the name ``without``."""
@@ -218,29 +240,31 @@ class PlanMaker:
             return None
         return next((found for one in self.extensions if (found := one.refusal(limit)) is not None), None)
 
-    def make(self, entry: Entry, budget: str | int | None) -> Planned:
-        """A plan for an entry's step within a budget, less what the entry says is to be left free.
+    def make(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Plan]:
+        """A plan for an entry's step within a budget.
 
         Args:
             entry: of the step.
             budget: the user's, or the smallest one in bytes that an earlier refusal named.
 
+        Returns:
+            The step that is planned for, as transformed, and the plan.
+
         Raises:
             BudgetError: no plan fits.
         """
-        assert entry.profiled is not None
+        assert entry.graph is not None
         past = "planned again" if entry.planned is not None else "planned"
         if entry.borrowed:
             past = "planned for steps that add to gradients"
         device = model_device(self.model)
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
-            work.say(f"planning {count_text(len(entry.profiled.operations), 'operation')}")
+            work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
             with no_collection():
                 graph, plan, limit = self._choose(entry, budget)
             work.done(in_one_line(plan))
         self.solved += not plan.changes_nothing
-        plan = replace(plan, budget_bytes=limit)
-        return Planned(entry.key, entry.profiled, graph, plan, entry.forward_spans, entry.later_keys)
+        return graph, replace(plan, budget_bytes=limit)
 
     # ---- the path --------------------------------------------------------------------------------
 
@@ -258,7 +282,7 @@ class PlanMaker:
         try:
             graph = self.transform(entry)
             patience = self._patience(graph, budget)
-            problem = Problem(graph, entry.beside.free_bytes, patience, self.claim, self.shares_plan)
+            problem = Problem(graph, entry.facts.hidden_bytes, patience, self.claim, self.shares_plan)
             demand = self._demand(entry, problem, budget)
             problem = replace(problem, graph=demand.graph, claim=self.claim)
             plan, limit = self._plan_for(problem, demand)
@@ -276,12 +300,12 @@ class PlanMaker:
         that exist before the step, the executor's own time, what never runs again, and what else is resident:
         the rest of the model, and what the extensions claim.
         """
-        assert entry.profiled is not None
-        graph = with_earlier_gradients(entry.profiled) if entry.borrowed else entry.profiled
+        assert entry.graph is not None
+        graph = with_earlier_gradients(entry.graph) if entry.borrowed else entry.graph
         graph = with_crossing(with_overhead(graph), entry.forward_spans)
         graph = with_unreplayable(graph, self.findings)
         claim = self.claim
-        return with_resident(graph, entry.beside.unused_bytes + claim.resident_bytes + claim.moved_bytes)
+        return with_resident(graph, entry.facts.unused_bytes + claim.resident_bytes + claim.moved_bytes)
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search: ``plan_seconds``, or by default for as long as is usual."""
@@ -302,11 +326,12 @@ class PlanMaker:
         Raises:
             BudgetError: the budget is ``"auto"``, and too little is free.
         """
-        plain_peak = max(plain(problem.graph).peak_bytes + entry.beside.hidden_bytes, self.greatest_plain)
+        plain_peak = max(plain(problem.graph).peak_bytes + entry.facts.hidden_bytes, self.greatest_plain)
         claim, limit = problem.claim, None
         whole_peak = max(plain_peak, claim.peak_bytes + claim.moved_bytes)
         if budget is not None:
-            limit = most = self._limit_bytes(budget, problem, whole_peak)
+            finds = problem.patience.finds_budget
+            limit = most = whole_peak if finds else self._limit_bytes(budget, problem, whole_peak)
             for extension in self.extensions:
                 extension.make_room(
                     lambda fewer: problem.with_resident(-fewer).extra_seconds(most), problem.shared
@@ -343,7 +368,11 @@ class PlanMaker:
         # of what is to come "auto" finds nothing allocated
         resident = graph.resident_bytes - problem.claim.to_come_bytes
         device = torch.device(graph.device)
-        return budgets.resolve(budget, whole_peak, smallest, device, resident_bytes=resident)
+        limit = budgets.resolve(budget, whole_peak, smallest, device, resident_bytes=resident)
+        if budget == self.budget:
+            self.raise_to(limit)
+            limit = self.budget_bytes or limit
+        return limit
 
     # ---- choosing --------------------------------------------------------------------------------
 
@@ -361,7 +390,8 @@ class PlanMaker:
             raise refusal
         if finds_budget:
             least = budgets.with_slack(problem.budget_for(plan.predicted_peak_bytes))
-            limit = max(least, problem.claim.peak_bytes)
+            self.raise_to(max(least, problem.claim.peak_bytes))
+            limit = self.budget_bytes
         if plan.slab_bytes and limit is not None and self._refusal(limit - plan.slab_bytes) is not None:
             plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None:

@@ -15,22 +15,17 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from lowtide import budget as budgets
 from lowtide.run.forwards import Forwards, left_alone
-from lowtide.run.limit import machine
 from lowtide.run.limit.calls import govern
-from lowtide.run.limit.entry import Entry
-from lowtide.run.limit.entry_states import Action
+from lowtide.run.limit.entry import Entry, How
 from lowtide.run.limit.key import Inputs, StepKey
-from lowtide.run.messages import Overruns, warn
+from lowtide.run.messages import warn
 from lowtide.run.profile.profiler import Profiler
-from lowtide.run.record.engine import engine
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.special import Verify
@@ -111,6 +106,7 @@ class ProfiledStep:
             forwards=forwards,
             governor=lambda live: governor(live, self.resident_bytes),
         )
+        self.governor = self.profiler.governor
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward, and write it down."""
@@ -172,77 +168,73 @@ class ProfiledStep:
 
 
 class PlannedStep(StepWatch):
-    """A step that runs under a plan, and the watch over it.
+    """A step that follows its entry's plan, or that the governor alone holds; and the watch over it.
 
-    A step of several forwards has a recorder for each, and its part of the plan's program.
+    A step of several forwards has one recorder, and each forward its part of the plan's program.
 
     Args:
         entry: of the step.
+        how: it runs: `How.FOLLOW`, `How.GOVERN` or `How.PASS`.
         inputs: of the step; the plan may be for larger inputs.
         stores: hold values that the plan moves.
         verify: as of `lowtide.limit_memory`.
-        shared: other limited models take part in the step, so that its peak is that of all of them.
-        evicts: no extension rules out that the step evicts by itself (`lowtide.extension.Extension.evicts`).
         on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
             step, so ``on_end`` must not hold the model.
+        governor: makes what holds the budget, from where live bytes are read and the bytes that are there.
+        claimed_bytes: what extensions have on the device.
+        shared: other limited models take part in the step, so that its peak is that of all of them.
 
     Attributes:
         model: refers weakly to the limited model.
         others: other limited models that took part in the step after its forward.
-        planned: the plan that the step runs under.
+        planned: the plan that the step follows, or ``None``.
         recorder: records the step; ``None`` where it runs as it is.
         governor: holds its budget, or ``None``.
         gathered: keys of storages that have bytes only while other ranks' parts of weights are gathered.
+        recomputes_collectives: what comes back through a collective may be evicted: no other rank would have
+            to run it, too.
+        resident_bytes: what was there before the step.
         measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
-        added_bytes: what the step added to its entry's margin.
-        can_evict: whether it may evict on demand, and can: it has a budget, its peak is measured and its
-            own, nothing moves, no other rank has to evict the same, and there is a C++ recorder.
-        tried: whether it evicts on demand to see whether steps differ, though it has a plan.
-        ran: how many operations the forward ran, without and with gradients; ``None`` where the step is not
-            recorded.
     """
 
     def __init__(
         self,
         entry: Entry,
+        how: How,
         inputs: Inputs,
         stores: Stores,
         verify: Verify,
         on_end: Callable[[Any], None],
-        shared: bool = False,
-        evicts: bool = True,
-        forms: Any = None,
+        governor: Callable[[Any, int], Any],
         claimed_bytes: int = 0,
+        shared: bool = False,
     ) -> None:
-        assert entry.planned is not None
+        planned = entry.planned if how is not How.GOVERN else None
+        if planned is not None and planned.plan.moves:
+            lay_out(planned.plan, stores, inputs.members.device)  # resident before the step
         # another backward may come when the outputs are gone: the next step closes this one
-        several = entry.traits.backwards > 1
-        if entry.planned.plan.moves:
-            lay_out(entry.planned.plan, stores, inputs.members.device)  # resident before the step
+        several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
-        self.entry, self.planned, self.shared = entry, entry.planned, shared
+        self.entry, self.planned, self.shared, self.how = entry, planned, shared, how
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Sharing] = WeakSet()
         self.recorder: Recorder | None = None
         self.governor: Any = None
-        self._forwards = 0
         self.gathered: set[Any] = set()
-        self._passes = self._first = self._times = False
+        self._make_governor, self._ran = governor, 0
+        self.recomputes_collectives = True
+        self._first = self._times = False
         self._mover: TransferEngine | None = None
-        self.added_bytes = 0
-        self._inputs, self._stores, self._verify, self._forms = inputs, stores, verify, forms
-        self.resident_bytes = inputs.resident_bytes() + entry.outside_bytes + claimed_bytes
-        self._smaller, self._several = inputs.key != entry.planned.key, several
-        self.can_evict = evicts and self._may_evict()
-        self.tried = self._on_demand = False
-        self.ran: tuple[int, int] | None = None
-        self._warned: tuple[str, int] | None = None
+        self._inputs, self._stores, self._verify = inputs, stores, verify
+        slab = 0 if planned is None else planned.plan.slab_bytes
+        self.resident_bytes = inputs.resident_bytes() + entry.facts.outside_bytes + claimed_bytes + slab
+        self._smaller, self._several = planned is not None and inputs.key != planned.key, several
 
     def takes_another(self) -> bool:
-        """Whether a forward that begins now is one of this step: its backward is to come, and it was planned
-        for as the user runs it.
+        """Whether a forward that begins now is one of this step: its backward is to come, and the user runs
+        it so.
         """
-        return self.is_pending() and not (self.shared or self.others or self.entry.seen.backward_unseen)
+        return self.is_pending() and not (self.shared or self.others or self.entry.facts.backward_unseen)
 
     def is_abandoned(self) -> bool:
         """Never: each forward has a backward of its own, or takes part in the step's."""
@@ -260,106 +252,77 @@ class PlannedStep(StepWatch):
     @property
     def measured_bytes(self) -> int | None:
         """The step's peak so far, resident bytes included; ``None`` where that is not known."""
-        peak, planned = self.peak_bytes, self.planned
+        peak = self.peak_bytes
         if peak is None or self.shared or self.others:
             return None  # the peak is that of all models together
-        return self.resident_bytes + planned.plan.slab_bytes + peak
-
-    def shown(self) -> machine.Ended:
-        """What the step has shown by now, when a backward of it has ended."""
-        return machine.Ended(
-            self.planned,
-            self.measured_bytes,
-            recorded=self.recorder is not None,
-            departed=self.departed,
-            extra=self.extra,
-            ran=self.ran,
-            resized=self._resized,
-            backwards=self.backwards,
-            makes_graph=self.makes_graph,
-            can_evict=self.can_evict,
-            tried=self.tried,
-            added_bytes=self.added_bytes,
-        )
+        return self.resident_bytes + peak
 
     @property
-    def extra(self) -> int:
-        """How many operations the step's forwards ran that the plan does not have."""
-        if self._on_demand:
-            return max(0, sum(self.ran or ()) - len(self.planned.plan.program))
-        return 0
+    def is_foreseen(self) -> bool:
+        """Whether the step ran what its plan foresaw, by now."""
+        if self.recorder is None:
+            return True
+        return self.planned is not None and not self.recorder.core.departed
 
-    @property
-    def departed(self) -> bool:
-        """Whether the step ran other operations than the one that was planned for."""
-        if self._on_demand:
-            return self.ran is not None and self.ran != self.entry.seen.profiled_ran
-        return self.recorder is not None and self.recorder.core.departed
-
-    @property
-    def _resized(self) -> bool:
-        """Whether the step took more or less than its plan predicts, since values decide sizes."""
-        took, plan = self.measured_bytes, self.planned.plan
-        over = self.backwards >= self.entry.traits.backwards
-        foresees = over and not (self._on_demand or self._smaller or plan.changes_nothing)
-        if took is None or not (foresees and self.planned.sized_by_values):
-            return False
-        return abs(took - plan.predicted_peak_bytes) > budgets.slack_bytes(plan.budget_bytes)
-
-    def _may_evict(self) -> bool:
-        """Whether the step has a budget, can tell when memory is short, and may run operations again by
-        itself.
-        """
-        plan, seen = self.planned.plan, self.entry.seen
-        held = plan.budget_bytes is not None and self.peak_bytes is not None and not plan.moves
-        return held and not (self.shared or seen.backward_unseen)
-
-    def run(self, action: Action, forward: Callable[..., Any]) -> Any:
-        """Run the model's own forward under the plan.
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run the model's own forward.
 
         Args:
-            action: how, as the state machine says (`machine.on_forward_begins`).
             forward: the model's own.
         """
         _latest_steps().steps.add(self)
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
-        self._on_demand, self.tried = action in (Action.EVICT, Action.TRY), action is Action.TRY
-        self._passes = action is Action.PASS
-        if not self._passes:
+        if self.how is not How.PASS:
             self._begin_recording(inputs)
         result = self._run_forward(forward, inputs)
-        machine.count_step(self.planned)
+        if self.planned is not None:
+            self.planned.history.steps += 1
         return result
 
     def run_another(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        """Run another forward of the step, whose backward is to come. One that the plan does not have, or has
-        for smaller inputs, evicts on demand, or all that it can.
+        """Run another forward of the step, whose backward is to come. The governor alone holds one that the
+        plan does not have.
         """
         self.forward_begins()
         return self._run_forward(forward, inputs)
 
     def _run_forward(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        if self._passes:
+        if self.recorder is None:
             with govern(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
-            result = self._run_recorded(forward, inputs)
+            result = self._run_recorded(self.recorder, forward, inputs)
         self.forward_ends(tensors_returned(result))
         return result
 
     def _begin_recording(self, inputs: Inputs) -> None:
-        """Make what the recorders of all forwards share."""
-        planned, plan = self.planned, self.planned.plan
-        self._first, self._times = planned.history.steps == 0, planned.times_next
-        if self._times:
-            machine.time_step(planned, self)
-        if plan.moves:
-            compares = self._first and self._verify != "never"
-            self._mover = TransferEngine(plan, self._stores, compares, inputs.members.device)
+        """Make the recorder of all forwards."""
+        planned = self.planned
+        if planned is not None:
+            history = planned.history
+            self._first, self._times = history.steps == 0, history.times_next
+            if self._times:
+                history.timed = self
+            if planned.plan.moves:
+                compares = self._first and self._verify != "never"
+                self._mover = TransferEngine(planned.plan, self._stores, compares, inputs.members.device)
+        if self.is_measured:
+            self.governor = self._make_governor(self.live_source(), self.resident_bytes)
+        self.recorder = Recorder(
+            tape=Tape(gathered=self.gathered),
+            check=self._verify == "always",
+            mover=self._mover,
+            governor=self.governor,
+        )
+        self.recorder.tape.core.alone = self.recomputes_collectives
+        self.follow(self.recorder.core, self._several)
 
-    def _run_recorded(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        result, seconds = self._record(forward, inputs)
+    def _run_recorded(self, recorder: Recorder, forward: Callable[..., Any], inputs: Inputs) -> Any:
+        if not recorder.is_active:
+            recorder.start()
+        call = partial(forward, *inputs.args, **inputs.kwargs)
+        result, seconds = self._run_within(recorder, call, inputs)
         if self._mover is not None and self._mover.notes and self._first:
             notes, self._first = self._mover.notes, False
             warn(
@@ -369,49 +332,27 @@ class PlannedStep(StepWatch):
         self.recording_seconds += time.perf_counter() - inputs.begin - seconds
         return result
 
-    def _record(self, forward: Callable[..., Any], inputs: Inputs) -> tuple[Any, float]:
-        """Run a forward within the recorder: what it returns, and how long it took."""
-        with self._recording(inputs):
-            inside = time.perf_counter()
-            result = forward(*inputs.args, **inputs.kwargs)
-            seconds = time.perf_counter() - inside
-        return result, seconds
+    def _run_within(self, recorder: Recorder, call: Callable[[], Any], inputs: Inputs) -> tuple[Any, float]:
+        """Run a forward within the recorder: what it returns, and how long it took by itself."""
+        self._follow_next(recorder, inputs)
+        with recorder.forward(), left_alone(inputs.members.compiled):
+            begin = time.perf_counter()
+            result = call()
+            return result, time.perf_counter() - begin
 
-    @contextmanager
-    def _recording(self, inputs: Inputs) -> Iterator[None]:
-        """What runs in the block is the step's next forward: it is recorded, under its part of the plan."""
-        recorder = self.recorder = self.recorder or self._make_recorder(inputs)
-        planned, number = self.planned, self._forwards
-        self._forwards += 1
-        if not self._on_demand and planned.has_forward(number, inputs.key):
+    def _follow_next(self, recorder: Recorder, inputs: Inputs) -> None:
+        """Have the next forward follow its part of the plan, if there is one."""
+        planned, number = self.planned, self._ran
+        self._ran += 1
+        if planned is not None and planned.has_forward(number, inputs.key):
             recorder.follow(*planned.programs[number], smaller=self._smaller or number > 0)
         else:
             recorder.follow(None)
-        if not recorder.is_active:
-            recorder.start()
-        with recorder.forward(), left_alone(inputs.members.compiled):
-            yield
-        self.ran = recorder.ran
 
-    def _make_recorder(self, inputs: Inputs) -> Recorder:
-        """What records all forwards of the step, and holds its budget."""
-        self.governor = self._make_governor(inputs)
-        made = Recorder(
-            tape=Tape(gathered=self.gathered),
-            check=self._verify == "always",
-            mover=self._mover,
-            governor=self.governor,
-        )
-        self.follow(made.core, self._several)
-        return made
-
-    def _make_governor(self, inputs: Inputs) -> Any:
-        """What holds the step's budget; ``None`` where it has none, or live bytes are not known."""
-        limit = self.planned.plan.budget_bytes
-        if limit is None or not self.is_measured or not self.can_evict:
-            return None
-        room = limit - self.resident_bytes
-        return engine().Governor(self.live_source(), room, forms=self._forms)
+    def unit_changes(self) -> None:
+        """Another unit of FSDP runs from here on."""
+        if self.recorder is not None:
+            self.recorder.tape.core.unit += 1
 
     def close(self) -> None:
         """Stop measuring memory, and see no more operations."""
@@ -423,21 +364,3 @@ class PlannedStep(StepWatch):
         """A backward has ended: where nothing is left that could be evicted, no more operations are seen."""
         if self.recorder is not None and not self.recorder.core.handles:
             self.recorder.stop()
-
-    def overrun_text(self, overruns: Overruns, reason: str) -> str:
-        """The warning after a backward of the step; empty where the step kept its budget, or where the same
-        was said after an earlier backward of it.
-
-        Args:
-            overruns: of the limiter.
-            reason: why the step took more, or what follows.
-        """
-        plan, took = self.planned.plan, self.measured_bytes
-        limit = plan.budget_bytes
-        if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
-            return ""
-        before, self._warned = self._warned, (reason, took)
-        if before == self._warned:
-            return ""
-        same = before is not None and before[0] == reason
-        return overruns.text(took, limit, plan.predicted_peak_bytes, reason, before is None, same)

@@ -22,19 +22,20 @@ def profile_aside(
     kwargs: dict[str, Any],
     loss_of: Callable[[Tracer, Any], torch.Tensor | None],
     verify: bool = True,
+    governor: Callable[[Any], Any] = lambda live: None,
 ) -> tuple[Profiler, StepGraph]:
     """Profile a step that is no training step: gradients, buffers, module attributes and random states are
     restored afterwards.
 
     Args:
         modules: the modules that the step may change; the forward of the first can be planned.
-        device, verify: as of `Profiler`.
+        device, verify, governor: as of `Profiler`.
         step, args, kwargs: the forward.
         loss_of: the loss in the forward's result; ``None`` where it has run its own backward.
     """
     with untouched(modules) as gradients, torch.enable_grad():
         first = modules[0] if modules else None
-        profiler = Profiler(first, device, verify=verify, gradients=gradients)
+        profiler = Profiler(first, device, verify=verify, gradients=gradients, governor=governor)
         given, named = without_history((args, kwargs))
         result = profiler.run(step, given, named)
         try:

@@ -7,6 +7,7 @@ operations of a limit need (`forms`). C++ takes every operation that replays pla
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from lowtide import interception, private
 from lowtide.ops import op_info, operation_named
 from lowtide.plan.data import ProgramStep
+from lowtide.trace.traced import calling_line
 
 NONE, STORED, EVICTED, EVICTED_FIRST = range(4)
 """What a plan says of a value, as ``Plan`` of ``cpp/tape.h``: nothing; it stays until backward; it goes when
@@ -38,24 +40,41 @@ def engine() -> Any:
         overwritten=handles.raise_overwritten,
         unpack=handles.unpack,
         facts=_facts,
+        where=_where,
         current=interception.cpp_here,
     )
     return module
 
 
-def _facts(name: str, overload: str) -> tuple[bool, bool, list[int], list[int], int]:
+def _where() -> str:
+    """Where user code is now: the module whose forward runs, and the line; empty in backward."""
+    if private.in_backward():
+        return "backward"
+    line = calling_line({})
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, torch.nn.Module) and not isinstance(owner, torch.nn.Sequential):
+            return f"{type(owner).__name__} ({line})" if line else type(owner).__name__
+        frame = frame.f_back
+    return line
+
+
+def _facts(name: str, overload: str) -> tuple[bool, bool, list[int], list[int], int, int]:
     """What C++ has to know of an operation: whether a replay is the same call; whether nobody records it; the
-    arguments that it overwrites, always and in training; and which argument says that it trains, or -1.
+    arguments that it overwrites, always and in training; which argument says that it trains, and which is a
+    probability of dropout, or -1.
     """
     func = operation_named(f"{name.replace('::', '.')}.{overload or 'default'}")
     if not isinstance(func, private.OpOverload):
-        return False, False, [], [], -1
+        return False, False, [], [], -1, -1
     info = op_info(func)
     places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
     writes = [where if isinstance(where, int) else places[where] for where in info.written]
     training = -1 if info.training_position is None else info.training_position
-    plain = info.replays_plainly and not info.uninitialized
-    return plain, info.is_view or info.waits, writes, list(info.running_statistics), training
+    dropout = -1 if info.dropout_position is None else info.dropout_position
+    plain = info.replays_undropped and not info.uninitialized
+    return plain, info.is_view or info.waits, writes, list(info.running_statistics), training, dropout
 
 
 def program_of(steps: Sequence[ProgramStep]) -> Any:

@@ -191,20 +191,34 @@ struct Excess {  // an operation that did not fit
   std::string operation;
   int64_t need_bytes = 0, above_bytes = 0;
   bool first_call = false;
+  std::string where;
 };
 
 class Governor {
  public:
   // live: how many bytes are live, above those at the step's start. room: how many may be. share: of the most
-  // that a plain step would have had so far, where `room` is not known yet (it grows with that); or 0.
-  // resident: live at the step's start, and part of the budget.
-  Governor(py::object live, int64_t room, double share, int64_t resident, std::shared_ptr<Forms> forms)
-      : live_(std::move(live)), forms_(std::move(forms)), room_(room), resident_(resident), share_(share) {}
+  // that a plain step would have had so far: the room grows with that; or 0. open: nothing else is known of the
+  // budget yet. resident: live at the step's start, and part of the budget.
+  Governor(py::object live, int64_t room, double share, bool open, int64_t resident,
+           std::shared_ptr<Forms> forms)
+      : live_(std::move(live)),
+        forms_(std::move(forms)),
+        room_(room),
+        resident_(resident),
+        share_(share),
+        open_(open) {}
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
   int64_t room() const { return room_; }
-  void set_room(int64_t bytes) { room_ = bytes; }
-  bool is_open() const { return share_ > 0; }  // the budget is not known yet
+  // Another limited model takes part in the step: both have the smaller budget.
+  void join(int64_t limit, int64_t own_bytes) {
+    int64_t budget = std::min(room_ + resident_, limit);
+    resident_ += own_bytes;
+    room_ = budget - resident_;
+    share_ = 0;
+  }
+  bool has_widened() const { return widened_; }
+  bool is_open() const { return open_; }  // the budget is not known yet
   int64_t live() const { return live_(); }
   long evicted() const { return gone_; }
   double replayed_seconds = 0;
@@ -285,7 +299,9 @@ class Governor {
   }
 
   void note_excess(const std::string& operation, int64_t need, int64_t above, bool first_call) {
-    if (!excess || above > excess->above_bytes) excess = Excess{operation, need, above, first_call};
+    if (excess && above <= excess->above_bytes) return;
+    py::gil_scoped_acquire gil;
+    excess = Excess{operation, need, above, first_call, functions->where().cast<std::string>()};
   }
 
   void widen() {
@@ -295,7 +311,10 @@ class Governor {
     }
     most_ = std::max(most_, now + missing);
     auto most = static_cast<double>(most_ + resident_);
-    room_ = std::max(room_, static_cast<int64_t>(share_ * most) - resident_);
+    int64_t room = static_cast<int64_t>(share_ * most) - resident_;
+    if (room <= room_) return;
+    room_ = room;
+    widened_ = true;
   }
 
   int64_t plain_bytes() const { return most_; }
@@ -410,6 +429,7 @@ class Governor {
   std::shared_ptr<Forms> forms_;
   int64_t room_, resident_, left_ = 0, most_ = 0;
   double share_;
+  bool open_, widened_ = false;
   std::vector<std::weak_ptr<Tape>> tapes_;
   std::vector<Copy> copies_;
   bool cheaper_ = false, nothing_free_ = false;  // what some values take may be less

@@ -249,9 +249,11 @@ PYBIND11_MODULE(lowtide_recorder, m) {
 
   py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms").def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
   py::class_<Governor, std::shared_ptr<Governor>>(m, "Governor")
-      .def(py::init<py::object, int64_t, double, int64_t, std::shared_ptr<Forms>>(), "live"_a, "room_bytes"_a,
-           "share"_a = 0.0, "resident_bytes"_a = 0, "forms"_a)
-      .def_property("room_bytes", &Governor::room, &Governor::set_room)
+      .def(py::init<py::object, int64_t, double, bool, int64_t, std::shared_ptr<Forms>>(), "live"_a,
+           "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "resident_bytes"_a = 0, "forms"_a)
+      .def("join", &Governor::join)
+      .def_property_readonly("has_widened", &Governor::has_widened)
+      .def_property_readonly("room_bytes", &Governor::room)
       .def_property_readonly("live_bytes", &Governor::live)
       .def_property_readonly("plain_bytes", &Governor::plain_bytes)
       .def_property_readonly("evicted", &Governor::evicted)
@@ -262,7 +264,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("excess", [](const Governor& governor) -> py::object {
         if (!governor.excess) return py::none();
         auto& one = *governor.excess;
-        return py::make_tuple(one.operation, one.need_bytes, one.above_bytes, one.first_call);
+        return py::make_tuple(one.operation, one.need_bytes, one.above_bytes, one.first_call, one.where);
       });
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
@@ -323,9 +325,9 @@ PYBIND11_MODULE(lowtide_recorder, m) {
     current_task = -1;
   });
   m.def("know", [](py::object here, py::object fingerprint, py::object overwritten, py::object unpack,
-                   py::object facts, py::object current) {
-    functions = new Functions{here, fingerprint, overwritten, unpack, facts, current};
-  }, py::kw_only(), "here"_a, "fingerprint"_a, "overwritten"_a, "unpack"_a, "facts"_a, "current"_a);
+                   py::object facts, py::object where, py::object current) {
+    functions = new Functions{here, fingerprint, overwritten, unpack, facts, where, current};
+  }, py::kw_only(), "here"_a, "fingerprint"_a, "overwritten"_a, "unpack"_a, "facts"_a, "where"_a, "current"_a);
   m.def("know_traced", [](py::object tracer, py::object reference, py::object storage, py::object version,
                           py::object operation, py::object cost, py::object calling_line,
                           std::vector<std::string> says_where, std::vector<std::string> writes_part) {

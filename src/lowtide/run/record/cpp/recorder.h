@@ -20,6 +20,7 @@ struct Fact {  // about an operation, read off its schema once: lowtide.ops.OpIn
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
   long training = -1;              // which argument says so; -1 for none
+  long dropout = -1;               // which argument is a probability of dropout: random unless that is 0
   size_t arguments = 0;
 };
 
@@ -31,11 +32,11 @@ class Facts {
       if (auto found = facts_.find(op); found != facts_.end()) return *found->second;
     }
     py::gil_scoped_acquire gil;
-    auto [plain, ignored, writes, statistics, training] =
+    auto [plain, ignored, writes, statistics, training, dropout] =
         functions->facts(op.schema().name(), op.schema().overload_name())
-            .cast<std::tuple<bool, bool, std::vector<size_t>, std::vector<size_t>, long>>();
+            .cast<std::tuple<bool, bool, std::vector<size_t>, std::vector<size_t>, long, long>>();
     auto made = std::make_unique<Fact>(
-        Fact{plain, ignored, writes, statistics, training, op.schema().arguments().size()});
+        Fact{plain, ignored, writes, statistics, training, dropout, op.schema().arguments().size()});
     std::unique_lock lock(mutex_);
     return *facts_.try_emplace(op, std::move(made)).first->second;
   }
@@ -131,6 +132,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     const Program::Operation* known = backward ? nullptr : next();
     if (known != nullptr && !(known->op && *known->op == op)) known = nullptr;
     if ((known != nullptr && known->python) || !fact.plain) return false;
+    if (fact.dropout >= 0 && (*stack)[first_ + static_cast<size_t>(fact.dropout)].toDouble() != 0) return false;
     bool node = governor() || program_ == nullptr || departed_ || (known != nullptr && known->replayed);
     bool took = node ? record(fact, known, op, keys, stack, backward) : pass(fact, known, op, keys, stack);
     if (took) ++ran_[c10::GradMode::is_enabled()];
@@ -183,6 +185,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   };
 
   void keep_or_evict(const Tensor& tensor, const ValuePtr& value) {
+    value->crosses |= value->unit != tape().unit;
     if (value->cached.defined()) return;
     if (value->plan == Plan::Evicted && tape().evict(*value)) return;
     Tensor copy = tape().natural ? shared(tensor) : Tensor();

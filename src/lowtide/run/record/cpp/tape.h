@@ -39,6 +39,7 @@ struct Functions {  // of Python, for what is rare
   py::object overwritten;  // raises autograd's error
   py::object unpack;       // what Python packed
   py::object facts;        // of an operation
+  py::object where;        // user code is: a module and a line
   py::object current;      // the recorder that Python has for this thread, or None
 };
 inline Functions* functions = nullptr;  // set once per process
@@ -67,7 +68,8 @@ struct Value : c10::intrusive_ptr_target {
   int32_t unit = 0;             // of FSDP, in which it was made or gathered
   at::ScalarType dtype = at::kByte;  // of a source
   Plan plan = Plan::None;
-  bool has_digest = false, made_here = false, gathered = false, spoiled = false, listed = false;
+  bool has_digest = false, made_here = false, gathered = false, spoiled = false, listed = false,
+       crosses = false;  // another unit of FSDP saves it, without its weights
 
   Value() : storage(c10::intrusive_ptr<c10::StorageImpl>()) {}
   ~Value() override { clear(); }
@@ -390,7 +392,8 @@ class Tape {
           return found.possible;
         },
         [&](Value& source) {
-          bool gone = !can_start_from(source) || (source.gathered && source.unit != unit);
+          bool there = !source.gathered || (source.unit == unit && !value.crosses);
+          bool gone = !can_start_from(source) || !there;
           if (gone) found.possible = false;
           else if (!source.held.defined() && source.made_here) found.pins_bytes += source.nbytes;
           return !gone;
