@@ -327,7 +327,7 @@ class Governor {
     double seconds, least;  // to bring it back, at least
   };
   using Priced = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
-  static constexpr int MORE = 7, PATIENCE = 8;
+  static constexpr int MORE = 7, PATIENCE = 4;
 
   // Evicts the cheapest copies for so many bytes; whether any went. Cheap ones bring few others back on the way.
   bool evict(int64_t bytes, bool cheap) {

@@ -29,6 +29,7 @@ class Replay {
     Replaying replaying;
     for (auto& [_, node] : order_) run(*node);
     Tensor found = values_[value_.get()].made;
+    if (governor_) governor_->changed();  // what this replay has held may go
     TORCH_CHECK(found.defined(), "a replay did not produce the value asked for: please report this");
     return found;
   }
