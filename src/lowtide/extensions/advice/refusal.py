@@ -30,7 +30,12 @@ from lowtide.remedies import (
 )
 from lowtide.run.limit.checks import Demand
 from lowtide.run.limit.entry import Entry
-from lowtide.run.messages import OF_GRAPH
+
+SECOND = (
+    "backward was run with create_graph=True (for a Hessian, or a penalty on gradients), so what it computed "
+    "stays live until a second backward has run through it, and no plan evicts that"
+)
+"""Why steps with second derivatives take so much."""
 
 OWN_OFF = "turn the model's own gradient checkpointing off"
 """The first remedy where a model checkpoints on its own."""
@@ -60,7 +65,7 @@ def in_words(
     if not entry.key.gradients:
         _add_of_later_gradients(error, model)
     if entry.facts.makes_graph:
-        error.add(f"Its {OF_GRAPH}.")
+        error.add(f"Its {SECOND}.")
     if entry.facts.checkpoints:
         error.add_first_remedy(OWN_OFF)
     return error

@@ -396,10 +396,31 @@ class Governor {
   }
 
   static bool in_use(const Tensor& copy) {  // others hold its bytes: the program, or a replay
-    if (copy.use_count() > 1) return true;
-    long owners = owners_of_bytes(copy.storage());
-    if (owners > 1) return true;
-    return copy.storage().use_count() > 1;
+    static const long seen = owners_of_seen();
+    if (owners_of_bytes(copy.storage()) > 1) return true;
+    auto* storage = copy.storage().unsafeGetStorageImpl();
+    return held_by_others(copy.unsafeGetTensorImpl(), copy.use_count(), seen) ||
+        held_by_others(storage, copy.storage().use_count(), seen);
+  }
+
+  template <class T>
+  static PyObject* object_of(T* one) {  // of Python, or null
+    if constexpr (requires { one->pyobj_slot()->load_pyobj(); }) return one->pyobj_slot()->load_pyobj();
+    else return one->pyobj_slot()->_unchecked_untagged_pyobj();
+  }
+
+  template <class T>
+  static bool held_by_others(T* one, size_t owners, long seen) {
+    PyObject* object = object_of(one);
+    if (object == nullptr) return owners > 1;
+    return Py_REFCNT(object) > 1 || static_cast<long>(owners) > seen;
+  }
+
+  static long owners_of_seen() {  // what Python has seen once may count as its own owner
+    Unseen unseen;
+    Tensor copy = at::empty({1});
+    wrapped(copy);
+    return static_cast<long>(copy.use_count());
   }
 
   template <class Run>
