@@ -15,6 +15,7 @@ from lowtide.compiled.capture import FREES_AT_ONCE, refuse_cuda_graphs
 from lowtide.compiled.choose_cuts import Asked
 from lowtide.compiled.flow import UNCOMPILED, Flow, Surroundings
 from lowtide.compiled.moving import stores
+from lowtide.compiled.overruns import Overruns
 from lowtide.compiled.timeline import Resident
 from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.extensions.advice.refusal import compiled_in_words
@@ -40,7 +41,7 @@ from lowtide.private import (
 )
 from lowtide.run.limit.checks import no_replicas, refuse_several_devices
 from lowtide.run.limit.handle import LimitHandle
-from lowtide.run.messages import Once, Overruns, warn
+from lowtide.run.messages import Once, warn
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import loss_of, loss_to_plan_for, tensors_returned
 from lowtide.trace.untouched import untouched, without_history

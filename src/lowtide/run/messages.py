@@ -12,7 +12,6 @@ from lowtide.errors import TraceError
 from lowtide.plan.data import Plan
 from lowtide.words import count_text
 
-
 ABANDONED = (
     "a step of this limited model ran without the limit: when its forward began, something still held what "
     "an earlier forward had returned, from which lowtide was to plan, and whose backward had not come (a "

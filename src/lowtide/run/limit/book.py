@@ -159,7 +159,12 @@ class PlanBook:
         return entry.kind.plans == 0
 
     def see_graph(
-        self, entry: Entry, profiler: Profiler, graph: StepGraph, own_bytes: int, later_keys: Sequence[StepKey]
+        self,
+        entry: Entry,
+        profiler: Profiler,
+        graph: StepGraph,
+        own_bytes: int,
+        later_keys: Sequence[StepKey],
     ) -> None:
         """Plan from a step that was written down.
 
@@ -177,7 +182,12 @@ class PlanBook:
             self._see_graph(entry, profiler, graph, own_bytes, later_keys)
 
     def _see_graph(
-        self, entry: Entry, profiler: Profiler, graph: StepGraph, own_bytes: int, later_keys: Sequence[StepKey]
+        self,
+        entry: Entry,
+        profiler: Profiler,
+        graph: StepGraph,
+        own_bytes: int,
+        later_keys: Sequence[StepKey],
     ) -> None:
         maker, kind, unused = self.maker, entry.kind, unused_bytes(self.maker.model, graph)
         entry.listened += 1

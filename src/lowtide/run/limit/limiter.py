@@ -23,7 +23,7 @@ from lowtide import accelerator, private
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, TraceError
 from lowtide.extension import Extension, Face
-from lowtide.graph import StepGraph, no_collection
+from lowtide.graph import no_collection
 from lowtide.interception import alone, drop_idle_key
 from lowtide.meter.resident import model_device
 from lowtide.progress import took
@@ -33,12 +33,11 @@ from lowtide.run.limit.calls import LIMITED, Calls
 from lowtide.run.limit.checks import no_replicas
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, How, Planned
-from lowtide.run.limit.key import Inputs, StepKey
+from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
 from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, above_budget, warn
 from lowtide.run.profile.aside import profile_aside
-from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.engine import engine, forms
 from lowtide.run.record.special import Verify
 from lowtide.run.transforms import unused_bytes
