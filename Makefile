@@ -27,7 +27,7 @@ ARGS    ?=
 OUT     ?= runs/gpu
 # What `make versions` installs in turn, each in a folder of its own, and the tests that it runs there.
 TORCHES ?= 2.11.0 2.12.0 2.13.0 2.15.0
-CORE    := tests/private tests/test_interception.py tests/run/scope/test_scope.py tests/run/profile \
+CORE    := tests/private tests/test_interception.py tests/extensions/scopes/test_scope.py tests/run/profile \
            tests/trace/test_untouched.py tests/trace/test_tracer.py tests/parallel/test_pipelining.py \
            tests/compiled/test_api.py
 PIP_ARGS ?=

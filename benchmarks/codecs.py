@@ -28,11 +28,11 @@ import torch
 import lowtide
 from benchmarks.common import RESULTS, save
 from lowtide import policies
+from lowtide.extensions.moves.store.codec import Form, codec_named
 from lowtide.graph import StepGraph
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
 from lowtide.plan.data import Compress, form_and_tier
-from lowtide.store.codec import Form, codec_named
 
 DRAWS = 40
 STEPS = 500

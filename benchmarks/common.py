@@ -208,6 +208,12 @@ def median_difference(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.median(x - y for x, y in zip(a, b, strict=True))
 
 
+def tiers_of(handle: lowtide.Handle) -> list[Any]:
+    """The tiers that a limit has opened."""
+    moves: list[Any] = [one for one in handle.extensions if one.name == "moves"]
+    return [tier for one in moves for tier in one.stores.tiers.values()]
+
+
 def save(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
     """Write a result file."""
     RESULTS.mkdir(exist_ok=True)

@@ -4,7 +4,7 @@ that the planner picks, in turn.
 python -m benchmarks disk_tier
 
 On a machine without a GPU main memory is the device and the disk is the next tier. The bytes written and read
-are counted by the tier and held against the plan's; the file does not lie in memory (`lowtide.store.disk`
+are counted by the tier and held against the plan's; the file does not lie in memory (the tier
 refuses that), and reads and writes go past the page cache. The C library is told to keep its pages
 (`benchmarks.common.keep_pages`), without which a plain step spends more time on getting them back than a
 planned one.
@@ -19,7 +19,16 @@ import torch
 
 import lowtide
 from benchmarks.cases import gpt
-from benchmarks.common import keep_pages, median_difference, paired, save, step_of, total_peak, twins
+from benchmarks.common import (
+    keep_pages,
+    median_difference,
+    paired,
+    save,
+    step_of,
+    tiers_of,
+    total_peak,
+    twins,
+)
 from lowtide import policies
 from lowtide.plan.data import form_and_tier
 
@@ -110,7 +119,7 @@ def main() -> None:
 
 def _traffic(handle: lowtide.Handle | None) -> tuple[int, int]:
     """Bytes that the tiers of a limited model have written and read so far."""
-    tiers = handle._limiter.stores.tiers.values() if handle is not None else ()
+    tiers = tiers_of(handle) if handle is not None else []
     return sum(t.counts.written_bytes for t in tiers), sum(t.counts.read_bytes for t in tiers)
 
 

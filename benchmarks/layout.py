@@ -29,7 +29,7 @@ import torch
 
 import lowtide
 from benchmarks.common import RESULTS, save
-from lowtide.plan.layout import check, find
+from lowtide.extensions.moves.layout import check, find
 from lowtide.plan.simulate import Simulator
 
 SECONDS = 15.0

@@ -31,6 +31,7 @@ from benchmarks.common import (
     paired,
     rounds_within,
     save,
+    tiers_of,
     total_peak,
     twins,
 )
@@ -127,7 +128,7 @@ def _as_planned(
     latest = handle._limiter.cache.latest
     assert latest is not None
     plan = latest.plan
-    stores = list(handle._limiter.stores.tiers.values())
+    stores = tiers_of(handle)
     planned = planned_bytes(plan, stores[0].align) if stores else 0
     reserved = sum(store.counts.slab_bytes for store in stores)
     predicted, predicted_extra = plan.predicted_peak_bytes - workspaces, plan.predicted_extra_seconds / base

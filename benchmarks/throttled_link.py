@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lowtide.extensions.moves.store.lanes import ThreadLane, Transfer
 from lowtide.optim import Link
-from lowtide.store.lanes import ThreadLane, Transfer
 
 _SLEEP_SECONDS = 1e-3
 """By how much a sleep may last longer than asked."""

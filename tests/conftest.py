@@ -16,7 +16,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
 HERE = Path(__file__).parent
-sys.path[:0] = [*(str(folder) for folder in HERE.iterdir() if folder.is_dir()), str(HERE.parent)]
+FOLDERS = [*HERE.iterdir(), *(HERE / "extensions").iterdir()]
+sys.path[:0] = [*(str(folder) for folder in FOLDERS if folder.is_dir()), str(HERE.parent)]
 
 LONGEST = [HERE / folder for folder in ("families", "parallel", "train")]
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 import lowtide
-from lowtide import estimate, meter, models, optim, parallel
+from lowtide import estimate, meter, models, optim, parallel, policies
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.devices import device
 from lowtide.estimate.suggest import suggest
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
-from lowtide.plan import policies
 from lowtide.report import make_report, save_report
 
 X = torch.randn(2, 4)

@@ -37,9 +37,8 @@ import pkgutil, sys
 from importlib import import_module
 import lowtide.plan
 for module in pkgutil.walk_packages(lowtide.plan.__path__, "lowtide.plan."):
-    if module.name != "lowtide.plan.speeds":  # it moves bytes, and is imported where speeds are missing
-        import_module(module.name)
-heavy = ("lowtide.store", "lowtide.run", "lowtide.trace.")
+    import_module(module.name)
+heavy = ("lowtide.extensions", "lowtide.run", "lowtide.trace.")
 print(sorted(name for name in sys.modules if name == "torch" or name.startswith(heavy)))
 """
 
@@ -59,14 +58,22 @@ def test_what_a_plan_is_needs_no_solver():
     assert told.stdout.strip() == "False"
 
 
-def test_two_files_reach_for_codecs_and_speeds():
-    root = Path(lowtide.plan.__file__).parent
-    reaching = {
-        path.name
-        for path in root.rglob("*.py")
-        if any(f"lowtide.{room}" in imports(path) for room in ("store", "run"))
-    }
-    assert reaching == {"moves.py", "speeds.py"}
+PLAIN = """
+import sys, torch, lowtide
+block = lambda: torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU())
+model = torch.nn.Sequential(*(block() for _ in range(6)))
+handle = lowtide.limit_memory(model, "80%")
+for _ in range(3):
+    model(torch.ones(512, 16)).sum().backward()
+assert handle.plan.replayed
+lowtide.plan(lowtide.trace(lambda: model(torch.ones(4, 16)).sum()), policy="full")
+print(sorted(name for name in sys.modules if name.startswith("lowtide.extensions.")))
+"""
+
+
+def test_a_plain_limit_loads_neither_moves_nor_scopes():
+    found = subprocess.run([sys.executable, "-c", PLAIN], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def imports(path: Path) -> str:
@@ -76,7 +83,7 @@ def imports(path: Path) -> str:
 
 
 ROOMS = [
-    "data", "simulate", "blocks", "moves", "layout", "bound", "search", "policies", "choose",
+    "data", "simulate", "blocks", "bound", "search", "policies", "choose",
 ]  # fmt: skip
 
 

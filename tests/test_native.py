@@ -21,7 +21,7 @@ PACKAGE = Path(native.__file__).parent
 ALLOCATOR = PACKAGE / "meter" / "counting_allocator.cpp"
 USES: dict[str, Literal["", "c10", "torch"]] = {
     "meter/counting_allocator.cpp": "c10",
-    "plan/packing.cpp": "",
+    "extensions/moves/packing.cpp": "",
     "run/tensor_bytes.cpp": "",
     "run/record/cpp/recorder.cpp": "torch",
 }

@@ -18,21 +18,21 @@ from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, Tr
 from lowtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from lowtide import policies
+    from lowtide.applying import apply
     from lowtide.compiled.api import compile, compile_options
+    from lowtide.extensions.moves.layout import layout
+    from lowtide.extensions.moves.speeds import measure_links
+    from lowtide.extensions.moves.store.stores import Stores
+    from lowtide.extensions.scopes.scope import checkpoint, checkpointing
     from lowtide.graph import StepGraph
     from lowtide.limits import limit_memory
     from lowtide.meter import Measurement, measure
     from lowtide.plan import make as plan
-    from lowtide.plan import policies
     from lowtide.plan.data import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
-    from lowtide.plan.layout import layout
-    from lowtide.plan.speeds import measure_links
-    from lowtide.run.apply import apply
     from lowtide.run.limit.handle import Handle, handle_of
     from lowtide.run.messages import LowtideWarning
     from lowtide.run.profile.trace_step import trace
-    from lowtide.run.scope.scope import checkpoint, checkpointing
-    from lowtide.store.stores import Stores
 
 
 class _Words:
@@ -50,17 +50,17 @@ _HOMES = {
     "lowtide.limits": ("limit_memory",),
     "lowtide.meter": ("Measurement", "measure"),
     "lowtide.plan.data": ("Chain", "Compress", "Keep", "Offload", "Plan", "Recompute", "Shard"),
-    "lowtide.plan.layout": ("layout",),
-    "lowtide.plan.speeds": ("measure_links",),
-    "lowtide.run.apply": ("apply",),
+    "lowtide.extensions.moves.layout": ("layout",),
+    "lowtide.extensions.moves.speeds": ("measure_links",),
+    "lowtide.applying": ("apply",),
     "lowtide.run.limit.handle": ("Handle", "handle_of"),
     "lowtide.run.messages": ("LowtideWarning",),
-    "lowtide.run.scope.scope": ("checkpoint", "checkpointing"),
-    "lowtide.store.stores": ("Stores",),
+    "lowtide.extensions.scopes.scope": ("checkpoint", "checkpointing"),
+    "lowtide.extensions.moves.store.stores": ("Stores",),
 }
 """Where the names are that are loaded when they are first used."""
 
-_ROOMS = {"estimate": "lowtide.estimate", "plan": "lowtide.plan", "policies": "lowtide.plan.policies"}
+_ROOMS = {"estimate": "lowtide.estimate", "plan": "lowtide.plan", "policies": "lowtide.policies"}
 """Names that are modules; `plan` is a function, too."""
 
 __all__ = [

@@ -4,8 +4,9 @@ do.
 
 from __future__ import annotations
 
+import inspect
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, ClassVar, Protocol
 
@@ -219,3 +220,14 @@ def is_count(given: object, least: int = 0) -> bool:
     (True, False, False, False)
     """
     return isinstance(given, Integral) and not isinstance(given, bool) and int(given) >= least
+
+
+def takes(function: Callable[..., object], count: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # its signature is not known
+        return count == 1
+    return True

@@ -12,8 +12,9 @@ its limit is removed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from lowtide.errors import BudgetError
@@ -59,6 +60,7 @@ class Extension:
         awaited: others wait in a step until there is a plan, so that one that is refused runs under the plan
             that takes least.
         shares_plan: several ranks hold one plan.
+        groups: process groups over which plans may keep values in parts, by name.
         maker: makes the limit's plans (`lowtide.run.limit.planning.PlanMaker`).
     """
 
@@ -67,6 +69,7 @@ class Extension:
     hurries = False
     awaited = False
     shares_plan = False
+    groups: Mapping[str, Any] = MappingProxyType({})
     maker: Any
 
     @property
@@ -114,6 +117,12 @@ class Extension:
         Ranks: they exchange what the last step showed.
         """
 
+    def prepare(self, plan: Plan, device: torch.device) -> None:
+        """A step under a plan is about to begin, and to be measured from then on.
+
+        Moves: where moved values wait, and the slab that they come back into.
+        """
+
     def around(self, step: Any) -> AbstractContextManager[None]:
         """Around a forward of a step (`lowtide.run.limit.step`: a `ProfiledStep` or a `PlannedStep`).
 
@@ -121,6 +130,18 @@ class Extension:
         that the plan moves.
         """
         return nullcontext()
+
+    def sources(self, index: Any, plan: Plan) -> Any:
+        """Where evicted values come back from under a plan (`lowtide.plan.simulate.index.Sources`); ``None``
+        where all are recomputed.
+
+        Moves: some are fetched.
+
+        Args:
+            index: of the step (`lowtide.plan.simulate.index.StepIndex`).
+            plan: the plan.
+        """
+        return None
 
     # ---- from a profiled step to its plan --------------------------------------------------------
 
@@ -247,3 +268,8 @@ class Face(Protocol):
         (`lowtide.compiled.around.Delegate`).
         """
         ...
+
+
+def sources(extensions: tuple[Extension, ...], index: Any, plan: Plan) -> Any:
+    """Where evicted values come back from under a plan; see `Extension.sources`."""
+    return next((found for one in extensions if (found := one.sources(index, plan)) is not None), None)

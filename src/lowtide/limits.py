@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,7 +14,8 @@ from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.extension import Extension
 from lowtide.interception import register_ahead
-from lowtide.plan import check_seconds
+from lowtide.meter.resident import model_device
+from lowtide.plan import POLICIES, check_seconds
 from lowtide.plan.data import Plan
 from lowtide.run.limit.checks import (
     Demand,
@@ -27,7 +28,9 @@ from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
 from lowtide.run.record.special import Verify, check_verify
-from lowtide.store.stores import Stores
+
+if TYPE_CHECKING:
+    from lowtide.extensions.moves.store.stores import Stores
 
 _BLOCKS_KEEP = (
     "blocks of this model are compiled: the rest runs eagerly under the limit, and what these blocks save is "
@@ -118,7 +121,7 @@ def limit_memory(
     check_verify(verify)
     check_given(budget, policy)
     check_seconds(plan_seconds, policy, "limit_memory(plan_seconds=)")
-    check_arguments(policy, loss_fn, stores)
+    check_arguments(policy, loss_fn)
     face = Face(reserved)
     extensions = [] if optimizer is None else [face.counting(model, optimizer)]
     refuse_several_devices(model)
@@ -142,6 +145,8 @@ def limit_memory(
         handle, why_eager = _limit_blocks(model, budget, optimizer, plan_seconds)
         if handle is not None:
             return handle
+    # what that raises leaves the model as it is
+    extensions = [*face.moving(model, policy, stores), *extensions]
     before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
@@ -151,7 +156,7 @@ def limit_memory(
         "progress": progress,
         "plan_seconds": plan_seconds,
     }
-    given: Any = (model, loss_fn, verify, stores, face, extensions)
+    given: Any = (model, loss_fn, verify, face, extensions)
     if schedule is not None:
         from lowtide.extensions.ranks.pipeline import PipelineLimiter
 
@@ -238,6 +243,21 @@ class Face:
         check_optimizer(model, optimizer)
         return CountedOptimizer(optimizer)
 
+    def moving(
+        self, model: torch.nn.Module, policy: str | Callable[..., Plan] | None, stores: Stores | None
+    ) -> list[Extension]:
+        """What moves values, where the policy may ask for that.
+
+        Raises:
+            PlanError: ``stores`` is something else, or a tier or codec of the policy cannot be used.
+        """
+        stays = policy is None or (isinstance(policy, str) and POLICIES[policy] == POLICIES["optimal"])
+        if stays and stores is None:
+            return []
+        from lowtide.extensions.moves.extension import moves_for
+
+        return [moves_for(policy, stores, model_device(model))]
+
     def missing(self, limiter: Limiter, budget: str | int | None) -> list[Extension]:
         """The extensions that a limit needs by now, for this budget, and does not have."""
         has, found = {extension.name for extension in limiter.extensions}, list[Extension]()
@@ -275,6 +295,7 @@ class Face:
         """What gives the steps of a limit that `torch.compile` is around to the compiled engine."""
         from lowtide.compiled.around import Delegate  # importing Inductor takes seconds
 
-        own = {"policy": limiter.maker.policy != "optimal", "stores": not limiter.own_stores}
+        stores = any(getattr(one, "own", True) is False for one in limiter.extensions)
+        own = {"policy": limiter.maker.policy != "optimal", "stores": stores}
         own["verify"], own["reserved"] = limiter.verify != "first", bool(self.reserved)
         return Delegate(limiter, [f"{name}=" for name, given in own.items() if given])

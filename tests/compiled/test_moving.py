@@ -25,11 +25,11 @@ from lowtide.compiled.lower import Generated
 from lowtide.compiled.moving import stores, with_moves
 from lowtide.compiled.planning import Beside, forecast
 from lowtide.compiled.price import ByCall, costs_of
+from lowtide.extensions.moves.store.disk import Disk
+from lowtide.extensions.moves.store.tier import StoreError, Tier
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
 from lowtide.private import inductor, partitioning
-from lowtide.store.disk import Disk
-from lowtide.store.tier import StoreError, Tier
 
 counted = pytest.mark.skipif(not available(), reason="needs a C++ compiler for the counting allocator")
 TICKETS = 8 * 64

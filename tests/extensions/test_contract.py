@@ -25,9 +25,10 @@ from small_model import batch, needs_meter, small
 import lowtide
 from lowtide import limits
 from lowtide.extension import Extension
+from lowtide.extensions.advice import out_of_memory
 from lowtide.extensions.reserved.reserved import Reserved
 from lowtide.meter import peak
-from lowtide.plan.data import Plan
+from lowtide.plan.data import Link, Plan
 from lowtide.run.limit.handle import Handle
 
 
@@ -86,9 +87,12 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+FAST = Link(1e15, 1e15)
+MIXED = lowtide.policies.mixed("host", links={"host": FAST}, min_bytes=1)
 CASES = [
     Case("plain", also=Plain),
     Case("noting", also=Noting),
+    Case("moves", lambda model: {"policy": MIXED}),
     Case("ranks", within=one_rank),
     Case("reserved", also=lambda: Reserved(None)),
     Case("optimizer", lambda model: {"optimizer": torch.optim.AdamW(model.parameters())}, copies=False),
@@ -215,6 +219,9 @@ def test_the_core_calls_all_that_it_says() -> None:
     for seed in range(3):
         train(model, seed)
     copy.deepcopy(model)
+    assert "CUDA device 0" in out_of_memory._out_of_memory_text(
+        handle._limiter.book.latest, handle._limiter.maker, 0, 1
+    )
     handle.set_budget("1KiB")
     with pytest.raises(lowtide.BudgetError):
         train(model, 3)

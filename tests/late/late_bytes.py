@@ -8,7 +8,7 @@ from moving_net import X, net, step
 
 import lowtide
 from lowtide import meter, policies
-from lowtide.store.host import host_bytes
+from lowtide.extensions.moves.store.host import host_bytes
 
 
 @scenario

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from late_scenarios import SCENARIOS, Run, check
 
-from lowtide.store.host import host_bytes
+from lowtide.extensions.moves.store.host import host_bytes
 
 
 def mistaken(kind: str) -> Run:

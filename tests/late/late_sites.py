@@ -28,10 +28,10 @@ FAILS = {
     "optim/stream.py: GradientStream.zero: held.wait()": "gradients_zeroed_in_place",
     "optim/stream.py: GradientStream._fly: transfer.wait()": "gradients_in_flight",
     "optim/stream.py: GradientStream._fly: transfer.join()": "gradients_in_flight",
-    "run/transfers.py: InTier.settle: writing.join()": "report",
-    "run/transfers.py: InTier.get: reading.join()": "encoded",
-    "run/transfers.py: TransferEngine.out: self._waiting.popleft()[1].settle()": "report",
-    "run/transfers.py: TransferEngine.begin: self._waiting.popleft()[1].settle()": "report_wide",
+    "engine.py: InTier.settle: writing.join()": "report",
+    "engine.py: InTier.get: reading.join()": "encoded",
+    "engine.py: TransferEngine.out: self._waiting.popleft()[1].settle()": "report",
+    "engine.py: TransferEngine.begin: self._waiting.popleft()[1].settle()": "report_wide",
     "run/record/values.py: LiveValue._follow: now.wait_stream(before)": "streams_of_the_user",
     "run/record/values.py: LiveValue._follow: before.wait_stream(now)": "offload_from_two_streams",
     "run/record/values.py: LiveValue._follow: copy.record_stream(now)": "streams_of_the_user",
@@ -62,6 +62,6 @@ ELSEWHERE = {
         "CUDA copies at once into memory that is not page-locked; another device may not"
     ),
     "optim/stream.py: GradientStream.add.finish: one.wait()": "it is over: what went wrong is raised",
-    "run/transfers.py: Gathered.get: gather.join()": "a collective: tests/store/test_stores.py",
+    "engine.py: Gathered.get: gather.join()": "a collective: tests/extensions/moves/test_stores.py",
 }
 """Those that no stream of a single process can show, and why."""

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import accelerator, policies
+from lowtide.extensions.moves.store.gradients import GradientSlab
+from lowtide.extensions.moves.store.host import Host
+from lowtide.extensions.moves.store.stores import Stores
 from lowtide.graph import StepGraph
 from lowtide.optim import HostOptimizer
 from lowtide.plan.data import Plan
-from lowtide.store.gradients import GradientSlab
-from lowtide.store.host import Host
-from lowtide.store.stores import Stores
 from lowtide.trace.costs.roofline import calibrate
 
 FOLDER = tempfile.gettempdir()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lowtide.store.lanes import ThreadLane
+from lowtide.extensions.moves.store.lanes import ThreadLane
 
 CHANCE = random.Random()
 

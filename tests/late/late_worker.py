@@ -34,7 +34,7 @@ import torch  # noqa: E402
 from late_mutations import sites, without  # noqa: E402
 from late_scenarios import SCENARIOS, Run  # noqa: E402
 
-from lowtide.store import host  # noqa: E402
+from lowtide.extensions.moves.store import host  # noqa: E402
 
 LONGEST_SECONDS = 60
 """A seed that takes longer stands still."""

@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runs import ADAMW, batch, model
 
+from lowtide.extensions.moves.store.disk import file_system
 from lowtide.optim import HostOptimizer, OptimError, Speeds
 from lowtide.optim.balance import choose
 from lowtide.optim.layout import cuts, spans
 from lowtide.optim.pipeline import Task, batches
 from lowtide.optim.slots import Part, Slot
 from lowtide.optim.tensors import dense, flat, flat_gradient
-from lowtide.store.disk import file_system
 
 
 @given(st.lists(st.integers(0, 500), max_size=8), st.floats(0, 1), st.sampled_from([16, 32]))

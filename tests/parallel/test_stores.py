@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import policies
 from lowtide.errors import PlanError
+from lowtide.extensions.moves.placements import movable
 from lowtide.graph import StepGraph
 from lowtide.models import preset
 from lowtide.models.gpt import GPT
@@ -26,7 +27,6 @@ from lowtide.models.llama import Llama
 from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.plan.data import Moving, Offload, Plan, Shard
-from lowtide.plan.moves import movable
 from lowtide.plan.simulate import Simulator
 
 pytestmark = on_each_backend
@@ -214,8 +214,8 @@ def pipelined(schedule: str) -> dict[str, Any]:
         for handle in handles:
             assert handle.plan is not None
             moves += len(handle.plan.moves)
-            there += sum(t.counts.written_bytes for t in handle._limiter.stores.tiers.values())
-            assert all(t.arena.taken_bytes == 0 for t in handle._limiter.stores.tiers.values())
+            there += sum(t.counts.written_bytes for t in handle._limiter.extensions[0].stores.tiers.values())
+            assert all(t.arena.taken_bytes == 0 for t in handle._limiter.extensions[0].stores.tiers.values())
     return {
         "same": len(found[0]) == len(found[1]) and all(map(torch.equal, *found)),
         "moves": moves,

@@ -10,7 +10,7 @@ from synthetic import one_linear
 
 import lowtide
 import lowtide.plan
-from lowtide.plan import policies
+from lowtide import policies
 from lowtide.plan.bound import Relaxation
 from lowtide.plan.data import Link
 from lowtide.plan.simulate import Simulator, plain

@@ -6,9 +6,10 @@ import pytest
 from synthetic import transformer
 
 import lowtide.plan
+from lowtide import policies
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan import Plan, policies, resolve
+from lowtide.plan import Plan, resolve
 from lowtide.plan.policies import make_plan
 
 LAYERS = 4

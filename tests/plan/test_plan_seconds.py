@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.plan import check_seconds, policies, within_seconds
+from lowtide import policies
+from lowtide.plan import check_seconds, within_seconds
 from lowtide.plan.data import Link
 from lowtide.run.profile.costs import MeasuredCost
 

@@ -12,9 +12,10 @@ from torch import nn
 
 import lowtide
 import lowtide.plan
+from lowtide import policies
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan import Plan, policies
+from lowtide.plan import Plan
 from lowtide.plan.bound import Relaxation
 from lowtide.plan.policies.chosen import least_time
 from lowtide.plan.search import Search, search_of

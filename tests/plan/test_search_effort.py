@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from synthetic import residual_network, transformer
 
+from lowtide import policies
 from lowtide.errors import PlanError
-from lowtide.plan import policies, search
+from lowtide.plan import search
 from lowtide.plan.bound import Relaxation
 from lowtide.plan.search import Search
 from lowtide.plan.simulate.simulator import Simulator

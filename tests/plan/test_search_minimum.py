@@ -15,9 +15,9 @@ from synthetic import residual_network, transformer
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import policies
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan import policies
 from lowtide.plan.policies.chosen import least_time
 from lowtide.plan.search import Search, search_of
 

@@ -12,6 +12,7 @@ from random_graphs import random_graph, with_gathered, with_resized
 from synthetic import residual_network, transformer
 
 from lowtide import policies
+from lowtide.extensions.moves.simulate import sources_of
 from lowtide.graph import StepGraph
 from lowtide.plan import Plan, make
 from lowtide.plan.blocks import default_blocks
@@ -38,7 +39,7 @@ def agrees(graph: StepGraph, plan: Plan | None) -> Timeline:
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     sim = Simulator(graph)
-    return sim.simulate_plan(plan).beside(plan.slab_bytes)
+    return sim.simulate(plan.stored, sources_of(sim, plan)).beside(plan.slab_bytes)
 
 
 def by_kind(line: Timeline, tick: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ import torch
 
 from lowtide import meter
 from lowtide.budget import format_bytes
-from lowtide.plan.speeds import link_speeds
+from lowtide.extensions.moves.speeds import link_speeds
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter

@@ -15,7 +15,7 @@ from lowtide.compiled.moving import check_tiers
 from lowtide.compiled.planning import cutter_within
 from lowtide.errors import PlanError, expect
 from lowtide.extensions.optimizer.counted import check_optimizer
-from lowtide.marked_regions import honour_regions
+from lowtide.extensions.scopes.marked_regions import honour_regions
 from lowtide.plan import check_seconds
 from lowtide.plan.data import Offload
 from lowtide.private import Compiling, compile_settings, inductor, is_compiled, uncompiled

@@ -30,13 +30,15 @@ from lowtide.compiled.price import CandidateCut, CandidateCuts
 from lowtide.compiled.steps import Step, step_of
 from lowtide.compiled.timeline import Moment, Timeline
 from lowtide.errors import BudgetError
+from lowtide.extensions.moves.mixed import mixed
+from lowtide.extensions.moves.placements import missing_links
+from lowtide.extensions.moves.simulate import simulate_plan
 from lowtide.graph import StepGraph
-from lowtide.plan import make, policies, within_seconds
+from lowtide.plan import make, within_seconds
 from lowtide.plan.bound import Bound, LinearProgram
 from lowtide.plan.choose import NEAR, Correction, at_or_smallest
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.data.plan import ModuleRow
-from lowtide.plan.moves import missing_links
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import holders_at_peak, parts_of, place_of_peak
@@ -132,7 +134,7 @@ class Asked:
         if decisions := tuple(map(decision_of, self.tiers)):
             with outside_modes():  # AOTAutograd calls us among fake tensors
                 links = missing_links(decisions, None, (), device)
-            policy = policies.mixed(*decisions, links=links, slab=False)
+            policy = mixed(*decisions, links=links, slab=False)
         return within_seconds(policy, self.plan_seconds, device)
 
 
@@ -293,7 +295,7 @@ class Choice:
             zeros = self.candidates[0].zeros_bytes(least[0], self.timeline.zeros)
         plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
         sim = Simulator(self.step.graph)
-        simulation = sim.simulate_plan(plan)
+        simulation = simulate_plan(sim, plan)
         found, shares = parts_of(sim, simulation), {RESIDENT: resident, OUTPUTS: zeros}
         for name in (GRADIENTS, LOSS):  # a backend may take less than single calls
             shares[name] = max(0, min(found.get(name, 0), smallest - sum(shares.values())))

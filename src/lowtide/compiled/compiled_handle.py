@@ -21,8 +21,8 @@ from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.extensions.advice.refusal import compiled_in_words
 from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.extensions.optimizer.need import optimizer_need
+from lowtide.extensions.scopes.marked_regions import honour_regions
 from lowtide.graph import OUTSIDE, StepGraph
-from lowtide.marked_regions import honour_regions
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost, model_device, resident_workspace_bytes, workspace_bytes
 from lowtide.plan.data import Plan

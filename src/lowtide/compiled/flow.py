@@ -30,8 +30,8 @@ from lowtide.compiled.shelf import open_shelf
 from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.compiled.timeline import Recording
 from lowtide.errors import BudgetError, PlanError
+from lowtide.extensions.scopes.marked_regions import wishes_of
 from lowtide.graph import StepGraph
-from lowtide.marked_regions import wishes_of
 from lowtide.meter import measurable, storages
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.private import captured, tree_leaves

@@ -8,7 +8,7 @@ What a value goes through, as operations of our own in the two graphs:
 - ``fetch``, in backward, starts copying back and returns a ticket for what arrives;
 - ``arrive`` waits for that and returns the value.
 
-When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.transfers`).
+When to settle and to fetch follows from the plan's window, as in `lowtide.extensions.moves.engine`.
 Inductor orders calls anew, so that little memory is held: tickets are small, so they come early, and values
 come late. What must not move earlier takes one more argument (``after``), which does not exist before.
 
@@ -32,13 +32,13 @@ from torch import fx
 from lowtide.compiled.cut import Halves, Pieces, call, cut, geometry, hand_over
 from lowtide.compiled.joint import Joint, Key
 from lowtide.errors import PlanError, expect
+from lowtide.extensions.moves.store.lanes import Transfer
+from lowtide.extensions.moves.store.slab import Lease
+from lowtide.extensions.moves.store.stores import Stores
+from lowtide.extensions.moves.store.tier import StoreError
 from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, decision_of
 from lowtide.private import partitioning
-from lowtide.store.lanes import Transfer
-from lowtide.store.slab import Lease
-from lowtide.store.stores import Stores
-from lowtide.store.tier import StoreError
 
 
 def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload, ...]:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.extensions.moves.store.lanes import ThreadLane, Transfer
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import detached_options
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Slot
 from lowtide.optim.stream import GradientStream, sent
-from lowtide.store.lanes import ThreadLane, Transfer
 
 Groups = Iterable[dict[str, Any]]
 

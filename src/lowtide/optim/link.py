@@ -1,7 +1,7 @@
 """The way between device and host: everything that depends on the kind of device stands here.
 
 `DirectLink` is for a device whose memory the host's processor works on itself (a CPU), `CudaLink` for CUDA.
-Transfers are those of `lowtide.store.lanes`.
+Transfers are those of `lowtide.extensions.moves.store.lanes`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Event, Tensor
 
 from lowtide.accelerator import Streams, is_accelerator
+from lowtide.extensions.moves.store.lanes import StreamLane, Transfer, no_transfer
 from lowtide.optim.errors import OptimError
 from lowtide.optim.pool import MemoryPool
-from lowtide.store.lanes import StreamLane, Transfer, no_transfer
 
 
 @dataclass

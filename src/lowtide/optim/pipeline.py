@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.extensions.moves.store.lanes import Transfer
 from lowtide.optim.kernels import Group, Kernel, Operands, on_host
 from lowtide.optim.layout import spans
 from lowtide.optim.link import Link
 from lowtide.optim.pool import Pool
 from lowtide.optim.slots import HostGradient, Part, Slot
-from lowtide.store.lanes import Transfer
 
 DEPTH = 3
 """Batches under way at once: one comes down, one is updated, one goes up."""

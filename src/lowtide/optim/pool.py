@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lowtide.budget import format_bytes
+from lowtide.extensions.moves.store.disk import IN_MEMORY, file_system
+from lowtide.extensions.moves.store.host import check_free, host_bytes, reserve
 from lowtide.optim.errors import OptimError
-from lowtide.store.disk import IN_MEMORY, file_system
-from lowtide.store.host import check_free, host_bytes, reserve
 
 WHAT = "the optimizer's host part"
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lowtide import private
+from lowtide.extensions.moves.store.lanes import Transfer
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel
 from lowtide.optim.layout import cuts, granule
 from lowtide.optim.pool import Pool, Spec
 from lowtide.optim.tensors import check, flat, in_shape_of, local, sharded_like
-from lowtide.store.lanes import Transfer
 
 
 @dataclass

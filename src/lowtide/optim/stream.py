@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lowtide import private
+from lowtide.extensions.moves.store.lanes import ThreadLane, Transfer
 from lowtide.optim.errors import OptimError
 from lowtide.optim.layout import spans
 from lowtide.optim.pipeline import DEPTH, Updater
 from lowtide.optim.pool import Pool
 from lowtide.optim.slots import HostGradient, Slot
 from lowtide.optim.tensors import check_gradient, flat_gradient, is_partial, local, sharded_like
-from lowtide.store.lanes import ThreadLane, Transfer
 
 _IN_FLIGHT_CHUNKS = 4
 """Gradients under way may take so many chunks of device memory, or twice the largest of them."""

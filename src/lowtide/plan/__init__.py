@@ -6,11 +6,7 @@ In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(
 `data`      what a plan is: decisions, moves, the plan and its table
 `simulate`  a set of stored values -> live bytes at every event, what runs again, seconds
 `blocks`    a model's blocks and segments -> what checkpointing them stores
-`moves`     which values may move, in which ways, and what that costs
-`speeds`    how fast tiers, codecs and groups are, measured
-`layout`    a plan -> the same plan with a slab for what comes back
 `bound`     a budget -> the seconds that no plan undercuts
-`moving_bound`  the same where values may move
 `local_search`  a plan -> one with decisions changed, which is faster or lower
 `search`    a budget -> the stored values with the least seconds
 `policies`  how to choose; each ends in `make_plan`. They import a solver, so they are loaded when first used
@@ -22,6 +18,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -37,8 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["POLICIES", "Plan", "make", "plain", "resolve"]
 
-POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
-"""Policies that are known by name."""
+_OWN, _MOVING = "lowtide.plan.policies", "lowtide.extensions.moves"
+POLICIES = {
+    "optimal": _OWN,
+    "keep_all": _OWN,
+    "full": _OWN,
+    "sqrt": _OWN,
+    "selective": _OWN,
+    "offload": f"{_MOVING}.by_rule",
+    "mixed": f"{_MOVING}.mixed",
+    "compress": f"{_MOVING}.by_rule",
+}
+"""Policies that are known by name, and where they are: what is named there is loaded when it is asked for."""
 
 
 def resolve(policy: str | Policy) -> Policy:
@@ -54,9 +61,7 @@ def resolve(policy: str | Policy) -> Policy:
             f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of "
             "(graph, budget)"
         )
-    from lowtide.plan import policies
-
-    return getattr(policies, policy)()
+    return getattr(import_module(POLICIES[policy]), policy)()
 
 
 def within_seconds(policy: str | Policy, seconds: float | None, device: str) -> str | Policy:

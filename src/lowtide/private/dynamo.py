@@ -78,7 +78,9 @@ def out_of_dynamo() -> Iterator[Compiling | None]:
 
 
 TRACED = {
-    "lowtide": ("models", "parallel", "marked_regions", "errors", "private"),
+    "lowtide": ("models", "parallel", "extensions", "errors", "private"),
+    "lowtide.extensions": ("scopes",),
+    "lowtide.extensions.scopes": ("marked_regions",),
     "lowtide.private": ("distributed", "fake"),
 }
 """Parts of packages that Dynamo may trace. Layers need errors and private, and of that these two files."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from lowtide.budget import would_reserve
 from lowtide.errors import PlanError, expect
+from lowtide.extensions.moves.simulate import sources_of
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.reserved_bytes import reserved_either_way
@@ -176,7 +177,7 @@ def make_report(
         planned,
         decision_rows(graph, plan),
         tuple(tradeoff(graph) if points is None else points),
-        planned_holders(graph, plan, optimizer_bytes),
+        planned_holders(graph, plan, optimizer_bytes, sources_of),
         measured_plain,
         measured_planned,
         measured_extra,

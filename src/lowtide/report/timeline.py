@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.extensions.moves.simulate import simulate_plan
 from lowtide.graph import Saved, StepGraph, Storage
 from lowtide.plan.data import Plan, form_and_tier
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
@@ -182,7 +183,7 @@ class _Walker:
         if plan is None:
             self.result = self.sim.simulate(self.sim.droppable, seen=self.seen)
         else:
-            self.result = self.sim.simulate_plan(plan, self.seen)
+            self.result = simulate_plan(self.sim, plan, self.seen)
         self.sources = self.result.sources
         self.slab_bytes = 0 if plan is None else plan.slab_bytes
         self.saved: dict[int, Saved] = {}

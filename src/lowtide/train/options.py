@@ -183,9 +183,10 @@ def check_file(name: str, file: Path | None) -> None:
 
 def check_policy(name: str | None) -> None:
     """Raise an `OptionError` unless there is a policy of that name."""
+    names = list(POLICIES)
     require(
-        name is None or name in POLICIES,
+        name is None or name in names,
         "policy",
         name,
-        f"choose {', '.join(POLICIES[:-1])} or {POLICIES[-1]}",
+        f"choose {', '.join(names[:-1])} or {names[-1]}",
     )

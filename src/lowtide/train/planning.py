@@ -17,6 +17,7 @@ from lowtide.estimate.devices import device as find_device
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.simulation.pricing import pricer
 from lowtide.estimate.suggest import RESERVE
+from lowtide.extensions.moves.simulate import sources_of
 from lowtide.graph import StepGraph
 from lowtide.models import build_model
 from lowtide.models.build import untouched
@@ -228,7 +229,7 @@ def _most_held(graph: StepGraph, plan: Plan, card: Device | None) -> str:
     """What holds most at the plan's peak, and what would free how much of it; workspaces are no tensors."""
     if card is not None:
         graph = replace(graph, resident_bytes=graph.resident_bytes - card.workspaces_bytes)
-    return "at the peak stand " + "; ".join(in_lines(planned_holders(graph, plan)))
+    return "at the peak stand " + "; ".join(in_lines(planned_holders(graph, plan, sources_of=sources_of)))
 
 
 def _reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:

@@ -10,8 +10,8 @@ from synthetic import transformer
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Keep, Recompute
-from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
+from lowtide.policies import make_plan
 
 
 @pytest.fixture(scope="module")

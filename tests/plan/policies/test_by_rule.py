@@ -7,9 +7,10 @@ from collections import Counter
 import pytest
 from synthetic import Layers, Tape, transformer, within
 
+from lowtide import policies
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan import Plan, policies
+from lowtide.plan import Plan
 
 LAYERS = 4
 

@@ -12,6 +12,7 @@ from synthetic import residual_network, transformer
 
 from lowtide import policies
 from lowtide.errors import PlanError
+from lowtide.extensions.moves.simulate import simulate_plan, sources_of
 from lowtide.graph import StepGraph
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import (
@@ -98,10 +99,10 @@ def test_what_comes_back_is_a_holder_where_it_has_memory_of_its_own(slab: bool) 
     plan = policies.offload("disk", min_bytes=1, slab=slab)(graph)
     assert plan.moves and bool(plan.slab_bytes) == slab
     sim = Simulator(graph)
-    found = holders_at_peak(sim, sim.simulate_plan(plan))
+    found = holders_at_peak(sim, simulate_plan(sim, plan))
     assert not (slab and any(holder.name == FETCHED for holder in found))
     assert sum(holder.bytes for holder in found) <= plan.predicted_peak_bytes - plan.slab_bytes
-    assert planned_holders(graph, plan)
+    assert planned_holders(graph, plan, sources_of=sources_of)
 
 
 def test_a_refusal_says_what_is_missing() -> None:

@@ -19,7 +19,7 @@ from sharded_step_models import Adapted, Block, ByMethod, Model, Scoped, batch, 
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.plan import policies
+from lowtide import policies
 from lowtide.plan.bound import A_SECOND, Effort
 from lowtide.run.limit import planning
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.run.record.cpp_recorder import cpp_recorder
 from torch import nn
 
 import lowtide
 from lowtide.graph import StepGraph
 from lowtide.run.profile import costs
-from lowtide.run.record.cpp_recorder import cpp_recorder
 
 pytestmark = pytest.mark.skipif(cpp_recorder() is None, reason="there is no C++ compiler")
 

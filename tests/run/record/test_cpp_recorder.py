@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +27,6 @@ from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import entry
 from lowtide.run.profile.costs import MeasuredCost
 from lowtide.run.record import directors, tape, values
-from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from lowtide.run.record.recorder import Recorder
 from lowtide.trace import traced
 from lowtide.trace.tracer import Tracer

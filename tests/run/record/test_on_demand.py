@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from torch import nn
 
-from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.values import LiveValue, Node

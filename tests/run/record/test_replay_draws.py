@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lowtide.run.record.replay import with_generator
 from torch import nn
 
 import lowtide
 from lowtide.ops import op_info
-from lowtide.run.record.replay import with_generator
 
 
 @contextmanager

@@ -190,12 +190,12 @@ def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     from pathlib import Path
 
     code = (
-        "import sys; sys.path[:0] = ['tests/run', 'tests/run/record']; import conftest, torch, lowtide\n"
+        "import sys; sys.path[:0] = ['tests/run', 'tests/run/record']; import twins, torch, lowtide\n"
         "import test_values_overwritten as t\n"
         "from lowtide import interception\n"
         "assert interception.cpp_module() is None\n"
-        "t.test_gradients_are_the_plain_steps('buffer', t.through_data, True, conftest.evict_everything,"
-        " conftest.same_bits)"
+        "t.test_gradients_are_the_plain_steps('buffer', t.through_data, True, twins.evict_everything,"
+        " twins.same_bits)"
     )
     root = Path(__file__).parents[3]
     subprocess.run(

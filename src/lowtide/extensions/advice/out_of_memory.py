@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakSet
 
 from lowtide import private
 from lowtide.budget import format_bytes
+from lowtide.extension import sources
 from lowtide.plan.simulate.holders import planned_holders
 from lowtide.remedies import in_lines
 from lowtide.run.limit.entry import Planned
@@ -35,8 +36,7 @@ class OutOfMemory:
         for limiter in tuple(self._limiters):
             planned = limiter.book.latest
             if planned is not None and not limiter.removed:
-                state = limiter.maker.claim.resident_bytes
-                warn(_out_of_memory_text(planned, state, device, asked_bytes), each_time=True)
+                warn(_out_of_memory_text(planned, limiter.maker, device, asked_bytes), each_time=True)
 
 
 @cache
@@ -45,8 +45,9 @@ def out_of_memory() -> OutOfMemory:
     return OutOfMemory()
 
 
-def _out_of_memory_text(planned: Planned, optimizer_bytes: int, device: int, asked_bytes: int) -> str:
-    plan = planned.plan
+def _out_of_memory_text(planned: Planned, maker: Any, device: int, asked_bytes: int) -> str:
+    plan, claimed = planned.plan, maker.claim.resident_bytes
+    holders = planned_holders(planned.step_graph, plan, claimed, partial(sources, maker.extensions))
     limit = "no budget" if plan.budget_bytes is None else f"a budget of {format_bytes(plan.budget_bytes)}"
     lines = [
         f"CUDA device {device} has no {format_bytes(asked_bytes)} more, in a process with a model limited "
@@ -54,6 +55,6 @@ def _out_of_memory_text(planned: Planned, optimizer_bytes: int, device: int, ask
         "what is beside that: other tensors, fragments of the allocator, the driver's own. Give a smaller "
         "one, or 'auto'",
         "What holds most at the plan's peak, and what frees how much:",
-        *(f"  - {line}" for line in in_lines(planned_holders(planned.step_graph, plan, optimizer_bytes))),
+        *(f"  - {line}" for line in in_lines(holders)),
     ]
     return "\n".join(lines)

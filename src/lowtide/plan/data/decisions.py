@@ -25,7 +25,7 @@ class Recompute:
 
 
 TIERS = ("host", "disk")
-"""Names of the tiers; `lowtide.store.stores` opens them."""
+"""Names of the tiers; `lowtide.extensions.moves.store.stores` opens them."""
 WITH_PATH = ("disk",)
 """Names of those whose bytes lie in a folder that the user may name."""
 
@@ -61,7 +61,7 @@ class Compress:
     """The value waits in fewer bytes.
 
     Attributes:
-        codec: a codec's name, see `lowtide.store.codec`.
+        codec: a codec's name, see `lowtide.extensions.moves.store.codec`.
     """
 
     codec: str

@@ -1,8 +1,9 @@
 """Policies: functions from a step graph (and a budget) to a plan.
 
-In: what a user wants (`full`, `selective`, `offload`, `mixed`, ...). Out: a policy, called as
+In: what a user wants (`full`, `selective`, `optimal`, ...). Out: a policy, called as
 ``policy(graph, budget=None)``, which returns a `Plan`. A user's own is any function with that signature,
-usually one that picks the values to store and ends in `make_plan`. Begin with `by_rule.py`, then
+usually one that picks the values to store and ends in `make_plan`. Those here keep and recompute; those that
+move values are in `lowtide.extensions.moves`, and `lowtide.policies` has all. Begin with `by_rule.py`, then
 `build.py`.
 
 >>> from lowtide.plan import policies
@@ -11,18 +12,12 @@ usually one that picks the values to store and ends in `make_plan`. Begin with `
 
 from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.policies.by_rule import (
-    compress,
     full,
     keep_all,
-    offload,
-    partition,
     scope,
     selective,
     sqrt,
 )
-from lowtide.plan.policies.chosen import mixed, optimal
+from lowtide.plan.policies.chosen import optimal
 
-__all__ = [
-    "Policy", "compress", "full", "keep_all", "make_plan", "mixed", "offload", "optimal", "partition",
-    "scope", "selective", "sqrt",
-]  # fmt: skip
+__all__ = ["Policy", "full", "keep_all", "make_plan", "optimal", "scope", "selective", "sqrt"]

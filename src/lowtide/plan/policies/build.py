@@ -6,15 +6,13 @@ Every policy ends here, a user's own included: decide which values stay, call `m
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from lowtide.errors import BudgetError, PlanError, expect, is_count
+from lowtide.errors import BudgetError, expect, is_count
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Relaxation
-from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Offload, Plan, ProgramStep, Recompute
-from lowtide.plan.layout import with_slab
-from lowtide.plan.moves import Codec, close_with_moves, move_of, refuse_moves, simulated_moves
+from lowtide.plan.data import Keep, ModuleRow, Move, Plan, ProgramStep, Recompute
 from lowtide.plan.simulate.index import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator, simulator_of
 
@@ -36,11 +34,6 @@ def make_plan(
     bound: Bound | None = None,
     notes: tuple[str, ...] = (),
     simulator: Simulator | None = None,
-    moves: Mapping[int, Moving] | None = None,
-    window_bytes: int = 0,
-    links: Links | None = None,
-    codecs: Sequence[Codec] = (),
-    slab: bool | None = None,
 ) -> Plan:
     """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
 
@@ -51,61 +44,69 @@ def make_plan(
         policy: the name that the plan carries.
         budget: the most live bytes allowed, or ``None``.
         bound: lower bounds that are known already; without them they are computed (a linear program: seconds
-            on large graphs), where nothing moves.
+            on large graphs).
         notes: anything worth telling.
         simulator: of ``graph``, where one was made already.
-        moves: value id -> where it goes, for values that wait elsewhere or in another form.
-        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched
-            ahead; 0 for as much as the largest moved value.
-        links: how fast the tiers are; without it transfers take no time.
-        codecs: codecs of the user's own that ``moves`` name.
-        slab: whether moved values come back into a slab on the device that is allocated once
-            (docs/stores.md); ``None`` for where the budget allows it, or without a budget where it
-            costs nothing.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
-        PlanError: a value cannot be moved, or an argument is something else.
+        PlanError: an argument is something else.
     """
-    if slab not in (None, True, False):
-        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
+    check_wish(graph, stored, budget)
+    sim = simulator or simulator_of(graph)
+    simulation = sim.simulate(sim.close(stored))
+    return plan_of(sim, simulation, policy, budget, bound, notes)
+
+
+def check_wish(graph: StepGraph, stored: Collection[int], budget: int | None) -> None:
+    """Check what a plan is made from.
+
+    Raises:
+        BudgetError: the budget is no number of bytes.
+        PlanError: an argument is something else.
+    """
     expect(isinstance(graph, StepGraph), "make_plan(graph=)", graph, "a StepGraph, as lowtide.trace returns")
     ids, most = isinstance(stored, Collection) and not isinstance(stored, str), len(graph.values)
     known = ids and all(is_count(value) and int(value) < most for value in stored)
     expect(known, "make_plan(stored=)", stored, f"the ids of values of the graph, 0 to {most - 1}")
-    placed = moves is None or isinstance(moves, Mapping)
-    expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")
     limited = budget is None or is_count(budget, 1)
     expect(limited, "make_plan(budget=)", budget, "bytes, 1 or more, or None", BudgetError)
-    sim = simulator or simulator_of(graph)
-    wanted = dict(moves or {})
-    refuse_moves(sim, wanted)
-    closed, moved = close_with_moves(
-        sim, stored, [move_of(sim, value, decision, links, codecs) for value, decision in wanted.items()]
-    )
-    window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
-    simulation = sim.simulate(closed, sim.with_moves(moved.values(), window), links)
+
+
+def plan_of(
+    sim: Simulator,
+    simulation: Simulation,
+    policy: str,
+    budget: int | None,
+    bound: Bound | None,
+    notes: tuple[str, ...],
+    rows: Sequence[Move] = (),
+    window_bytes: int = 0,
+) -> Plan:
+    """The plan of a simulated step.
+
+    Args:
+        sim: of the step.
+        simulation: what it does under the plan.
+        policy, budget, bound, notes: as of `make_plan`.
+        rows: the values that move, in the order of the forward.
+        window_bytes: the most of these that is under way at one time in each direction.
+
+    Raises:
+        BudgetError: the peak is above the budget.
+    """
     if budget is not None and simulation.peak_bytes > budget:
         raise sim.refusal(simulation, budget, "" if policy in ("optimal", "mixed") else policy)
-    limit = budget if budget is not None else simulation.peak_bytes
-    if bound is None and moved:
-        bound = Bound(0.0, 0)
-        notes = (
-            *notes,
-            "no lower bound is stated for a plan that moves values: the linear program knows only "
-            "recomputing",
-        )
-    floor = bound or Relaxation(sim).bound(limit)
-    evicted = set(simulation.evicted)
-    rows = simulated_moves(graph, moved, simulation)
-    plan = Plan(
+    graph = sim.graph
+    floor = bound or Relaxation(sim).bound(budget if budget is not None else simulation.peak_bytes)
+    evicted, transfers = set(simulation.evicted), simulation.transfers
+    moving = {move.value: move.decision for move in rows}
+    return Plan(
         graph=graph.fingerprint(),
         policy=policy,
         budget_bytes=budget,
-        decisions={
-            v: wanted[v] if v in moved else Recompute() if v in evicted else Keep() for v in sim.droppable
-        },
-        stored=closed,
+        decisions={v: moving.get(v) or (Recompute() if v in evicted else Keep()) for v in sim.droppable},
+        stored=simulation.stored,
         replayed=simulation.replayed,
         plain_peak_bytes=sim.plain_peak,
         predicted_peak_bytes=simulation.peak_bytes,
@@ -117,35 +118,13 @@ def make_plan(
         peak_operation=simulation.peak_operation.name if simulation.peak_operation else "",
         modules=module_rows(sim, simulation),
         notes=notes,
-        program=program_of(graph, closed, rows),
-        moves=rows,
+        program=program_of(graph, simulation.stored, rows),
+        moves=tuple(rows),
         device=graph.device,
-        window_bytes=window if rows else 0,
-        transfer_seconds=simulation.transfers.seconds if simulation.transfers else 0.0,
-        crowding_seconds=simulation.transfers.crowding_seconds if simulation.transfers else 0.0,
+        window_bytes=window_bytes if rows else 0,
+        transfer_seconds=transfers.seconds if transfers is not None else 0.0,
+        crowding_seconds=transfers.crowding_seconds if transfers is not None else 0.0,
     )
-    return plan if slab is False else with_slab(sim, plan, required=slab is True)
-
-
-def check_moves(
-    policy: str,
-    min_bytes: int,
-    window_bytes: int | None = None,
-    links: Links | None = None,
-    then: Offload | None = None,
-) -> None:
-    """Check what the policies that move have in common.
-
-    Raises:
-        PlanError: one is of another type, or negative.
-    """
-    expect(is_count(min_bytes), f"{policy}(min_bytes=)", min_bytes, "bytes, 0 or more")
-    window = window_bytes is None or is_count(window_bytes, 1)
-    expect(window, f"{policy}(window_bytes=)", window_bytes, "bytes, 1 or more, or None")
-    speeds = links is None or isinstance(links, Mapping)
-    expect(speeds, f"{policy}(links=)", links, "what lowtide.measure_links returns, or None")
-    tier = then is None or isinstance(then, Offload)
-    expect(tier, f"{policy}(then=)", then, "lowtide.Offload(...), or None")
 
 
 def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lowtide.graph import OUTSIDE, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.plan import by_members, ranges
+from lowtide.plan.simulate.index import Sources
 from lowtide.plan.simulate.origins import Origins
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 from lowtide.plan.simulate.walk import LiveCopies
@@ -184,16 +185,22 @@ def _loss_storages(sim: Simulator, simulation: Simulation) -> set[int]:
     }
 
 
-def planned_holders(graph: StepGraph, plan: Plan, optimizer_bytes: int = 0) -> tuple[Holder, ...]:
+def planned_holders(
+    graph: StepGraph,
+    plan: Plan,
+    optimizer_bytes: int = 0,
+    sources_of: Callable[[Simulator, Plan], Sources] | None = None,
+) -> tuple[Holder, ...]:
     """What holds most at the peak of a step under a plan.
 
     Args:
         graph: the step.
         plan: made for it.
         optimizer_bytes: what of the graph's resident bytes is the optimizer's state.
+        sources_of: where evicted values come back from, for a plan that moves some.
     """
     sim = Simulator(graph)
-    simulation = sim.simulate_plan(plan)
+    simulation = sim.simulate(plan.stored, sources_of(sim, plan) if sources_of is not None else None)
     parts = parts_of(sim, simulation)
     state = min(optimizer_bytes, parts.get(RESIDENT, 0))
     rest = parts.pop(RESIDENT, 0) - state  # never touched, or of a graph without parameters

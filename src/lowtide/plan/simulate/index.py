@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from operator import itemgetter
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,74 @@ def replay_set(
     return found
 
 
+class Moving(Protocol):
+    """What values that move add to a step: `lowtide.extensions.moves.simulate` has it.
+
+    Attributes:
+        moved: value -> the value's move.
+        slab: whether fetched values lie in a slab, and take no memory of their own.
+    """
+
+    @property
+    def moved(self) -> Mapping[int, Move]: ...
+    @property
+    def slab(self) -> bool: ...
+
+    def place(self, operation: int) -> float:
+        """Where an operation stands in the order of the forward; a fetch has a place among the others."""
+        ...
+
+    def walk(
+        self,
+        sim: Any,
+        sources: Sources,
+        flags: bytearray,
+        running: list[int],
+        happenings: list[Happening],
+        seen: Any,
+    ) -> Any:
+        """The `lowtide.plan.simulate.walk.Walk` through the step, fetches included."""
+        ...
+
+    def outgoing(self, sim: Any, sources: Sources, until: dict[int, int]) -> Outgoing:
+        """What copies out take; ``until`` says of each operation when its result is last asked for."""
+        ...
+
+
+class Outgoing(Protocol):
+    """What copies out hold and take.
+
+    Attributes:
+        hold: storage -> the event until which a copy out holds it.
+        level: (event, bytes) changes of what encoded forms take on the device.
+    """
+
+    hold: dict[int, int]
+    level: list[tuple[int, int]]
+
+    def scratch(self, plain: Bytes) -> Bytes:
+        """The most that is allocated beyond what is live after each event, from that of the plain step."""
+        ...
+
+    def transfers(self, walk: Any) -> Transfers:
+        """What transfers do to the step, after the walk through it."""
+        ...
+
+
+class Transfers(Protocol):
+    """What transfers do to a step.
+
+    Attributes:
+        seconds: what they add to it.
+        crowding_seconds: what of that they take from the operations that run beside them.
+    """
+
+    @property
+    def seconds(self) -> float: ...
+    @property
+    def crowding_seconds(self) -> float: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Sources:
     """Where evicted values come back from: their producers, which run again, or fetches.
@@ -82,11 +151,7 @@ class Sources:
         producer: value -> the operation that brings the value back, or -1.
         reads: operation -> the values that it reads, but those that are always live (`StepIndex.base_flags`).
         held_reads: operation -> the values that it reads and that user code may have let go of.
-        moved: value -> the value's move.
-        window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
-            ahead.
-        made: of each value that moves, the operation that made it in the forward.
-        slab: whether fetched values lie in a slab, and take no memory of their own.
+        moving: what values that move add, where some do.
     """
 
     operations: Sequence[Operation]
@@ -94,35 +159,21 @@ class Sources:
     producer: Sequence[int]
     reads: Sequence[Sequence[int]]
     held_reads: Sequence[Sequence[int]]
-    moved: Mapping[int, Move] = field(default_factory=dict)
-    window_bytes: int = 0
-    made: Sequence[int] = ()
-    slab: bool = False
+    moving: Moving | None = None
+
+    @property
+    def moved(self) -> Mapping[int, Move]:
+        """Value -> the value's move."""
+        return {} if self.moving is None else self.moving.moved
+
+    @property
+    def slab(self) -> bool:
+        """Whether fetched values lie in a slab, and take no memory of their own."""
+        return self.moving is not None and self.moving.slab
 
     def in_order(self, operations: Iterable[int]) -> list[int]:
-        """Operations in the order of the forward; a value's fetch stands right behind what made the value."""
-        if not self.moved:
-            return sorted(operations)
-        return sorted(operations, key=lambda k: k if k < self.own else self.made[k - self.own] + 0.5)
-
-
-def _fetches(graph: StepGraph, moved: Sequence[Move], slab: bool) -> list[Operation]:
-    """The fetches of moved values: operations that write one value and read nothing, numbered behind those of
-    the graph. With a slab, encoded forms arrive in the slab.
-    """
-    return [
-        Operation(
-            index=len(graph.operations) + k,
-            name="fetch",
-            reads=(),
-            writes=(m.value,),
-            phase="forward",
-            module=graph.operations[graph.values[m.value].producer or 0].module,
-            seconds=m.decode_seconds,
-            scratch_bytes=(0 if slab else m.arriving_bytes) + m.codec_scratch_bytes + m.gather_bytes,
-        )
-        for k, m in enumerate(moved)
-    ]
+        """Operations in the order of the forward."""
+        return sorted(operations, key=None if self.moving is None else self.moving.place)
 
 
 class StepIndex:
@@ -138,30 +189,6 @@ class StepIndex:
             graph.operations, len(graph.operations), self.producer, self.reads, self.held_reads
         )
         """where evicted values come back from when none moves"""
-
-    def with_moves(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Sources:
-        """Where evicted values come back from when some move. With ``slab`` what moves takes no memory of its
-        own when it comes back, and `Simulation.spans` says when it would.
-        """
-        moved = {m.value: m for m in moves}
-        if not moved:
-            return self.sources
-        fetches = _fetches(self.graph, list(moved.values()), slab)
-        producer = list(self.producer)
-        for fetch in fetches:
-            producer[fetch.writes[0]] = fetch.index
-        nothing = [()] * len(fetches)
-        return Sources(
-            [*self.graph.operations, *fetches],
-            len(self.graph.operations),
-            producer,
-            [*self.reads, *nothing],
-            [*self.held_reads, *nothing],
-            moved,
-            window_bytes,
-            [self.producer[value] for value in moved],
-            slab,
-        )
 
     def _index_values(self) -> None:
         graph = self.graph

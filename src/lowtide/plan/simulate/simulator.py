@@ -17,9 +17,8 @@ import numpy as np
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Plan, module_in_words
-from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, bytes_over_time, replay_set
-from lowtide.plan.simulate.transfers import Outgoing, Transfers
+from lowtide.plan.data import module_in_words
+from lowtide.plan.simulate.index import Bytes, Sources, StepIndex, Transfers, bytes_over_time, replay_set
 from lowtide.plan.simulate.walk import LiveCopies, Walk
 
 
@@ -43,8 +42,6 @@ class Simulation:
         held_until: storage id -> event after which a plan lets a storage go that would naturally have died
             earlier.
         transfers: what transfers do, where values move.
-        spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of
-            the backward, where a slab holds them.
     """
 
     stored: frozenset[int]
@@ -60,7 +57,6 @@ class Simulation:
     top_bytes: Bytes = field(repr=False)
     held_until: dict[int, int] = field(repr=False)
     transfers: Transfers | None = field(default=None, repr=False)
-    spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def peak_module(self) -> str:
@@ -152,7 +148,6 @@ class Simulator(StepIndex):
         self,
         stored: Collection[int],
         sources: Sources | None = None,
-        links: Links | None = None,
         seen: list[LiveCopies] | None = None,
     ) -> Simulation:
         """The step under ``stored`` (rules 5 to 10 of docs/design.md; for values that move, see
@@ -160,8 +155,7 @@ class Simulator(StepIndex):
 
         Args:
             stored: ids of the values that stay.
-            sources: where the others come back from, where some move (`moving`).
-            links: how fast tiers and groups are; without it transfers take no time.
+            sources: where the others come back from, where some move.
             seen: is filled with what replays hold at each moment.
 
         Raises:
@@ -181,8 +175,8 @@ class Simulator(StepIndex):
             sid = self.storage_of[value]
             hold[sid] = max(last, hold.get(sid, -1))
         outgoing, encoded, scratch = None, 0, self.scratch
-        if sources.moved:
-            outgoing = Outgoing(self, sources, until)
+        if sources.moving is not None:
+            outgoing = sources.moving.outgoing(self, sources, until)
             for sid, last in outgoing.hold.items():
                 hold[sid] = max(last, hold.get(sid, -1))
             encoded, scratch = bytes_over_time(outgoing.level, self.end), outgoing.scratch(self.scratch)
@@ -197,7 +191,7 @@ class Simulator(StepIndex):
         operation, in_replay = self._operation_at(event, peak - int(live[event]) if event >= 0 else 0, walk)
         extra = sum(sources.operations[i].seconds for i in (*walk.running, *walk.repeats))
         extra += graph.replay_overhead_seconds * (len(walk.running) + len(walk.repeats))
-        transfers = outgoing.transfers(walk, links) if outgoing is not None else None
+        transfers = outgoing.transfers(walk) if outgoing is not None else None
         extra += transfers.seconds if transfers is not None else 0.0
         extra += graph.overhead_seconds if evicted else 0.0
         return Simulation(
@@ -214,13 +208,7 @@ class Simulator(StepIndex):
             top_bytes=top,
             held_until={sid: last for sid, last in hold.items() if last > self.natural_end[sid]},
             transfers=transfers,
-            spans=walk.places.spans(),
         )
-
-    def simulate_plan(self, plan: Plan, seen: list[LiveCopies] | None = None) -> Simulation:
-        """The step under ``plan``; its slab, if it has one, is left aside."""
-        sources = self.with_moves(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
-        return self.simulate(plan.stored, sources, seen=seen)
 
     def refusal(self, least: Simulation, budget_bytes: int, policy: str = "") -> BudgetError:
         """The refusal of a budget, with the peak of the plan that takes least.
@@ -300,14 +288,10 @@ class Simulator(StepIndex):
         for index in set(every).difference(running):
             if until[index] > self.first_unpack:
                 happenings += [(until[index], "gone", u) for u in sources.reads[index] if not flags[u]]
-        walk = Walk(self, sources, flags, running, seen=seen)
+        if sources.moving is not None:
+            return sources.moving.walk(self, sources, flags, running, happenings, seen)
+        walk = Walk(self, sources, flags, running, seen)
         walk.run(happenings)
-        # who comes first is known now: once more, with fetching ahead
-        if walk.fetched and sources.window_bytes:
-            if seen is not None:
-                seen.clear()
-            walk = Walk(self, sources, flags, running, walk.fetched, seen)
-            walk.run(happenings)
         return walk
 
     def _held_for_replays(

@@ -23,7 +23,6 @@ from lowtide.private import Compiling
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.key import Inputs
 from lowtide.run.record.handles import unseen_by_checkpoint
-from lowtide.run.scope.scope import ScopeRecorder
 from lowtide.run.watch import meter_gathered
 from lowtide.trace.results import tensors_inside
 
@@ -47,10 +46,6 @@ _UNTRAINED = (
     "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps "
     "for the gradients of its inputs is not limited. Put the limit on a module around it that has "
     "parameters to train"
-)
-_IN_SCOPE = (
-    "this limited model runs inside lowtide.checkpoint or checkpointing(), which decides what is kept: its "
-    "budget is not held. Take the scope off, or put the limit on a module around both"
 )
 
 LIMITED = object()
@@ -215,6 +210,5 @@ def is_governed() -> bool:
 
 def why_governed() -> str:
     """The warning of a step for which something else decides; empty where nobody would be surprised."""
-    governing = [one for one in interceptors() if one.governs]
-    scoped = governing and all(isinstance(one, ScopeRecorder) for one in governing)
-    return _IN_SCOPE if scoped and not _governing().depth else ""
+    said = [getattr(one, "why_governed", "") for one in interceptors() if one.governs]
+    return said[-1] if said and all(said) and not _governing().depth else ""

@@ -13,12 +13,10 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, takes
 from lowtide.graph import StepGraph
 from lowtide.plan import resolve
 from lowtide.run.limit.entry import Entry
-from lowtide.run.scope.rules import takes
-from lowtide.store.stores import Stores
 
 
 def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
@@ -40,7 +38,7 @@ class CallError(PlanError, TypeError):
     """``loss_fn`` takes other arguments than it will be given."""
 
 
-def check_arguments(policy: Any, loss_fn: Any, stores: Any) -> None:
+def check_arguments(policy: Any, loss_fn: Any) -> None:
     """Check the types of the arguments.
 
     Raises:
@@ -60,8 +58,6 @@ def check_arguments(policy: Any, loss_fn: Any, stores: Any) -> None:
             "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
             "criterion(output, target)"
         )
-    if stores is not None and not isinstance(stores, Stores):
-        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
 
 
 def refuse_several_devices(model: torch.nn.Module) -> None:

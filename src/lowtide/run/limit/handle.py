@@ -339,8 +339,6 @@ class Handle(LimitHandle):
         for extension in limiter.extensions:
             extension.close()
         limiter.uninstall()
-        if limiter.own_stores:
-            limiter.stores.close()
         drop_idle_key()
 
     @contextmanager

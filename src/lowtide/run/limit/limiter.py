@@ -42,7 +42,6 @@ from lowtide.run.record.engine import engine, forms
 from lowtide.run.record.special import Verify
 from lowtide.run.transforms import unused_bytes
 from lowtide.run.watch import weakly
-from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
@@ -76,7 +75,7 @@ class Limiter:
     plan.
 
     Args:
-        model, loss_fn, verify, stores: as of `limit_memory`.
+        model, loss_fn, verify: as of `limit_memory`.
         face: composes limits.
         extensions: of the limit.
         settings: budget, policy, progress and plan_seconds, as of `PlanMaker`.
@@ -107,7 +106,6 @@ class Limiter:
         model: torch.nn.Module,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         verify: Verify,
-        stores: Stores | None,
         face: Face,
         extensions: Iterable[Extension] = (),
         **settings: Any,
@@ -116,14 +114,11 @@ class Limiter:
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
-        self._begin(stores, settings | {"extensions": extensions})
-        self.maker.measure_tiers()  # what that raises leaves the model as it is
+        self._begin(settings | {"extensions": extensions})
 
-    def _begin(self, stores: Stores | None, settings: dict[str, Any]) -> None:
+    def _begin(self, settings: dict[str, Any]) -> None:
         """Make what a copy does not share; a copied model is not complete yet here."""
-        self.stores = stores if stores is not None else Stores()
-        self.own_stores = stores is None
-        self.maker = PlanMaker(self.model, lambda: self.stores.groups, face=self.face, **settings)
+        self.maker = PlanMaker(self.model, face=self.face, **settings)
         self.book = PlanBook(self.maker, self.verify)
         self.warn_once = self.maker.warn_once
         self.measured_bytes: int | None = None
@@ -148,7 +143,7 @@ class Limiter:
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings, not_copied = state.pop("settings"), state.pop("not_copied")
         self.__dict__.update(state)
-        self._begin(None, settings)
+        self._begin(settings)
         for text in not_copied:
             warn(text)
 
@@ -156,7 +151,6 @@ class Limiter:
         twin = memo[id(self)] = Limiter.__new__(Limiter)
         state = self.__getstate__()
         twin.__setstate__(state | {n: copy.deepcopy(state[n], memo) for n in ("model", "original")})
-        twin.stores = self.stores.fresh()
         return twin
 
     @property
@@ -365,7 +359,7 @@ class Limiter:
             entry,
             how,
             inputs,
-            self.stores,
+            self.extensions,
             self.verify,
             weakly(self._on_step_end),
             partial(self._governor, entry, inputs, others),

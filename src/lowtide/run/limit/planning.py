@@ -22,7 +22,6 @@ from lowtide.graph import StepGraph, no_collection
 from lowtide.meter.resident import model_device
 from lowtide.plan import make, resolve
 from lowtide.plan.data import Plan, in_one_line
-from lowtide.plan.layout import without_slab
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
@@ -137,7 +136,6 @@ class PlanMaker:
 
     Args:
         model: the model.
-        groups: process groups over which plans may shard, by name.
         budget: as given to `limit_memory`.
         policy: a policy or its name.
         progress: as of `limit_memory`.
@@ -153,7 +151,6 @@ class PlanMaker:
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
         solved: how many plans took a search. A step that fits as it is takes none.
-        groups: process groups over which plans may shard, by name.
         greatest_plain: the plain peak of the largest step that was planned, which a percentage is of.
         warn_once: warns of something once.
     """
@@ -161,7 +158,6 @@ class PlanMaker:
     def __init__(
         self,
         model: torch.nn.Module,
-        groups: Callable[[], Mapping[str, Any]],
         budget: str | int | None,
         policy: str | Callable[..., Plan],
         progress: bool | None = None,
@@ -179,18 +175,11 @@ class PlanMaker:
         self.extend(*extensions)
         self.findings: dict[str, str] = {}
         self.solved = 0
-        self.groups, self.greatest_plain = groups, 0
+        self.greatest_plain = 0
 
-    def measure_tiers(self) -> None:
-        """Measure how fast tiers and codecs are, where the policy asks for that: their buffers are in no
-        plan, so it is done before a step runs.
-        """
-        if isinstance(self.policy, str) and self.policy != "mixed":
-            return
-        from lowtide.plan.policies.chosen import Mixed
-
-        if isinstance(policy := resolve(self.policy), Mixed):
-            policy.with_links(str(model_device(self.model)))
+    def groups(self) -> Mapping[str, Any]:
+        """Process groups over which plans may keep values in parts, by name."""
+        return {name: group for one in self.extensions for name, group in one.groups.items()}
 
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget from now on."""
@@ -392,8 +381,6 @@ class PlanMaker:
             least = budgets.with_slack(problem.budget_for(plan.predicted_peak_bytes))
             self.raise_to(max(least, problem.claim.peak_bytes))
             limit = self.budget_bytes
-        if plan.slab_bytes and limit is not None and self._refusal(limit - plan.slab_bytes) is not None:
-            plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
         if limit is not None:
             for extension in self.extensions:
                 plan = extension.admit(plan, problem, limit)

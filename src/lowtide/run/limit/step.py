@@ -20,21 +20,19 @@ from functools import cache, partial
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from lowtide.extension import Extension
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.calls import govern
 from lowtide.run.limit.entry import Entry, How
 from lowtide.run.limit.key import Inputs, StepKey
-from lowtide.run.messages import warn
+from lowtide.run.mover import Mover
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.special import Verify
 from lowtide.run.record.tape import Tape
-from lowtide.run.transfers import TransferEngine, lay_out
 from lowtide.run.watch import StepWatch
-from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_returned
-from lowtide.words import count_text
 
 
 class Sharing(Protocol):
@@ -176,7 +174,7 @@ class PlannedStep(StepWatch):
         entry: of the step.
         how: it runs: `How.FOLLOW`, `How.GOVERN` or `How.PASS`.
         inputs: of the step; the plan may be for larger inputs.
-        stores: hold values that the plan moves.
+        extensions: of the limit.
         verify: as of `lowtide.limit_memory`.
         on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
             step, so ``on_end`` must not hold the model.
@@ -193,6 +191,8 @@ class PlannedStep(StepWatch):
         gathered: keys of storages that have bytes only while other ranks' parts of weights are gathered.
         recomputes_collectives: what comes back through a collective may be evicted: no other rank would have
             to run it, too.
+        first: whether it is the first under its plan.
+        mover: what moves values of its forwards, where the plan does; an extension sets it.
         resident_bytes: what was there before the step.
         measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
     """
@@ -202,7 +202,7 @@ class PlannedStep(StepWatch):
         entry: Entry,
         how: How,
         inputs: Inputs,
-        stores: Stores,
+        extensions: tuple[Extension, ...],
         verify: Verify,
         on_end: Callable[[Any], None],
         governor: Callable[[Any, int], Any],
@@ -210,8 +210,8 @@ class PlannedStep(StepWatch):
         shared: bool = False,
     ) -> None:
         planned = entry.planned if how is not How.GOVERN else None
-        if planned is not None and planned.plan.moves:
-            lay_out(planned.plan, stores, inputs.members.device)  # resident before the step
+        for extension in extensions if planned is not None else ():
+            extension.prepare(planned.plan, inputs.members.device)
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
@@ -223,9 +223,9 @@ class PlannedStep(StepWatch):
         self.gathered: set[Any] = set()
         self._make_governor, self._ran = governor, 0
         self.recomputes_collectives = True
-        self._first = self._times = False
-        self._mover: TransferEngine | None = None
-        self._inputs, self._stores, self._verify = inputs, stores, verify
+        self.first, self._times = planned is not None and planned.history.steps == 0, False
+        self.mover: Mover | None = None
+        self._inputs, self._verify = inputs, verify
         slab = 0 if planned is None else planned.plan.slab_bytes
         self.resident_bytes = inputs.resident_bytes() + entry.facts.outside_bytes + claimed_bytes + slab
         self._smaller, self._several = planned is not None and inputs.key != planned.key, several
@@ -300,35 +300,30 @@ class PlannedStep(StepWatch):
         """Make the recorder of all forwards."""
         planned = self.planned
         if planned is not None:
-            history = planned.history
-            self._first, self._times = history.steps == 0, history.times_next
+            self._times = planned.history.times_next
             if self._times:
-                history.timed = self
-            if planned.plan.moves:
-                compares = self._first and self._verify != "never"
-                self._mover = TransferEngine(planned.plan, self._stores, compares, inputs.members.device)
+                planned.history.timed = self
         if self.is_measured:
             self.governor = self._make_governor(self.live_source(), self.resident_bytes)
         self.recorder = Recorder(
             tape=Tape(gathered=self.gathered),
             check=self._verify == "always",
-            mover=self._mover,
+            mover=self.mover,
             governor=self.governor,
         )
         self.recorder.tape.core.alone = self.recomputes_collectives
         self.follow(self.recorder.core, self._several)
+
+    @property
+    def compares(self) -> bool:
+        """Whether what this step does for the first time is compared with the original."""
+        return self.first and self._verify != "never"
 
     def _run_recorded(self, recorder: Recorder, forward: Callable[..., Any], inputs: Inputs) -> Any:
         if not recorder.is_active:
             recorder.start()
         call = partial(forward, *inputs.args, **inputs.kwargs)
         result, seconds = self._run_within(recorder, call, inputs)
-        if self._mover is not None and self._mover.notes and self._first:
-            notes, self._first = self._mover.notes, False
-            warn(
-                f"codecs do not fit {count_text(len(notes), 'value')}, kept as they are on top of the "
-                f"predicted peak ({notes[0]})"
-            )
         self.recording_seconds += time.perf_counter() - inputs.begin - seconds
         return result
 

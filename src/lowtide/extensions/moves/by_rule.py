@@ -1,0 +1,199 @@
+"""The policies that move values in an order that is fixed: offload, compress, partition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lowtide.errors import BudgetError, PlanError, expect, is_count
+from lowtide.extensions.moves.placements import (
+    Codec,
+    codec_named,
+    default_window,
+    least_count,
+    movable,
+    move_of,
+    placements_of,
+)
+from lowtide.extensions.moves.plans import make_plan
+from lowtide.extensions.moves.simulate import with_moves
+from lowtide.graph import StepGraph
+from lowtide.plan.blocks import entering_blocks, full_stored
+from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
+from lowtide.plan.policies.build import Policy
+from lowtide.plan.simulate.simulator import simulator_of
+
+
+def offload(
+    tier: str = "host",
+    path: str = "",
+    *,
+    min_bytes: int = 1 << 16,
+    window_bytes: int | None = None,
+    links: Links | None = None,
+    slab: bool | None = None,
+) -> Policy:
+    """Let saved values wait in another tier, the earliest of the forward first: they have the most time for
+    it, and those nearest the loss stay.
+
+    Within a budget as few as will do; without one all but the last ``window_bytes``. Parameters and buffers
+    never travel.
+
+    Args:
+        tier: ``host`` or ``disk``.
+        path: the folder for the disk tier's file.
+        min_bytes: smaller values stay.
+        window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what
+            autograd saves.
+        links: speeds of the tiers, for the predicted time.
+        slab: whether what comes back lies in a slab on the device that is allocated once and held for the
+            whole step; ``None`` for where the budget has room for it, or without a budget where it costs
+            nothing.
+    """
+    decision = Offload(tier, path)
+    check_moves("offload", min_bytes, window_bytes, links)
+
+    def offloaded(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = simulator_of(graph)
+        order = movable(sim, min_bytes)
+        window = window_bytes or default_window(sim, order)
+        everything = sim.close(sim.all_kept)
+        if budget is None:
+            sizes = [sim.value_bytes[v] for v in order]
+            count, tail = len(order), 0
+            while count and tail + sizes[count - 1] <= window:  # backward unpacks the last at once
+                count -= 1
+                tail += sizes[count]
+        else:
+
+            def fits(count: int) -> bool:
+                moving = with_moves(sim, [move_of(sim, v, decision) for v in order[:count]], window)
+                kept = everything.difference(order[:count])
+                return sim.simulate(kept, moving).peak_bytes <= budget
+
+            found = least_count(len(order), fits)
+            count = len(order) if found is None else found
+        moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
+        return make_plan(
+            graph, stored=everything, policy="offload", budget=budget, simulator=sim, moves=moves,
+            window_bytes=window, links=links, slab=slab
+        )  # fmt: skip
+
+    return offloaded
+
+
+def compress(
+    codec: str | Codec = "auto",
+    *,
+    min_bytes: int = 1 << 12,
+    then: Offload | None = None,
+) -> Policy:
+    """Let saved values wait in fewer bytes.
+
+    Args:
+        codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward
+            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``) or one of your own,
+            which `limit_memory` gets in ``stores=``, too.
+        min_bytes: smaller values stay.
+        then: a tier that the compressed values go to.
+    """
+    named = isinstance(codec, str) or isinstance(getattr(codec, "name", None), str)
+    expect(
+        named,
+        "compress(codec=)",
+        codec,
+        "a codec's name, as in 'int8', or a lowtide.store.codec.Codec",
+    )
+    check_moves("compress", min_bytes, then=then)
+    own = () if isinstance(codec, str) else (codec,)
+    name = codec if isinstance(codec, str) else codec.name
+    if name != "auto":
+        codec_named(name, own)
+
+    def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = simulator_of(graph)
+        ways = [Compress(way) for way in dict.fromkeys(("auto", name))]
+        offered = [Chain(way, then) if then is not None else way for way in ways]
+        moves = {
+            value: rows[0].decision for value, rows in placements_of(sim, offered, {}, min_bytes, own).items()
+        }
+        stored = sim.close(sim.all_kept)
+        return make_plan(
+            graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own
+        )
+
+    return compressed
+
+
+def partition(
+    group: str,
+    size: int,
+    *,
+    values: str = "checkpoints",
+    min_bytes: int = 1 << 10,
+    then: Offload | None = None,
+    slab: bool | None = None,
+) -> Policy:
+    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in
+    ``size`` parts over the ranks of a group.
+
+    Args:
+        group: the name that the stores know the process group by; what enters a block has to be the same on
+            all its ranks.
+        size: how many ranks it has.
+        values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard
+            everything that autograd saves.
+        min_bytes: smaller values stay whole.
+        then: a tier that the parts go to (P_a+cpu).
+        slab: whether the parts are gathered into a slab on the device that is allocated once and held for
+            the whole step (ZeRO-R's M_D); ``None`` for unless a budget has no room for it.
+    """
+    if values not in ("checkpoints", "all"):
+        raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
+    decision = Shard(group, size)
+    check_moves("partition", min_bytes, then=then)
+
+    def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = simulator_of(graph)
+        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.all_kept)
+        may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
+        chosen = [
+            v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable
+        ]
+        moves: dict[int, Moving] = {
+            v: Chain(decision, then) if then is not None else decision for v in chosen
+        }
+        if not moves:
+            raise BudgetError(
+                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use "
+                "the policy 'full'"
+            )
+        # the next while one is in use
+        window = max(2 * move_of(sim, v, decision).ahead_bytes for v, decision in moves.items())
+        wanted = True if slab is None and budget is None else slab
+        return make_plan(
+            graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves,
+            window_bytes=window, slab=wanted,
+        )  # fmt: skip
+
+    return sharded
+
+
+def check_moves(
+    policy: str,
+    min_bytes: int,
+    window_bytes: int | None = None,
+    links: Links | None = None,
+    then: Offload | None = None,
+) -> None:
+    """Check what the policies that move have in common.
+
+    Raises:
+        PlanError: one is of another type, or negative.
+    """
+    expect(is_count(min_bytes), f"{policy}(min_bytes=)", min_bytes, "bytes, 0 or more")
+    window = window_bytes is None or is_count(window_bytes, 1)
+    expect(window, f"{policy}(window_bytes=)", window_bytes, "bytes, 1 or more, or None")
+    speeds = links is None or isinstance(links, Mapping)
+    expect(speeds, f"{policy}(links=)", links, "what lowtide.measure_links returns, or None")
+    tier = then is None or isinstance(then, Offload)
+    expect(tier, f"{policy}(then=)", then, "lowtide.Offload(...), or None")
