@@ -319,6 +319,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     node->call.emplace(RecordedCall{op});
     if (!describe(*node, *stack)) return false;
     ValuePtr old = target == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(tape().shown(target->key));
+    bool strict = !governor() || (known != nullptr && known->replayed && !smaller_);
+    if (strict) pin(*node);  // before the call takes its arguments off the stack
     if (target != nullptr) tape().before_update(*old, *target->tensor);
     node->seconds = run_recorded(op, keys, stack, target);
     Tensors results = flat_results(*stack, first_);
@@ -337,8 +339,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     node->order = tape().order++;
     node->unit = tape().unit;
     node->grad = c10::GradMode::is_enabled();
-    bool strict = !governor() || (known != nullptr && known->replayed && !smaller_);
-    if (strict) pin(*node);
     for (size_t at = 0; at < places.size(); ++at) {
       const Tensor& result = results[places[at]];
       ValuePtr made = tape().registered(node, result, extent_of(result), plan_of(known, at, writes));
