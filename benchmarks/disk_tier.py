@@ -71,7 +71,7 @@ def main() -> None:
     rows = []
     for k, name in enumerate(("plain", *policies_of)):
         handle = handles[k]
-        latest = handle._limiter.cache.latest if handle is not None else None
+        latest = handle._limiter.book.latest if handle is not None else None
         # as predicted before any step, not at the pace of those that ran
         plan = latest.plan if latest is not None else None
         moved = (

@@ -125,7 +125,7 @@ def _as_planned(
         plain_peak: of the plain step, in bytes.
         workspaces: bytes that are resident before the step, and that the plan counts.
     """
-    latest = handle._limiter.cache.latest
+    latest = handle._limiter.book.latest
     assert latest is not None
     plan = latest.plan
     stores = tiers_of(handle)

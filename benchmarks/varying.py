@@ -101,7 +101,7 @@ def large_row(name: str, share: str) -> dict[str, Any]:
 
 def profiles(handle: Handle) -> int:
     """How many steps were profiled."""
-    return sum(entry.seen.profiles for entry in handle._limiter.cache.known.values())
+    return sum(entry.listened for entry in handle._limiter.book.known.values())
 
 
 def time_ratio(

@@ -151,7 +151,8 @@ def test_bits_and_peak_are_those_that_were_promised(case: Case) -> None:
     plan = handle.plan
     assert plan is not None and plan.budget_bytes is not None and not plan.changes_nothing
     assert plan.predicted_peak_bytes <= plan.budget_bytes
-    assert abs((handle.measured_peak_bytes or 0) - plan.predicted_peak_bytes) <= 1 << 14
+    to_come = handle._limiter.maker.claim.to_come_bytes  # the state of an optimizer that has not stepped
+    assert abs((handle.measured_peak_bytes or 0) - (plan.predicted_peak_bytes - to_come)) <= 1 << 14
 
 
 def test_a_copy_trains_under_a_limit_of_its_own(case: Case) -> None:

@@ -16,6 +16,7 @@ import lowtide
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
+from lowtide.run.limit.entry import State
 
 Step = Callable[[torch.nn.Module], torch.Tensor]
 
@@ -79,7 +80,7 @@ class Twins:
             self.step(run, seed=seed, **options)
         assert self.handle.plan is not None
         assert bool(self.handle.plan.replayed) is replayed
-        assert all(not entry.wants_profile for entry in self.handle._limiter.cache.known.values())
+        assert all(entry.state is State.PLANNED for entry in self.handle._limiter.book.known.values())
         return self.handle
 
 

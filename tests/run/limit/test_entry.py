@@ -14,7 +14,7 @@ def test_a_plan_goes_on_following_the_times_of_its_steps() -> None:
     planned, timed = None, []
     for _ in range(60):
         model(x).backward()
-        planned = handle._limiter.cache.latest
+        planned = handle._limiter.book.latest
         assert planned is not None
         timed.append(planned.history.timed is not None)
     assert planned is not None and len(planned.history.seconds) == 9
@@ -48,7 +48,7 @@ def test_a_time_that_the_device_has_yet_to_tell_is_not_waited_for() -> None:
     handle = limit_memory(model, budget="90%")
     for _ in range(6):
         model(x).backward()
-    planned = handle._limiter.cache.latest
+    planned = handle._limiter.book.latest
     assert planned is not None and planned.history.timed is not None
     running, before = planned.history.timed, len(planned.history.seconds)
 

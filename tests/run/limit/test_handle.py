@@ -268,14 +268,14 @@ def test_copies_train_on_their_own(twins: Any, same: Any, twin_of: Any, ran: boo
         model.zero_grad()
     twin = twin_of(model)
     limiter, own = twin.__dict__["forward"], model.__dict__["forward"]
-    assert limiter is not own and limiter.model is twin and limiter.cache.known == {}
+    assert limiter is not own and limiter.model is twin and limiter.book.known == {}
     results = []
     for one in (model, twin):
         torch.manual_seed(0)
         one(batch()).sum().backward()
         results.append([p.grad.clone() for p in one.parameters()])
     assert all(map(same, *results))
-    assert limiter.cache.latest.plan.replayed and limiter.cache.latest is not own.cache.latest
+    assert limiter.book.latest.plan.replayed and limiter.book.latest is not own.book.latest
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()

@@ -40,7 +40,7 @@ def test_two_models_interleaved(twins: Any) -> None:
             (first * third).backward()
             grads.append([p.grad.clone() for p in pair.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert limited.a.__dict__["forward"].cache.known is not limited.b.__dict__["forward"].cache.known
+    assert limited.a.__dict__["forward"].book.known is not limited.b.__dict__["forward"].book.known
 
 
 THREADS = """

@@ -408,7 +408,7 @@ def searched() -> None:
             model = nn.parallel.DistributedDataParallel(Long())
             handle = lowtide.limit_memory(model, budget, policy=policy, progress=False)
             model(torch.ones(64, 32)).backward()
-            (entry,) = handle._limiter.cache.known.values()
+            (entry,) = handle._limiter.book.known.values()
             planned, graph = entry.planned, handle.graph
             assert planned is not None and graph is not None
             # a step's time, and plans that need no search

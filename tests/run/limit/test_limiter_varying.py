@@ -9,15 +9,13 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.sharded_models import WIDTH, Mixture
-from benchmarks.varying import MOST_ABOVE, budgets_of, holds, row_of
+from benchmarks.varying import budgets_of, holds, row_of
 from benchmarks.varying_kinds import KINDS, batch_of, draws_of, run, same
 from small_model import needs_meter
 from torch import nn
 
 import lowtide
-from lowtide.graph import Event, Operation, StepGraph, Storage, Value
-from lowtide.run.limit.entry_states import State
-from lowtide.run.transforms import rates, rise_bytes
+from lowtide.run.limit.entry import State
 
 QUICKLY = lowtide.policies.optimal(0.05)  # seconds that a search takes
 
@@ -39,9 +37,9 @@ def test_steps_that_vary_keep_the_budget_bitwise(kind: Any) -> None:
             assert same(run(plain, x, how), run(model, x, how))
             assert handle.measured_peak_bytes is not None
             above += [number] if handle.measured_peak_bytes > 1.002 * budget else []
-    (entry,) = handle._limiter.cache.known.values()
-    assert entry.state in (State.VARYING, State.DOUBTED) and entry.seen.profiles <= 4
-    assert len([number for number in above if number]) <= MOST_ABOVE + entry.seen.profiles - 1, above
+    (entry,) = handle._limiter.book.known.values()
+    assert entry.state is State.PLANNED and entry.listened <= 4
+    assert not above
 
 
 @pytest.mark.slow
@@ -79,20 +77,13 @@ def limited(counts: list[int], **options: Any) -> tuple[Any, lowtide.Handle]:
         for count in counts:
             model.zero_grad()
             model(torch.ones(100, 16), count).backward()
-    entry = next(iter(handle._limiter.cache.known.values()))
+    entry = next(iter(handle._limiter.book.known.values()))
     return entry, handle
 
 
 @needs_meter
-def test_the_same_program_each_time_has_its_plan() -> None:
-    """Also where only the first step computed what later ones have at hand."""
-    assert limited([4, 3, 3, 3], budget="70%")[0].state is State.PLANNED
-    assert limited([4, 3, 2, 3], budget="70%")[0].state is State.VARYING
-
-
-@needs_meter
 def test_the_first_steps_keep_the_budget_as_well() -> None:
-    """The one after the profiled step is longer than that, and so is the one after the second profile."""
+    """Each is longer than the one that was written down last, or is written down itself."""
     torch.manual_seed(0)
     model, x, peaks = Gated(), torch.randn(400, 16), []
     handle = lowtide.limit_memory(model, 600_000, policy=QUICKLY, progress=False)
@@ -102,9 +93,9 @@ def test_the_first_steps_keep_the_budget_as_well() -> None:
             model.zero_grad()
             model(x, count).backward()
             peaks.append(handle.measured_peak_bytes or 0)
-    (entry,) = handle._limiter.cache.known.values()
-    assert entry.traits.differed and entry.seen.profiles == 2
-    assert max(peaks[1], peaks[3]) <= 1.002 * 600_000, peaks
+    (entry,) = handle._limiter.book.known.values()
+    assert entry.listened == 2
+    assert max(peaks) <= 600_000, peaks
 
 
 @needs_meter
@@ -159,38 +150,16 @@ def test_another_budget_and_the_next_micro_step_hold_as_well() -> None:
             assert handle.plan is not None and handle.measured_peak_bytes is not None
             if step > 4:
                 assert handle.measured_peak_bytes <= 1.002 * (handle.plan.budget_bytes or 0)
-    states = [entry.state for entry in handle._limiter.cache.known.values()]
-    assert State.VARYING in states
-
-
-def test_what_a_step_says_of_operations_and_memory() -> None:
-    names = ("aten.sin.default", "aten.sin.default", "aten.cos.default")
-    graph = StepGraph(
-        tuple(
-            Operation(at, name, (at,), (at + 1,), "backward" if at == 2 else "forward", seconds=at + 1.0)
-            for at, name in enumerate(names)
-        ),
-        tuple(Storage(at, size, "forward", at - 1 if at else None) for at, size in enumerate((2, 4, 8, 16))),
-        tuple(Value(at, at, 0, at - 1 if at else None) for at in range(4)),
-        (),
-        tuple(Event("op", at) for at in range(3)),
-        resident_bytes=2,
-    )
-    found = rates(graph)
-    assert found[id(torch.ops.aten.sin.default)] == 3 / (2 + 4 + 4 + 8)
-    assert found[id(torch.ops.aten.cos.default)] == 3 / 24 and found[None] == 6 / 42
-    assert rise_bytes(graph) == 8 + 16, "nobody looks within backward"
+    assert all(entry.state is State.PLANNED for entry in handle._limiter.book.known.values())
 
 
 @needs_meter
-def test_routed_tokens_keep_the_budget_once_a_step_has_shown_other_sizes() -> None:
-    """Each step sends other numbers of tokens to the experts, by the same operations: the first after the
-    profiled one evicts on demand, the second runs under the plan and shows it, later ones evict on demand.
-    """
+def test_routed_tokens_keep_the_budget() -> None:
+    """Each step sends other numbers of tokens to the experts, by the same operations."""
     torch.manual_seed(0)
     model = nn.Sequential(*[Mixture() for _ in range(3)])
     handle = lowtide.limit_memory(model, "min", policy=QUICKLY, progress=False)
-    took, states = [], []
+    took = []
     for seed in range(30):
         x = torch.randn(1, 512, WIDTH, generator=torch.Generator().manual_seed(seed))
         with warnings.catch_warnings():
@@ -198,8 +167,7 @@ def test_routed_tokens_keep_the_budget_once_a_step_has_shown_other_sizes() -> No
             model(x).square().mean().backward()
         model.zero_grad()
         took.append(handle.measured_peak_bytes or 0)
-        states += [entry.state for entry in handle._limiter.cache.known.values()]
-    budget, plan = handle.budget_bytes, handle.plan
-    assert states[1] is State.PLANNED and set(states[2:]) == {State.VARYING}
-    assert budget is not None and max(took[1], *took[3:]) <= budget, (took, budget)
-    assert plan is not None and 0.98 * budget <= plan.predicted_peak_bytes <= 0.99 * budget, "of the first"
+    assert handle.budget_bytes is not None and max(took[1:]) <= handle.budget_bytes, (
+        took,
+        handle.budget_bytes,
+    )

@@ -185,7 +185,7 @@ def test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more() -> None
 def test_after_a_refusal_another_budget_is_planned_for_from_the_step_that_was_refused() -> None:
     model = small()
     handle: Any = lowtide.limit_memory(model, "1KiB", progress=False)
-    looks = lambda: sum(entry.seen.profiles for entry in handle._limiter.cache.known.values())  # noqa: E731
+    looks = lambda: sum(entry.seen.profiles for entry in handle._limiter.book.known.values())  # noqa: E731
     for _ in range(2):  # the same budget: another step may be a shorter one
         with pytest.raises(BudgetError):
             model(batch()).backward()

@@ -171,7 +171,7 @@ def with_experts() -> tuple[bool, int, bool]:
             one(tokens).backward()
         pairs = zip(plain.parameters(), model.parameters(), strict=True)
         same &= all(torch.equal(a.grad, b.grad) for a, b in pairs)
-    (entry,) = handle._limiter.cache.known.values()
+    (entry,) = handle._limiter.book.known.values()
     return same, entry.seen.profiles, handle._limiter.maker.shares_plan
 
 

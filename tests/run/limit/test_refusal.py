@@ -24,7 +24,7 @@ from lowtide.extensions.ranks.agreement import on_rank
 from lowtide.graph import StepGraph
 from lowtide.remedies import PARAMETERS, RESIDENT, UPDATE, Holder
 from lowtide.run.limit.checks import Demand
-from lowtide.run.limit.entry import Entry, Traits
+from lowtide.run.limit.entry import Entry, Facts, Kind
 from lowtide.run.limit.key import StepKey
 
 
@@ -315,7 +315,7 @@ def refused(step_bytes: int, update_bytes: int | None) -> BudgetError:
             None, update_bytes, budget_bytes=100, parts=parts, subject="optimizer.step()", made=made
         )
     demand = Demand(StepGraph((), (), (), (), (), resident_bytes=1 << 30), 100, 0, 0, None, short)
-    entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1), traits=Traits(checkpoints=1))
+    entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1), Kind(), facts=Facts(checkpoints=1))
     planners = BudgetError(None, step_bytes, budget_bytes=100, parts={RESIDENT: step_bytes})
     return in_words(planners, entry, model, 0, demand)
 
@@ -384,7 +384,7 @@ def test_a_rank_s_refusal_says_on_another_what_is_resident_there(more: int) -> N
 
 def test_an_error_without_facts_keeps_its_words() -> None:
     error = BudgetError("nothing is left", 5, "of it", budget_bytes=3, remedies=["give more"])
-    entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1))
+    entry = Entry(StepKey(((64, 2),), (), "", 0, (), 0, 0, 1), Kind())
     assert str(in_words(error, entry, torch.nn.Linear(2, 2), 0, None)).startswith("nothing is left\nWhat to")
 
 

@@ -17,14 +17,8 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import lowtide
-from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
 from lowtide.meter import peak, resident_bytes
-from lowtide.plan.data import Plan
-from lowtide.run.limit.entry import Planned
-from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.step import PlannedStep
-from lowtide.run.messages import Overruns
 from lowtide.run.profile.profiler import Profiler
 
 
@@ -421,46 +415,3 @@ def test_a_function_that_looks_at_its_saved_tensors_again_takes_what_was_predict
             plan = handle.plan
             assert plan is not None and plan.replayed
             assert abs(handle.measured_peak_bytes - plan.predicted_peak_bytes) < 4096  # type: ignore
-
-
-# ---- what is said of steps above their budget ------------------------------------------------------
-
-
-LIMIT = 1 << 20
-OVER = 2 * LIMIT
-GRAPH = StepGraph((), (), (), (), ())
-KEY = StepKey(((100, 8),), (), "", 0, (), 0, 0, 0)
-PLAN = Plan("g", "optimal", LIMIT, {}, frozenset(), (3,), 2 * LIMIT, LIMIT - 1000, 1.0, 0.1)
-
-
-class Ended(PlannedStep):
-    """A step under a plan that took what it is given; nothing is measured."""
-
-    def __init__(self, plan: Plan, took: int | None) -> None:
-        self.planned, self.took, self._warned = Planned(KEY, GRAPH, GRAPH, plan), took, None
-        self._peak = None
-
-    @property
-    def measured_bytes(self) -> int | None:
-        return self.took
-
-
-def test_each_step_above_its_budget_is_told_the_first_ones_at_length() -> None:
-    overruns = Overruns()
-    texts = [
-        Ended(PLAN, OVER).overrun_text(overruns, reason) for reason in ("plans with less", "accepted") * 5
-    ]
-    assert all("1,048,576 bytes above the budget of 1 MiB" in text for text in texts)
-    assert [" so far)" in text for text in texts] == [False] * 6 + [True] * 4
-    assert "10 of this limit's steps" in texts[-1]
-    assert Ended(PLAN, LIMIT).overrun_text(overruns, "plans with less") == ""
-    assert Ended(PLAN, None).overrun_text(overruns, "plans with less") == "", "what is not measured"
-
-
-def test_the_backwards_of_one_step_count_once_and_are_told_as_they_take_more() -> None:
-    overruns, step = Overruns(), Ended(PLAN, OVER)
-    assert step.overrun_text(overruns, "plans with less")
-    assert not step.overrun_text(overruns, "plans with less"), "the second backward took no more"
-    step.took = OVER + 1
-    assert step.overrun_text(overruns, "more backwards")
-    assert overruns.steps.total() == 1

@@ -118,12 +118,12 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     limiter = pair.limited.__dict__["forward"]
-    first = limiter.cache.latest
+    first = limiter.book.latest
     pair.handle.set_optimizer(None)
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
-    assert limiter.cache.latest is not first
-    assert limiter.cache.latest.programs[0][1] is not first.programs[0][1]
+    assert limiter.book.latest is not first
+    assert limiter.book.latest.programs[0][1] is not first.programs[0][1]
 
 
 @pytest.mark.parametrize("policy", ["full", evict_gelu])
@@ -140,7 +140,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 
     compiled_peak = peak()
     monkeypatch.setattr(entry, "cpp_program", lambda steps: None)
-    pair.limited.__dict__["forward"].cache.latest.__dict__.pop("programs")
+    pair.limited.__dict__["forward"].book.latest.__dict__.pop("programs")
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak
@@ -236,7 +236,7 @@ def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)
     if inside == "limited model":
-        assert pair.limited.blocks[1].__dict__["forward"].cache.latest is None
+        assert pair.limited.blocks[1].__dict__["forward"].book.latest is None
 
 
 class Unlike(nn.Module):

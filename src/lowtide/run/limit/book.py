@@ -123,7 +123,8 @@ class PlanBook:
         assert entry.planned is not None
         plan, limit = entry.planned.plan, self.maker.budget_bytes
         roomy = limit is None or plan.predicted_peak_bytes <= _ROOMY * limit
-        return How.PASS if plan.changes_nothing and roomy and not entry.exceeded else How.FOLLOW
+        may_exceed = entry.exceeded or entry.facts.may_differ
+        return How.PASS if plan.changes_nothing and roomy and not may_exceed else How.FOLLOW
 
     def _plan(self, entry: Entry) -> None:
         """Make a plan from the graph of an entry.
@@ -208,6 +209,7 @@ class PlanBook:
             unused_bytes=unused,
             outside_bytes=max(0, graph.resident_bytes + unused - own_bytes),
             backward_unseen=entry.facts.backward_unseen,
+            may_differ=entry.facts.may_differ or profiler.may_differ,
         )
         entry.forward_spans, entry.later_keys = tuple(profiler.forward_spans), tuple(later_keys)
         entry.borrowed, refusal = False, None

@@ -154,6 +154,8 @@ class Facts:
         unused_bytes: parameters, buffers and gradients that the step does not use: resident all the same.
         outside_bytes: what the step uses that was there before, and is neither the model's nor given to it.
         backward_unseen: backward runs on a thread whose operations are not intercepted.
+        may_differ: the steps may run other operations each time: the forward asks for values, draws random
+            numbers in Python, or is given numbers and objects, which are in no key.
     """
 
     backwards: int = 1
@@ -164,6 +166,7 @@ class Facts:
     unused_bytes: int = 0
     outside_bytes: int = 0
     backward_unseen: bool = False
+    may_differ: bool = False
 
 
 @dataclass

@@ -405,7 +405,7 @@ class Limiter:
         if budget is None and entry.planned is not None:
             return None  # the policy alone says what goes
         if limit is None and budgets.asks_for(budget) == "auto":
-            limit = budgets.resolve(str(budget), 0, int, inputs.members.device, resident_bytes)
+            limit = budgets.resolve("auto", device=inputs.members.device, resident_bytes=resident_bytes)
         for other in others:
             if other.governor is not None and limit is not None:
                 other.governor.join(limit, inputs.resident_bytes(own=True))
@@ -463,6 +463,7 @@ class Limiter:
                     verify=self.verify != "never",
                     governor=lambda live: self._governor(entry, inputs, (), live, own),
                 )
+            profiler.may_differ |= inputs.has_unkeyed_arguments
             self.book.see_graph(entry, profiler, graph, own, ())
         assert entry.planned is not None
         return entry.planned

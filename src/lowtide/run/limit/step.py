@@ -111,6 +111,7 @@ class ProfiledStep:
         _latest_steps().steps.add(self)
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
+        self.profiler.may_differ |= inputs.has_unkeyed_arguments
         return self.profiler.run(forward, inputs.args, inputs.kwargs)
 
     def run_another(self, forward: Callable[..., Any], inputs: Inputs) -> Any:

@@ -17,6 +17,7 @@ import torch
 from lowtide import interception, private
 from lowtide.ops import op_info, operation_named
 from lowtide.plan.data import ProgramStep
+from lowtide.run.record import values
 from lowtide.trace.traced import calling_line
 
 NONE, STORED, EVICTED, EVICTED_FIRST = range(4)
@@ -31,14 +32,12 @@ def engine() -> Any:
     Raises:
         LowtideError: there is no C++ compiler.
     """
-    from lowtide.run.record import handles, values
-
     module = interception.cpp_module()
     module.know(
         here=values.here,
         fingerprint=values.fingerprint_of,
-        overwritten=handles.raise_overwritten,
-        unpack=handles.unpack,
+        overwritten=values.raise_overwritten,
+        unpack=values.unpack,
         facts=_facts,
         where=_where,
         current=interception.cpp_here,

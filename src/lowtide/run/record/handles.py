@@ -4,7 +4,7 @@ the tensor, or its value on the tape (``cpp/saved.h``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.record.engine import engine
+from lowtide.run.record.values import raise_overwritten
 from lowtide.run.tensor_bytes import digest
 
 AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
@@ -168,14 +169,3 @@ def unseen_by_checkpoint() -> Iterator[None]:
         return
     with torch.autograd.graph.saved_tensors_hooks(keep, unpack):
         yield
-
-
-def raise_overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
-    """Raise autograd's own error for a saved tensor that was overwritten."""
-    kind = like.type().removeprefix("torch.")
-    raise RuntimeError(
-        "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: [torch.{kind} {list(shape)}] is at version {version}; expected version "
-        f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
-        "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-    )

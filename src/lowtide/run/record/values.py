@@ -4,6 +4,7 @@ accelerator, storages that were emptied and filled again, and the errors of a re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,22 @@ def fingerprint_of(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     """A fingerprint of a tensor whose storage is about to be emptied."""
     with without_modes(), private.replaying():
         return fingerprint(tensor, nbytes)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """The tensor for what Python packed."""
+    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+
+
+def raise_overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
+    """Raise autograd's own error for a saved tensor that was overwritten."""
+    kind = like.type().removeprefix("torch.")
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [torch.{kind} {list(shape)}] is at version {version}; expected version "
+        f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
+        "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )
 
 
 def here(value: Any) -> torch.Tensor:
