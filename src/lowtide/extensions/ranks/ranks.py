@@ -124,7 +124,6 @@ class Ranks(Extension):
             yield
             return
         step.gathered = {storage_key(tensor) for _, tensor in fsdp.gathered(self.model)}
-        step.recomputes_collectives = False
         with fsdp.around_units(self.model, step.unit_changes, step.unit_changes):
             yield
 

@@ -190,8 +190,6 @@ class PlannedStep(StepWatch):
         recorder: records the step; ``None`` where it runs as it is.
         governor: holds its budget, or ``None``.
         gathered: keys of storages that have bytes only while other ranks' parts of weights are gathered.
-        recomputes_collectives: what comes back through a collective may be evicted: no other rank would have
-            to run it, too.
         first: whether it is the first under its plan.
         mover: what moves values of its forwards, where the plan does; an extension sets it.
         resident_bytes: what was there before the step.
@@ -223,7 +221,6 @@ class PlannedStep(StepWatch):
         self.governor: Any = None
         self.gathered: set[Any] = set()
         self._make_governor, self._ran = governor, 0
-        self.recomputes_collectives = True
         self.first, self._times = planned is not None and planned.history.steps == 0, False
         self.mover: Mover | None = None
         self._inputs, self._verify = inputs, verify
@@ -312,7 +309,6 @@ class PlannedStep(StepWatch):
             mover=self.mover,
             governor=self.governor,
         )
-        self.recorder.tape.core.alone = self.recomputes_collectives
         self.follow(self.recorder.core, self._several)
 
     @property

@@ -175,8 +175,7 @@ class Recorder(Interceptor):
         before = tape.copies_of(overwritten) if node is not None else []
         if node is not None:
             tape.begin(node, call, pins)
-            # ranks run it again together, by a plan that they share
-            node.core.collective = info.collective and not pins
+            node.core.collective = info.collective
         tape.before_overwriting(overwritten)
         result = run_first(None if node is None else node.special, proceed, call)
         flat = flat_results(result)

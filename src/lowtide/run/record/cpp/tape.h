@@ -48,7 +48,7 @@ enum class Plan : uint8_t { None, Stored, Evicted, EvictedFirst };  // of a valu
 
 struct Ledger : c10::intrusive_ptr_target {  // of one step
   int64_t missing_bytes = 0;  // evicted, and to come back: a plain step would hold them
-  bool alone = true;          // no other rank has to run the same collectives
+  bool alone = true;          // no other rank has to run the same collectives, unless a plan says so
 };
 
 struct Value : c10::intrusive_ptr_target {
@@ -378,14 +378,15 @@ class Tape {
 
   // ---- evicting ----
 
-  Closure closure(Value& value) {
+  // planned: ranks that share a plan run the collectives that it pins again together.
+  Closure closure(Value& value, bool planned = false) {
     Closure found;
     int32_t unit = value.unit;
     walk_(
         value,
         [&](Node& node) {
           found.seconds += node.seconds;
-          found.possible &= !node.collective || ledger->alone;
+          found.possible &= !node.collective || ledger->alone || (planned && node.waits);
           for (auto& [_, output] : node.outputs) {
             if (auto made = output.lock()) found.missing_bytes += made->nbytes;
           }
@@ -430,9 +431,9 @@ class Tape {
     source.held = std::move(tensor);
   }
 
-  // Gives up a value's copy; false where nothing would bring it back.
+  // Gives up a value's copy, as the plan says; false where nothing would bring it back.
   bool evict(Value& value) {
-    if (!closure(value).possible) return false;
+    if (!closure(value, true).possible) return false;
     give_up(value);
     return true;
   }
