@@ -60,6 +60,7 @@ class Extension:
         awaited: others wait in a step until there is a plan, so that one that is refused runs under the plan
             that takes least.
         shares_plan: several ranks hold one plan.
+        raises_together: other ranks hold the same number of bytes, which a longer step raises on all of them.
         groups: process groups over which plans may keep values in parts, by name.
         maker: makes the limit's plans (`lowtide.run.limit.planning.PlanMaker`).
     """
@@ -69,6 +70,7 @@ class Extension:
     hurries = False
     awaited = False
     shares_plan = False
+    raises_together = False
     groups: Mapping[str, Any] = MappingProxyType({})
     maker: Any
 

@@ -60,6 +60,17 @@ def replicated_by(model: torch.nn.Module) -> Any:
     return around.process_group if around is not None else None
 
 
+def averages_gradients(model: torch.nn.Module) -> bool:
+    """Whether a step that begins now ends with `DistributedDataParallel` averaging gradients over all ranks,
+    each of which is in that step: not under ``no_sync()``, and not where ranks join that have no more inputs.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    around: Any = model if isinstance(model, DistributedDataParallel) else None
+    around = around or DistributedDataParallel._get_active_ddp_module()  # pyright: ignore
+    return around is not None and around.require_backward_grad_sync and not around._join_config.enable
+
+
 def has_new_buckets(model: torch.nn.Module) -> bool:
     """Whether `DistributedDataParallel` has put the gradients of ``model`` into new buckets, which it does
     once: where its second step begins, it frees those that it was made with.

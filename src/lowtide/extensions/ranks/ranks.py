@@ -32,6 +32,7 @@ from lowtide.extensions.ranks.agreement import (
     of_group,
     of_layers,
     of_shards,
+    of_world,
 )
 from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
 from lowtide.extensions.ranks.sharded import UNCALLED, ShardedLimiter
@@ -60,7 +61,7 @@ class Ranks(Extension):
         agreement: the ranks that share the model and its plans, or ``None``.
         replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
             that was profiled last, or that of a pipeline's stages; or ``None``.
-        awaited: ranks that this one has met wait in a step until it has a plan.
+        awaited: ranks that this one has met wait in a step until it has a plan. They hold one number of bytes.
     """
 
     name = "ranks"
@@ -72,6 +73,7 @@ class Ranks(Extension):
         self.awaited = False
         self._looked = self._met = self._has_collectives = False
         self._neighbours: Agreement | None = None
+        self._steps = 0  # that all ranks have begun
 
     def copied(self) -> Ranks:
         """The same ranks, which have not met."""
@@ -90,6 +92,11 @@ class Ranks(Extension):
         """Whether the ranks hold one plan."""
         return self.agreement is not None
 
+    @property
+    def raises_together(self) -> bool:
+        """Whether a share's bytes are raised on all ranks alike: once these have met."""
+        return self.awaited or (self._met and self.agreement is not None)
+
     # ---- a step ----------------------------------------------------------------------------------
 
     def key(self, model: torch.nn.Module) -> Hashable:
@@ -98,9 +105,10 @@ class Ranks(Extension):
 
     def begins(self, entry: Entry) -> None:
         """The ranks that share the plan exchange what the last step showed: if one of them has to profile or
-        to plan again, all do.
+        to plan again, all do. At steps 1, 2, 4, 8, ... all ranks exchange what a share has come to.
         """
         maker, planned = self.maker, entry.planned
+        self._raise_together()
         # ranks exchange nothing more after so many steps; they count the same ones, and stop at the same one
         learned = planned is not None and planned.history.steps > LEARNING_STEPS
         if self.agreement is None or learned:
@@ -111,6 +119,32 @@ class Ranks(Extension):
         entry.is_asked = any(listens)
         for found in findings:
             maker.findings.update(found)
+
+    def _raise_together(self) -> None:
+        """The largest step that any rank has seen raises a share on all of them. A collective at each step
+        whose number is a power of two. Ranks of DDP count the steps in which they average gradients.
+        """
+        if self.replicas is not None and self._stages is None and not distributed.averages_gradients(self.model):
+            return
+        self._steps += 1
+        if not self.raises_together or self._steps & (self._steps - 1):
+            return
+        ranks = self._all_ranks()
+        if ranks is not None:
+            maker = self.maker
+            asked, plain_bytes = zip(*ranks.gather((maker.asked_bytes, maker.greatest_plain)), strict=True)
+            maker.greatest_plain = max(plain_bytes)
+            if any(asked):
+                maker.raise_to(max(asked), together=True)
+
+    def _all_ranks(self) -> Agreement | None:
+        """All ranks that this one waits for in a step."""
+        layers = self.agreement or self._neighbours
+        groups = fsdp.process_groups(self.model)
+        groups += [] if layers is None else [layers.process_group]
+        groups += [] if self.replicas is None else [self.replicas]
+        distinct = list({id(group): group for group in groups}.values())
+        return of_group({"all": distinct[0]}) if len(distinct) == 1 else of_world(distinct)
 
     @contextmanager
     def around(self, step: ProfiledStep | PlannedStep) -> Iterator[None]:
@@ -145,19 +179,20 @@ class Ranks(Extension):
             graph = with_collectives(replace(graph, events=shared.broadcast(graph.events)))
         elif shared is not None:  # on every rank alike
             self.agreement, self._neighbours = None, shared
-        if profiler.runs_backwards:
-            entry.graph = graph
-            self._exchange_stage_peaks(entry)
+        entry.graph = graph
+        ranks = None if self._met else self._all_ranks()
+        if ranks is not None:
+            self._exchange_peaks(ranks, entry)
         return graph
 
-    def _exchange_stage_peaks(self, entry: Entry) -> None:
-        """The ranks of a pipeline exchange what their first profiled steps take: devices are alike, so a
-        percentage is of what the fullest rank takes.
+    def _exchange_peaks(self, ranks: Agreement, entry: Entry) -> None:
+        """The ranks exchange what their first profiled steps take: devices are alike, so a percentage is of
+        what the fullest rank takes.
         """
-        ranks = None if self._met else of_group({"stages": self.replicas})
-        if ranks is not None:
-            own = plain(self.maker.transform(entry)).peak_bytes + entry.facts.hidden_bytes
-            self.maker.greatest_plain = max(self.maker.greatest_plain, *ranks.gather(own))
+        maker = self.maker
+        plain_bytes = plain(maker.transform(entry)).peak_bytes + entry.facts.hidden_bytes
+        own = max(plain_bytes, maker.claim.peak_bytes + maker.claim.moved_bytes, maker.greatest_plain)
+        maker.greatest_plain = max(ranks.gather(own))
 
     def agree(self, refusal: BudgetError | None) -> BudgetError | None:
         """The refusal of the first rank that has one, of those that share the plan. A collective."""
@@ -175,8 +210,9 @@ class Ranks(Extension):
         averages gradients over. The latter two meet once: all ranks profile a first step together, and a
         later one perhaps alone.
         """
-        if self._neighbours is not None:  # if one refused alone, the others would wait in a collective
-            refusal = self._neighbours.first_of_any(refusal)
+        layers = self.agreement or self._neighbours
+        if layers is not None:  # if one refused alone, the others would wait in a collective
+            refusal = layers.first_of_any(refusal)
         if self._met:
             return refusal
         self._met = True

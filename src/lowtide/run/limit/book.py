@@ -166,6 +166,7 @@ class PlanBook:
         graph: StepGraph,
         own_bytes: int,
         later_keys: Sequence[StepKey],
+        governed_bytes: int | None = None,
     ) -> None:
         """Plan from a step that was written down.
 
@@ -175,12 +176,13 @@ class PlanBook:
             graph: the step.
             own_bytes: what was there before the step (`Inputs.resident_bytes`).
             later_keys: as of `Entry`.
+            governed_bytes: what the step took under a governor, or ``None``.
 
         Raises:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
         with self.lock:
-            self._see_graph(entry, profiler, graph, own_bytes, later_keys)
+            self._see_graph(entry, profiler, graph, own_bytes, later_keys, governed_bytes)
 
     def _see_graph(
         self,
@@ -189,6 +191,7 @@ class PlanBook:
         graph: StepGraph,
         own_bytes: int,
         later_keys: Sequence[StepKey],
+        governed_bytes: int | None,
     ) -> None:
         maker, kind, unused = self.maker, entry.kind, unused_bytes(self.maker.model, graph)
         entry.listened += 1
@@ -219,7 +222,9 @@ class PlanBook:
         try:
             self._plan(entry)
         except BudgetError as error:
-            refusal = error
+            limit = maker.budget_bytes
+            if limit is None or governed_bytes is None or governed_bytes > limit:
+                refusal = error  # else the governor has held the step, and holds later ones
         for extension in maker.extensions:
             refusal = extension.settle(entry, refusal)
         self.latest = entry.planned or self.latest

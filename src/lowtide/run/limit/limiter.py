@@ -423,6 +423,7 @@ class Limiter:
             room,
             share=share,
             is_open=limit is None,
+            widens=limit is None or not self.maker.raises_together,
             resident_bytes=resident_bytes,
             forms=self._forms,
         )
@@ -490,18 +491,9 @@ class Limiter:
             resident = step.resident_bytes + claim.resident_bytes - claim.to_come_bytes
             outside = max(0, graph.resident_bytes + unused_bytes(self.model, graph) - step.resident_bytes)
             self.measured_bytes = None if peak is None else resident + outside + peak
-            try:
-                self.book.see_graph(entry, profiler, graph, step.resident_bytes, step.later_keys)
-            except BudgetError:
-                if not self._was_held(step):
-                    raise
+            governed = None if step.governor is None else self.measured_bytes
+            self.book.see_graph(entry, profiler, graph, step.resident_bytes, step.later_keys, governed)
         self._warn_above(step.governor, entry)
-
-    def _was_held(self, step: ProfiledStep) -> bool:
-        """Whether the governor has held a step for which no plan was found: then it holds later ones, too."""
-        limit = self.maker.budget_bytes
-        known = limit is not None and self.measured_bytes is not None and step.governor is not None
-        return known and self.measured_bytes <= limit  # type: ignore[operator]
 
     def _on_step_end(self, step: PlannedStep) -> None:
         """A backward of a step has ended."""
@@ -510,7 +502,7 @@ class Limiter:
         self.book.see(step.entry, step.is_foreseen, step.measured_bytes, step.recorder is not None)
         governor = step.governor
         if governor is not None and budgets.is_share(self.maker.budget) and governor.has_widened:
-            self.maker.raise_to(governor.room_bytes + step.resident_bytes)
+            self.maker.raise_to(governor.wished_bytes + step.resident_bytes)
         self._warn_above(governor, step.entry)
 
     def _warn_above(self, governor: Any, entry: Entry) -> None:

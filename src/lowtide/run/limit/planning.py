@@ -147,6 +147,7 @@ class PlanMaker:
         extensions: of the limit, in their order.
         budget_bytes: the one number that every step is held to, of whatever kind. Of a share, "min" or "auto" it
             is ``None`` before the first step was seen, and never falls until another budget is given.
+        asked_bytes: what a share has come to by the steps of this process. Other ranks may not know it yet.
         version: how often another budget or optimizer was given, or a longer step has raised the number.
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they
             write.
@@ -170,6 +171,7 @@ class PlanMaker:
         self.model, self.policy, self.progress, self.plan_seconds = model, policy, progress, plan_seconds
         self.budget, self.version = budget, 0
         self.budget_bytes: int | None = budgets.fixed_bytes(budget)
+        self.asked_bytes = 0
         self.warn_once = Once()
         self.extensions: tuple[Extension, ...] = ()
         self.extend(*extensions)
@@ -184,13 +186,17 @@ class PlanMaker:
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget from now on."""
         self.budget, self.version = budget, self.version + 1
-        self.budget_bytes, self.greatest_plain = budgets.fixed_bytes(budget), 0
+        self.budget_bytes, self.asked_bytes = budgets.fixed_bytes(budget), 0
 
-    def raise_to(self, limit_bytes: int) -> None:
+    def raise_to(self, limit_bytes: int, together: bool = False) -> None:
         """Hold steps to this number from now on, where it is larger: a longer step has raised a share, or one
-        needs more than "min" was so far. That is said.
+        needs more than "min" was so far. That is said. A share that ranks raise ``together`` waits for them.
         """
         before = self.budget_bytes
+        if budgets.is_share(self.budget):
+            self.asked_bytes = max(self.asked_bytes, limit_bytes)
+            if before is not None and self.raises_together and not together:
+                return
         self.budget_bytes = max(before or 0, limit_bytes)
         if before is None or self.budget_bytes <= before:
             return
@@ -212,6 +218,11 @@ class PlanMaker:
     def shares_plan(self) -> bool:
         """Whether several ranks hold one plan."""
         return any(extension.shares_plan for extension in self.extensions)
+
+    @property
+    def raises_together(self) -> bool:
+        """Whether other ranks hold the same number of bytes."""
+        return any(extension.raises_together for extension in self.extensions)
 
     @property
     def is_awaited(self) -> bool:
@@ -281,7 +292,7 @@ class PlanMaker:
             refuse_nested(entry)
             state_bytes = self.claim.resident_bytes
             raise self._face.advise(error, entry, self.model, state_bytes, demand) from None
-        self.greatest_plain = demand.plain_peak_bytes
+        self.greatest_plain = max(self.greatest_plain, demand.plain_peak_bytes)
         return demand.graph, plan, limit
 
     def transform(self, entry: Entry) -> StepGraph:

@@ -198,18 +198,22 @@ class Governor {
  public:
   // live: how many bytes are live, above those at the step's start. room: how many may be. share: of the most
   // that a plain step would have had so far: the room grows with that; or 0. open: nothing else is known of the
-  // budget yet. resident: live at the step's start, and part of the budget.
-  Governor(py::object live, int64_t room, double share, bool open, int64_t resident,
+  // budget yet. widens: the room grows in this step; else it is only noted what it would be. resident: live at
+  // the step's start, and part of the budget.
+  Governor(py::object live, int64_t room, double share, bool open, bool widens, int64_t resident,
            std::shared_ptr<Forms> forms)
       : live_(std::move(live)),
         forms_(std::move(forms)),
         room_(room),
+        wished_(room),
         resident_(resident),
         share_(share),
-        open_(open) {}
+        open_(open),
+        widens_(widens) {}
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
   int64_t room() const { return room_; }
+  int64_t wished() const { return wished_; }  // the room as it grows with the share
   // Another limited model takes part in the step: both have the smaller budget.
   void join(int64_t limit, int64_t own_bytes) {
     int64_t budget = std::min(room_ + resident_, limit);
@@ -312,8 +316,9 @@ class Governor {
     most_ = std::max(most_, now + missing);
     auto most = static_cast<double>(most_ + resident_);
     int64_t room = static_cast<int64_t>(share_ * most) - resident_;
-    if (room <= room_) return;
-    room_ = room;
+    if (room <= wished_) return;
+    wished_ = room;
+    if (widens_) room_ = room;
     widened_ = true;
   }
 
@@ -448,9 +453,9 @@ class Governor {
 
   Live live_;
   std::shared_ptr<Forms> forms_;
-  int64_t room_, resident_, left_ = 0, most_ = 0;
+  int64_t room_, wished_, resident_, left_ = 0, most_ = 0;
   double share_;
-  bool open_, widened_ = false;
+  bool open_, widens_, widened_ = false;
   std::vector<std::weak_ptr<Tape>> tapes_;
   std::vector<Copy> copies_;
   bool cheaper_ = false, nothing_free_ = false;  // what some values take may be less

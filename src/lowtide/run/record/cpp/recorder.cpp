@@ -249,11 +249,13 @@ PYBIND11_MODULE(lowtide_recorder, m) {
 
   py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms").def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
   py::class_<Governor, std::shared_ptr<Governor>>(m, "Governor")
-      .def(py::init<py::object, int64_t, double, bool, int64_t, std::shared_ptr<Forms>>(), "live"_a,
-           "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "resident_bytes"_a = 0, "forms"_a)
+      .def(py::init<py::object, int64_t, double, bool, bool, int64_t, std::shared_ptr<Forms>>(), "live"_a,
+           "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "widens"_a = true, "resident_bytes"_a = 0,
+           "forms"_a)
       .def("join", &Governor::join)
       .def_property_readonly("has_widened", &Governor::has_widened)
       .def_property_readonly("room_bytes", &Governor::room)
+      .def_property_readonly("wished_bytes", &Governor::wished)
       .def_property_readonly("live_bytes", &Governor::live)
       .def_property_readonly("plain_bytes", &Governor::plain_bytes)
       .def_property_readonly("evicted", &Governor::evicted)

@@ -489,7 +489,7 @@ inline void Tape::before_update(Value& old, const Tensor& tensor) {
 // The bytes of a value's copy are about to change.
 inline void Tape::drop_shared(Value& value) {
   if (value.readers == value.saved) return value.cached.reset();  // their version check tells
-  if (closure(value).possible) give_up(value);
+  if (closure(value, value.plan == Plan::Evicted).possible) give_up(value);
   else keep_cached(value, own_bytes(value.cached));
 }
 
