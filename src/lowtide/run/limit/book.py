@@ -141,7 +141,7 @@ class PlanBook:
                 entry.state = State.PLANNED if entry.planned is not None else State.REFUSED
                 raise
             planned = self._made(entry, error.smallest_bytes)
-            warn(f"{LEAST} {error.with_traceback(None)}", each_time=True)
+            maker.warn_once(f"{LEAST} {id(entry)} {maker.version}", f"{LEAST} {error.with_traceback(None)}")
         entry.kind.plans += 1
         entry.planned, entry.state, entry.planned_for = planned, State.PLANNED, maker.version
 
