@@ -61,7 +61,8 @@ class Ranks(Extension):
         agreement: the ranks that share the model and its plans, or ``None``.
         replicas: the process group over which `DistributedDataParallel` averages the gradients of the step
             that was profiled last, or that of a pipeline's stages; or ``None``.
-        awaited: ranks that this one has met wait in a step until it has a plan. They hold one number of bytes.
+        awaited: ranks that this one has met wait in a step until it has a plan. They hold one number of
+            bytes.
     """
 
     name = "ranks"
@@ -124,7 +125,8 @@ class Ranks(Extension):
         """The largest step that any rank has seen raises a share on all of them. A collective at each step
         whose number is a power of two. Ranks of DDP count the steps in which they average gradients.
         """
-        if self.replicas is not None and self._stages is None and not distributed.averages_gradients(self.model):
+        replicated = self.replicas is not None and self._stages is None
+        if replicated and not distributed.averages_gradients(self.model):
             return
         self._steps += 1
         if not self.raises_together or self._steps & (self._steps - 1):

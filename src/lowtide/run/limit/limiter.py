@@ -21,7 +21,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide import budget as budgets
-from lowtide.errors import BudgetError, TraceError
+from lowtide.errors import TraceError
 from lowtide.extension import Extension, Face
 from lowtide.graph import no_collection
 from lowtide.interception import alone, drop_idle_key
