@@ -124,7 +124,7 @@ def test_the_first_planned_step_may_differ_though_no_operation_reads_values(show
 
 @needs_meter
 def test_what_a_plan_moves_stays_with_the_plan() -> None:
-    entry, handle = limited([4, 3, 2, 3], budget="min", policy=lowtide.policies.mixed("host", min_bytes=1))
+    entry, handle = limited([4, 4, 3], budget="min", policy=lowtide.policies.mixed("host", min_bytes=1))
     assert handle.plan is not None and handle.plan.moves
     assert entry.state is State.PLANNED
 

@@ -105,7 +105,7 @@ def test_steps_whose_first_forward_no_backward_comes_through_are_planned_for(way
     assert handle.plannings == 0
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
-        warnings.filterwarnings("ignore", message=".* step, from which lowtide plans")
+        warnings.filterwarnings("ignore", message="the budget of .* from now on")
         step()
         step()
     assert handle.plannings == 1
@@ -141,14 +141,14 @@ def test_forwards_before_a_backward_are_one_step(kind: str, budget: str) -> None
             for term in terms if kind != "backwards turned" else reversed(terms):
                 term.backward()
             if handle is not None and handle.plan is not None and handle.measured_peak_bytes:
-                used.append(handle.measured_peak_bytes / (handle.plan.budget_bytes or 1))
+                used.append(handle.measured_peak_bytes / (handle.budget_bytes or 1))
             found += [term.detach() for term in terms] + [p.grad for p in model.parameters()]
         return found, used, handle
 
     plain = steps(limit=False)[0]
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
-        warnings.filterwarnings("ignore", message=".* step, from which lowtide plans")
+        warnings.filterwarnings("ignore", message="the budget of .* from now on")
         limited, used, handle = steps(limit=True)
     assert all(torch.equal(one, other) for one, other in zip(plain, limited, strict=True))
     assert handle is not None and handle.plan is not None and handle.plan.replayed
@@ -156,7 +156,7 @@ def test_forwards_before_a_backward_are_one_step(kind: str, budget: str) -> None
 
 
 @needs_meter
-def test_a_forward_that_is_larger_than_planned_for_evicts_on_demand() -> None:
+def test_a_forward_that_is_larger_than_planned_for_is_held() -> None:
     """It ran under the plan of a smaller one, and took 1.8 times the budget."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "abc"))
@@ -171,7 +171,7 @@ def test_a_forward_that_is_larger_than_planned_for_evicts_on_demand() -> None:
         assert all(torch.equal(a.grad, b.grad) for a, b in pairs)  # pyright: ignore
         if rows == 300:
             assert handle.plan is not None and handle.measured_peak_bytes is not None
-            assert handle.measured_peak_bytes < 1.1 * handle.plan.budget_bytes  # type: ignore
+            assert handle.measured_peak_bytes <= handle.budget_bytes  # type: ignore
 
 
 def test_a_forward_between_two_backwards_is_said_not_to_be_held() -> None:
@@ -315,56 +315,24 @@ def total(gradients: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 @needs_meter
-def test_each_step_above_the_budget_is_said_under_the_filters_that_python_begins_with() -> None:
-    """They also vary, and what takes more is outside of them."""
+def test_what_the_program_itself_holds_is_said_once() -> None:
+    """The steps vary as well, which is said nothing of: they are held."""
     model, x, drawn = Recycled(), batch(), random.Random(0)
     handle = lowtide.limit_memory(model, "60%", progress=False)
-    above, short = 0, 0
     held: list[torch.Tensor] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for step in range(24):
-            before = len(caught)
             model.zero_grad()
             held.clear()
             loss = model(x, drawn.randint(1, 4))
-            if step % 2:
+            if step % 3 == 2:
                 loss.register_hook(lambda _: held.append(torch.zeros(1 << 20)))
             loss.backward()
-            assert handle.plan is not None and handle.plan.budget_bytes is not None
-            assert handle.measured_peak_bytes is not None
-            over = handle.measured_peak_bytes > handle.plan.budget_bytes
-            said = [text for text in messages(caught[before:]) if "took" in text and "budget of" in text]
-            assert bool(said) == over, step
-            above += over
-            short += any("so far)" in text for text in said)
-    assert above > 8 and short
-
-
-@needs_meter
-def test_a_backward_that_makes_a_graph_is_said_to_and_teaches_nothing() -> None:
-    """As a Hessian's diagonal is estimated for Sophia, in every third step."""
-    model, x = small(dropout=0.0), batch()
-    parameters = list(model.parameters())
-    handle = lowtide.limit_memory(model, "60%", progress=False)
-
-    def step(hessian: bool) -> list[str]:
-        model.zero_grad()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
-            if hessian:
-                first = torch.autograd.grad(model(x), parameters, create_graph=True)
-                torch.autograd.grad(total(first), parameters)
-            else:
-                model(x).backward()
-        return messages(caught)
-
-    said = [step(at % 3 == 2) for at in range(9)]
-    assert [bool(texts) for texts in said[2:]] == [True, False, False, True, False, False, True]
-    for texts in said[2::3]:
-        assert "create_graph=True" in texts[0] and "on a part of the batch" in texts[0]
-        assert not any("retain_graph" in text or "losses" in text for text in texts)
-    assert handle.plannings == 1
+            assert handle.measured_peak_bytes is not None and handle.budget_bytes is not None
+            assert (handle.measured_peak_bytes > handle.budget_bytes) == (step % 3 == 2)
+    (text,) = [text for text in messages(caught) if "above the budget" in text]
+    assert "a step took" in text
 
 
 @needs_meter

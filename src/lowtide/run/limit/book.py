@@ -1,7 +1,7 @@
 """The plans of a limited model: a `PlanBook` of entries, one for each kind of step.
 
-In: the key of a step that begins; a step that was written down; a step that has ended. Out: the step's entry,
-and how the step runs (`How`). Plans are made between steps, before a key's next forward at the latest. Whatever
+In: the key of a step that begins; a step that was written down; a step that has ended. Out: the step's
+entry, and how the step runs (`How`). Plans are made between steps, before a key's next forward at the latest. Whatever
 a plan says, the governor holds the budget while a step runs (``run/record/cpp/governor.h``), so nothing is
 learnt from a step that took more.
 """
@@ -133,6 +133,8 @@ class PlanBook:
             BudgetError: no plan fits.
         """
         maker = self.maker
+        if entry.planned_for != maker.version:
+            entry.planned = None  # what was made for another budget is followed no longer
         entry.planned_for = maker.version
         try:
             planned = self._made(entry, maker.budget)

@@ -392,8 +392,8 @@ class Limiter:
         """What holds the budget of a step; ``None`` without a budget.
 
         Before the first step of a share or of "min" was seen, a step has a share of what a plain one would
-        have had so far. Where steps of other limited models are under way on this thread, all of them have one
-        governor, and the smallest budget.
+        have had so far. Where steps of other limited models are under way on this thread, all of them have
+        one governor, and the smallest budget.
 
         Args:
             entry, inputs: of the step.

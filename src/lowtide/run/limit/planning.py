@@ -145,8 +145,8 @@ class PlanMaker:
 
     Attributes:
         extensions: of the limit, in their order.
-        budget_bytes: the one number that every step is held to, of whatever kind. Of a share, "min" or "auto" it
-            is ``None`` before the first step was seen, and never falls until another budget is given.
+        budget_bytes: the one number that every step is held to, of whatever kind. Of a share, "min" or "auto"
+            it is ``None`` before the first step was seen, and never falls until another budget is given.
         asked_bytes: what a share has come to by the steps of this process, which other ranks may not know.
         version: how often another budget or optimizer was given, or a longer step has raised the number.
         findings: names of the operations that do not reproduce, with the reason: every plan keeps what they

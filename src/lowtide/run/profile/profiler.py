@@ -341,12 +341,20 @@ class Profiler(Interceptor):
             for tensor in ran.made:
                 self.tape.note_uninitialized(tensor)
         twice = self.verified and not call.info.collective and not cost.trusted(call.info.name)
+        if node is not None and twice and not self._has_room(ran.made):
+            return ran if cost.reproduced else ran._replace(node=None)  # what was never seen to reproduce stays
         if node is not None and twice:
             again = lambda run: self.costs.measure(cost, run)  # noqa: E731
             if not self.tape.reproduces(node, call, flat, before, again):
                 return ran._replace(node=None)
             cost.reproduced += 1
         return ran
+
+    def _has_room(self, made: list[torch.Tensor]) -> bool:
+        """Whether a second run, which makes tensors like these once more, keeps within the budget."""
+        if self.governor is None or self.governor.is_open:
+            return True
+        return self.governor.relieve(sum(tensor.untyped_storage().nbytes() for tensor in made)) <= 0
 
     def _outcome(self, call: Call, result: Any, flat: list[Any], node: Node | None) -> _Outcome:
         fresh = [(position, flat[position]) for position in call.fresh(flat)]

@@ -256,6 +256,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("has_widened", &Governor::has_widened)
       .def_property_readonly("room_bytes", &Governor::room)
       .def_property_readonly("wished_bytes", &Governor::wished)
+      .def_property_readonly("is_open", &Governor::is_open)
       .def_property_readonly("live_bytes", &Governor::live)
       .def_property_readonly("plain_bytes", &Governor::plain_bytes)
       .def_property_readonly("evicted", &Governor::evicted)
