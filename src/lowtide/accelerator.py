@@ -57,6 +57,12 @@ def current_device() -> torch.device:
     return torch.device(KIND, torch.cuda.current_device())
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream. A build without CUDA cannot be asked."""
+    built = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
+    return built and torch.cuda.is_current_stream_capturing()
+
+
 def as_current(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which an accelerator is this thread's current one, which code that names none uses."""
     return torch.cuda.device(device) if is_accelerator(device) and is_present() else nullcontext()

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import BudgetError
 from .words import SIZES, format_bytes
@@ -116,6 +116,31 @@ def asks_for(budget: object) -> str:
     """
     word = budget.strip().lower() if isinstance(budget, str) else ""
     return word if word in ("min", "auto") else ""
+
+
+class Asked(NamedTuple):
+    """A budget, as one of its forms: bytes, a share, or a word.
+
+    Attributes:
+        given: as it was written; ``None`` for none.
+        fixed_bytes: where it is given in bytes.
+        share: of a plain step's peak; 0 where it is none.
+        word: ``"min"`` or ``"auto"``, or empty.
+    """
+
+    given: str | int | None = None
+    fixed_bytes: int | None = None
+    share: float = 0.0
+    word: str = ""
+
+    @classmethod
+    def of(cls, budget: str | int | None) -> Asked:
+        """A budget that is well written.
+
+        >>> Asked.of("60%"), Asked.of("2KiB").fixed_bytes
+        (Asked(given='60%', fixed_bytes=None, share=0.6, word=''), 2048)
+        """
+        return cls(budget, fixed_bytes(budget), share_of(budget), asks_for(budget))
 
 
 def fixed_bytes(budget: str | int | None) -> int | None:

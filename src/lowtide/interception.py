@@ -7,6 +7,11 @@ a kernel of our own stands at a dispatch key that PyTorch keeps for uses outside
 and above the devices. The key is let in for a thread while an `Interceptor` is active on it, so that
 everything else of PyTorch runs as it does in a plain step. Views have no kernel there and pass without
 Python; tensor subclasses come apart above it.
+
+A second key, above autograd, is for the tapes of steps whose forward is over. Between forward and backward,
+and in backward, any code may write to a tensor that a replay starts from: in place, or through ``.data``,
+where no version counter moves. Only operations that write have a kernel at it (``run/record/cpp/writes.h``),
+so all others cost nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +26,15 @@ from typing import Any
 
 import torch
 
-from lowtide import private, writes
+from lowtide import private
 from lowtide.native import extension, takes_long
 from lowtide.ops import has_plain_storage, operation_named, returns_views
 
 _KEY = "Fake"
 _PARSED = private.dispatch_key(_KEY)
+WRITES_KEY = "TESTING_ONLY_GenericMode"
+"""The key at which operations that write have a kernel, above autograd; nothing else uses it."""
+_WRITES = private.dispatch_key(WRITES_KEY)
 _STATE = "lowtide.interception"
 _include = private.include_key
 _included = private.is_key_included
@@ -56,7 +64,7 @@ class Interceptor:
             _register()
             native = _registration().native
         thread = self._thread_state = _thread()
-        _update(thread, lambda active: [*active, self])
+        _update(thread, self, [self])
         thread.choose()
         if thread.cpp is not None:
             native.activate(thread.cpp)
@@ -72,7 +80,7 @@ class Interceptor:
         thread, self._thread_state = self._thread_state, None
         if thread is None:
             return
-        _update(thread, lambda active: [one for one in active if one is not self])
+        _update(thread, self, [])
         thread.choose()
         if thread.cpp is not None:
             _registration().native.activate(thread.cpp)
@@ -117,9 +125,10 @@ class _Thread:
         """
         if self.cpp is not None:
             self.cpp.on = False
-        *others, last = self.active or [None]
-        alone = last is not None and not any(one.governs or one.cpp is None for one in others)
-        self.cpp = last.cpp if alone else None
+        self.cpp = self.active[-1].cpp if self.active else None
+        for other in self.active[:-1]:
+            if other.governs or other.cpp is None:
+                self.cpp = None
         if self.cpp is not None:
             self.cpp.on = True
 
@@ -143,8 +152,15 @@ def cpp_here() -> Any:
 
 
 def watch_writes() -> None:
-    """From here on writes to what replays start from are seen (`lowtide.writes`)."""
-    writes.watch()
+    """From here on writes of this thread to what replays start from are seen, and those of backwards that it
+    begins.
+    """
+    _include(_WRITES, True)
+
+
+def any_watched() -> bool:
+    """Whether any tape may have to be told of a write."""
+    return bool(_registration.cache_info().currsize) and _registration().native.any_watched()
 
 
 def interceptors() -> list[Interceptor]:
@@ -153,26 +169,31 @@ def interceptors() -> list[Interceptor]:
     return thread.active if thread is not None else []
 
 
-def _update(thread: Any, change: Callable[[list[Any]], list[Any]]) -> None:
-    """Change a thread's list of active interceptors. While the changed list is made, a collection of garbage
-    may stop another interceptor; storing the list would make that one active again, so it is made anew.
+def _update(thread: Any, one: Interceptor, becomes: list[Any]) -> None:
+    """Begin or end one of a thread's active interceptors. While the changed list is made, a collection of
+    garbage may stop another interceptor; storing the list would make that one active again, so it is made
+    anew.
     """
     while True:
         before = thread.active
-        after = change(before)
+        after = [*before, *becomes]
+        if one in before:
+            after.remove(one)
         if thread.active is before:
             thread.active = after
             return
 
 
 def drop_idle_key() -> None:
-    """Take the key out of this thread where no interceptor is active. After a backward autograd restores the
-    keys that were in when it began; until the next operation Dynamo would compile for a thread with the key.
+    """Take the keys out of this thread where no interceptor is active, and no tape has to be told. After a
+    backward autograd restores the keys that were in when it began; until the next operation Dynamo would
+    compile for a thread with the key.
     """
     thread = _known_thread()
     if thread is not None and not thread.active and _THREAD.level < 0:
         _include(_PARSED, False)
-    writes.drop_idle_key()
+    if _included(_WRITES) and not any_watched():
+        _include(_WRITES, False)
 
 
 def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -192,22 +213,22 @@ def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 class unseen:
-    """A context: operations in the block pass by every interceptor and `lowtide.writes`, without Python."""
+    """A context: operations in the block pass by every interceptor, and writes unseen, without Python."""
 
     __slots__ = ("_before", "_writes")
 
     def __enter__(self) -> None:
-        self._before, self._writes = _included(_PARSED), _included(writes.PARSED)
+        self._before, self._writes = _included(_PARSED), _included(_WRITES)
         if self._before:
             _include(_PARSED, False)
         if self._writes:
-            _include(writes.PARSED, False)
+            _include(_WRITES, False)
 
     def __exit__(self, *_: object) -> None:
         if self._before and interceptors():
             _include(_PARSED, True)
-        if self._writes and writes.any_watched():
-            _include(writes.PARSED, True)
+        if self._writes and any_watched():
+            _include(_WRITES, True)
 
 
 @contextmanager
@@ -361,12 +382,17 @@ class _Registered:
         # first: whoever waits may interrupt it
         self.native: Any = extension(_RECORDER, "lowtide_recorder")
         self.fallback = private.kernel_library("_")
-        for key in (_KEY, writes.KEY):
+        for key in (_KEY, WRITES_KEY):
             self.fallback.fallback(key, torch.library.fallthrough_kernel, False)
         self.libraries: dict[str, Any] = {}
         self.known: set[str] = set()
         self.definitions: tuple[Any, ...] = ()
-        writes.serve(self.native)
+        private.before_storage_resizes(self._resizes)
+
+    def _resizes(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Python is about to resize a storage."""
+        if nbytes < storage.nbytes():
+            self.native.before_change(private.storage_address(storage), True)
 
 
 _LOCK = threading.RLock()
@@ -403,7 +429,7 @@ def _register() -> None:
     registered, definitions = _registration(), _definitions()
     if registered.definitions == definitions:
         return
-    for key in (_KEY, writes.KEY):
+    for key in (_KEY, WRITES_KEY):
         private.let_higher_order_operators_pass(key)
     if new := set(private.all_operation_names()) - registered.known:
         _put_kernels(registered, new)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lowtide import private
+from lowtide import accelerator, private
 
 
 def test_the_profiler_is_known_and_its_events_name_their_device() -> None:
@@ -118,20 +118,20 @@ def test_workspaces_of_cublas_are_what_a_first_product_leaves() -> None:
 def test_a_capture_is_asked_about_only_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    assert not private.is_capturing()
+    assert not accelerator.is_capturing()
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    assert private.is_capturing()
+    assert accelerator.is_capturing()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_capture_is_seen() -> None:
     graph = torch.cuda.CUDAGraph()
     torch.ones(1, device="cuda")
-    assert not private.is_capturing()
+    assert not accelerator.is_capturing()
     with torch.cuda.graph(graph):
         torch.ones(1, device="cuda")
-        assert private.is_capturing()
+        assert accelerator.is_capturing()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

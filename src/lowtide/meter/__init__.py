@@ -3,7 +3,7 @@
 In: a callable, a block of code, or a model and its optimizer. Out: the most live bytes, live bytes over time,
 seconds (`measure`, `peak`), and what is resident before a step (`resident_bytes`). On the CPU a counting
 allocator says so (compiled once, exact, all threads), or the profiler's memory events where no compiler is;
-on CUDA the allocator's own statistics. Begin with `measuring.py`, then `register.py` (what any of these
+on CUDA the allocator's own statistics. Begin with `measuring.py`, then `allocator.py` (what any of these
 counts).
 """
 
@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import MeterError
 
-from .allocator import CountingAllocator, available, counting_allocator
+from .allocator import CountingAllocator, LiveSource, Peak, available, counting_allocator
 from .peaks import measurable, peak, peaks
-from .register import LiveSource, Peak
 from .resident import resident_bytes, resident_tensors, storages
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 
 from lowtide import private
 
-from .register import LiveSource, Moments, Peak
+from .allocator import LiveSource, Moments, Peak
 
 _LOCK = threading.Lock()
 _MAX_EVENTS = 200_000

@@ -14,9 +14,8 @@ import torch
 from lowtide import accelerator
 from lowtide.errors import MeterError, expect, is_count
 
-from .allocator import AllocatorPeak, counting_allocator
+from .allocator import AllocatorPeak, Source, counting_allocator
 from .peaks import device_with_meter, kind_of_peak
-from .register import Source
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from lowtide import accelerator
 from lowtide.errors import MeterError
 
-from .allocator import AllocatorPeak, available
-from .register import Peak, Source
+from .allocator import AllocatorPeak, Peak, Source, available
 from .resident import device_of
 
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from lowtide import private
 from lowtide.errors import MeterError
 
-from .register import Moments, Peak
+from .allocator import Moments, Peak
 
 
 class ProfilerPeak(Peak):

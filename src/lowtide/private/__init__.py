@@ -80,7 +80,6 @@ from lowtide.private.measuring import (
     cpu_device_type,
     cuda_allocator_state,
     cuda_history_events,
-    is_capturing,
     is_cuda_history_recorded,
     is_profiler_enabled,
     occupy_gpu,

@@ -73,12 +73,6 @@ def on_cuda_out_of_memory(observer: Callable[[int, int], None]) -> None:
     torch._C._cuda_attach_out_of_memory_observer(observe)  # pyright: ignore
 
 
-def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream. A build without CUDA cannot be asked."""
-    built = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
-    return built and torch.cuda.is_current_stream_capturing()
-
-
 def occupy_gpu(cycles: int, device: torch.device) -> None:
     """Queue a kernel on a CUDA device's current stream that does nothing for so many cycles of its clock."""
     with torch.cuda.device(device):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -78,16 +79,16 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 _UNTYPED = torch.UntypedStorage
 _RESIZE = _UNTYPED.resize_
-_BEFORE_RESIZE: list[Callable[[torch.UntypedStorage, int], None]] = []
+_BEFORE_RESIZE: dict[object, Callable[[torch.UntypedStorage, int], None]] = {}
 
 
 def _resize(self: torch.UntypedStorage, size: int) -> Any:
-    for callback in tuple(_BEFORE_RESIZE):
+    for callback in tuple(_BEFORE_RESIZE.values()):
         callback(self, size)
     return _RESIZE(self, size)
 
 
-def before_storage_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], None]:
+def before_storage_resizes(callback: Callable[[torch.UntypedStorage, int], None]) -> Callable[[], Any]:
     """Call ``callback`` before Python resizes a storage, with the storage and its new size in bytes. The
     function that this returns ends the calls.
 
@@ -96,8 +97,9 @@ def before_storage_resizes(callback: Callable[[torch.UntypedStorage, int], None]
     """
     if _UNTYPED.resize_ is not _resize:
         _UNTYPED.resize_ = _resize  # pyright: ignore
-    _BEFORE_RESIZE.append(callback)
-    return lambda: _BEFORE_RESIZE.remove(callback) if callback in _BEFORE_RESIZE else None
+    key = object()
+    _BEFORE_RESIZE[key] = callback
+    return partial(_BEFORE_RESIZE.pop, key, None)
 
 
 def unshare(storage: torch.UntypedStorage) -> None:

@@ -6,12 +6,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from lowtide import accelerator, private
-from lowtide.meter import LiveSource, MeterError, Peak, available, peak
+from lowtide.meter import LiveSource, MeterError, Peak, measurable, peaks
 
 
 class _Mark:
@@ -52,6 +54,7 @@ class StepWatch:
         recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
             ahead.
         cores: the C++ recorders, which know the time of their replays.
+        is_measured: whether live bytes are known while the step runs.
     """
 
     _peak: Peak | None = None  # of a step whose making fails, too, which is closed when it goes
@@ -70,10 +73,16 @@ class StepWatch:
         self.cores: list[Any] = []
         self._replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
-        self._awaited: list[weakref.ref[_Mark]] = []  # by forward
-        self._unreached: set[int] = set()  # forwards that no backward has reached
+        self._forwards = 0  # that have ended
+        self._awaited: set[weakref.ref[_Mark]] = set()  # of the forwards that a backward can reach
+        self._unreached: set[weakref.ref[_Mark]] = set()  # of these, what no backward has reached
         self._peak = open_peak(device)
-        self._marks = [_now(device)]  # begin and end of each forward, and of the first backward behind them
+        self.is_measured = self._peak is not None
+        on_card = accelerator.is_accelerator(device)
+        self._now: Callable[[], Any] = (
+            partial(accelerator.timed_event, device) if on_card else time.perf_counter
+        )
+        self._marks = [self._now()]  # begin and end of each forward, and of the first backward behind them
         self._timed: bool | None = None  # whether that backward is over; None before it begins
 
     @property
@@ -83,11 +92,6 @@ class StepWatch:
         """
         return self._peak.peak_bytes if self._peak is not None else None
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether live bytes are known while the step runs."""
-        return self._peak is not None
-
     def live_source(self) -> LiveSource:
         """Where the C++ recorder reads how many bytes are live, above those at the step's start."""
         assert self._peak is not None
@@ -96,7 +100,7 @@ class StepWatch:
     @property
     def replay_seconds(self) -> float:
         """Time that replays and fetches took; meaningless on a GPU."""
-        return self._replay_seconds + sum(core.seconds for core in self.cores)
+        return self._replay_seconds + sum(map(attrgetter("seconds"), self.cores))
 
     def ends_backward(self) -> None:
         """A backward through the step has ended, before anybody is told."""
@@ -104,25 +108,27 @@ class StepWatch:
     def forward_begins(self) -> None:
         """Another forward of the step begins."""
         if self._timed is None:
-            self._marks.append(_now(self.device))
+            self._marks.append(self._now())
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """A forward has returned ``outputs``; backward will begin there."""
         if self._timed is None:
-            self._marks.append(_now(self.device))
-        number, mark = len(self._awaited), _Mark()
-        self._awaited.append(weakref.ref(mark, self._check_gone))
-        self._unreached.add(number)
+            self._marks.append(self._now())
+        mark = _Mark()
+        forward = weakref.ref(mark, self._check_gone)
+        self._forwards += 1
+        self._awaited.add(forward)
+        self._unreached.add(forward)
         for output in outputs:
             if output.grad_fn is not None:
-                output.grad_fn.register_prehook(lambda *_: self._reaches(number))
-                output.grad_fn.metadata["lowtide", id(self), number] = mark  # pyright: ignore
+                output.grad_fn.register_prehook(partial(self._reaches, forward))
+                output.grad_fn.metadata["lowtide", id(self), self._forwards] = mark  # pyright: ignore
 
     def ends(self) -> None:
         """End the step by hand: its caller ran the backwards without telling the watch, as the schedule of a
         pipeline does.
         """
-        self._marks.append(_now(self.device))
+        self._marks.append(self._now())
         self._timed = True
         self.backwards = 1
         self._on_end(self)
@@ -149,11 +155,11 @@ class StepWatch:
 
     def is_pending(self) -> bool:
         """Whether no backward has begun, and one still can."""
-        return self._is_alive() and not (self.backwards or self.began)
+        return bool(self._awaited) and not (self.backwards or self.began)
 
     def is_needed(self) -> bool:
         """Whether a backward through one of its forwards has not come, and still can."""
-        return any(self._awaited[number]() is not None for number in self._unreached)
+        return bool(self._unreached)
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
@@ -173,9 +179,9 @@ class StepWatch:
         self.makes_graph |= torch.is_grad_enabled()  # autograd's engine sets it so
         if self._timed is None and len(self._marks) % 2 == 0:
             self._timed = False
-            self._marks.append(_now(self.device))
+            self._marks.append(self._now())
         # once more: others (FSDP) have queued theirs by then, and tidy up before this one
-        private.at_backward_end(lambda: private.at_backward_end(self._backward_ends))
+        private.at_backward_end(partial(private.at_backward_end, self._backward_ends))
 
     def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Call ``unpack`` for backward, and time it."""
@@ -190,24 +196,24 @@ class StepWatch:
         self.backwards += 1
         if self._timed is False:
             self._timed = True
-            self._marks.append(_now(self.device))
+            self._marks.append(self._now())
         self.ends_backward()
         self._on_end(self)
         self._check_gone()
 
-    def _check_gone(self, *_: object) -> None:
+    def _check_gone(self, forward: weakref.ref[_Mark] | None = None) -> None:
+        """No backward can reach a forward any more; without one, a backward has ended."""
+        if forward is not None:
+            self._awaited.discard(forward)
+            self._unreached.discard(forward)
         under_way = self.began and not self.has_failed()
-        if not under_way and self._awaited and not self._is_alive():
+        if self._forwards and not (self._awaited or under_way):
             (self._on_gone or self.close)()
 
-    def _is_alive(self) -> bool:
-        """Whether a backward can reach any of its forwards."""
-        return any(mark() is not None for mark in self._awaited)
-
-    def _reaches(self, number: int) -> None:
+    def _reaches(self, forward: weakref.ref[_Mark], *_: object) -> None:
         """Backward reaches a forward of the step."""
         if private.in_backward():
-            self._unreached.discard(number)
+            self._unreached.discard(forward)
         self.backward_begins()
 
     def over(self) -> bool:
@@ -222,8 +228,11 @@ class StepWatch:
         """
         if not self._timed:
             return None
-        marks = iter(self._marks)
-        return sum(_between(begin, end) for begin, end in zip(marks, marks, strict=True))
+        begins, ends = self._marks[::2], self._marks[1::2]
+        if isinstance(ends[-1], float):
+            return sum(ends) - sum(begins)
+        ends[-1].synchronize()
+        return sum(begin.elapsed_time(end) for begin, end in zip(begins, ends, strict=True)) * 1e-3
 
     def close(self) -> None:
         """Stop measuring memory."""
@@ -235,25 +244,19 @@ class StepWatch:
         self.close()
 
 
+@cache
+def _peaks_of(device: torch.device) -> Callable[[bool], Peak] | None:
+    """What measures the steps on a device: asked in every step."""
+    return peaks(device) if measurable(device) else None
+
+
 def open_peak(device: torch.device) -> Peak | None:
     """A running peak, where there is one that can be read at any time."""
-    if device.type == "cpu" and not available():
-        return None
     try:
-        return peak(device).__enter__()
+        make = _peaks_of(device)
+        return make and make(False).__enter__()
     except MeterError:
         return None
-
-
-def _now(device: torch.device) -> Any:
-    return accelerator.timed_event(device) if accelerator.is_accelerator(device) else time.perf_counter()
-
-
-def _between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return end - begin
-    end.synchronize()
-    return begin.elapsed_time(end) * 1e-3
 
 
 @contextmanager

@@ -71,7 +71,7 @@ def test_one_step_with_two_forwards_does_not_spoil_those_after_it() -> None:
 
 
 def test_a_limit_whose_steps_cannot_be_measured_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.run.watch.available", lambda: False)
+    monkeypatch.setattr("lowtide.run.watch.open_peak", lambda device: None)
     model = mlp()
     lowtide.limit_memory(model, "100%")
     with pytest.warns(lowtide.LowtideWarning, match="cannot be measured.*C\\+\\+ compiler") as said:

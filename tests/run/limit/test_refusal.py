@@ -286,7 +286,7 @@ def test_a_step_in_a_cuda_graph_capture_is_refused_and_leaves_nothing(
     pair = twins(small(), budget="80%")
     pair.check(lambda model: model(batch()).sum())
     with monkeypatch.context() as capture:
-        capture.setattr("lowtide.private.is_capturing", lambda: True)
+        capture.setattr("lowtide.accelerator.is_capturing", lambda: True)
         with pytest.raises(PlanError, match=r"while a CUDA graph is captured.*handle\.remove\(\)"):
             pair.limited(batch())
         with pytest.raises(PlanError, match="CUDA graph"), lowtide.checkpointing():

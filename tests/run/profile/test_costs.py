@@ -12,7 +12,7 @@ import torch
 
 import lowtide
 from lowtide import meter
-from lowtide.meter.register import Moments, Peak
+from lowtide.meter.allocator import Moments, Peak
 from lowtide.ops import Call
 from lowtide.run.profile.costs import CostMeter, MeasuredCost
 

@@ -11,6 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from lowtide.budget import format_bytes
@@ -109,7 +110,7 @@ class Plan:
     calibrated_plain_seconds: float | None = None
     calibrated_extra_seconds: float | None = None
 
-    @property
+    @cached_property
     def changes_nothing(self) -> bool:
         """Whether the step runs as it would without this plan: what is evicted without being unpacked later
         costs nothing.

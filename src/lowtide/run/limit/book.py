@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from lowtide import budget as budgets
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit.checks import refuse_several_devices
@@ -268,5 +267,5 @@ class PlanBook:
             kind = entry.kind
             kind.governed += 1
             kind.listens = kind.governed + 1 in _LISTENED and kind.plans < _MOST_PLANS
-            if above and took_bytes is not None and budgets.asks_for(self.maker.budget) == "min":
+            if above and took_bytes is not None and self.maker.asked.word == "min":
                 self.maker.raise_to(took_bytes)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -97,11 +98,10 @@ class Calls:
             if ran:
                 return result
         why = why_plain(inputs)
-        return LIMITED if why is None else self._run_plainly(limiter, inputs, why)
-
-    def forget_checkpoint(self) -> None:
-        """A limited step begins, and what it saves is not seen by a checkpoint around the model."""
-        self._visible = False
+        if why is not None:
+            return self._run_plainly(limiter, inputs, why)
+        self._visible = False  # a checkpoint around the model does not see what a limited step saves
+        return LIMITED
 
     def _may_compile(self, limiter: Limiting) -> bool:
         """Whether nothing around this model decides what its step keeps, and all its parameters are
@@ -163,7 +163,7 @@ def why_plain(inputs: Inputs) -> PlainCall | None:
         return PlainCall(_TRANSFORMED)
     if inputs.members.lazy:
         return PlainCall(_LAZY)
-    if any(parameter.requires_grad for parameter in inputs.members.parameters):
+    if any(map(attrgetter("requires_grad"), inputs.members.parameters)):
         return None
     trains = any(tensor.requires_grad for tensor in tensors_inside((inputs.args, inputs.kwargs)))
     return PlainCall(_UNTRAINED) if trains else PlainCall(engages=False)
@@ -205,7 +205,7 @@ def govern() -> Iterator[None]:
 
 def is_governed() -> bool:
     """Whether a limited model around this one, or a scope, decides what is kept."""
-    return _governing().depth > 0 or any(one.governs for one in interceptors())
+    return _governing().depth > 0 or any(map(attrgetter("governs"), interceptors()))
 
 
 def why_governed() -> str:

@@ -31,12 +31,15 @@ class Engagement:
     its parts are called one by one, for instance.
     """
 
+    waits = False  # for the first forward
+
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """Wait from now on."""
+        self.waits = True
         self._ran: dict[str, None] = {}
         self._with_gradients: set[int] = set()
         self._hooks = [
@@ -52,6 +55,7 @@ class Engagement:
 
     def end(self) -> None:
         """Wait no longer: the limit has engaged, or is gone."""
+        self.waits = False
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -59,7 +63,7 @@ class Engagement:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Do not wait within the block, which is no step of the user's."""
-        waited = bool(self._hooks)
+        waited = self.waits
         self.end()
         try:
             yield

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -191,7 +191,10 @@ class Inputs:
     @cached_property
     def key(self) -> StepKey:
         """The key of the step."""
-        keys = [found for one in self._extensions if (found := one.key(self._model)) is not None]
+        keys = list[Hashable]()
+        for extension in self._extensions:
+            if (found := extension.key(self._model)) is not None:
+                keys.append(found)
         return _step_key(self.members, *self._flat, hash(tuple(keys)) if keys else 0)
 
     def resident_bytes(self, own: bool = False) -> int:

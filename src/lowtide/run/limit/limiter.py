@@ -22,7 +22,7 @@ import torch
 from lowtide import accelerator, private
 from lowtide import budget as budgets
 from lowtide.errors import TraceError
-from lowtide.extension import Extension, Face
+from lowtide.extension import Claim, Extension, Face
 from lowtide.graph import no_collection
 from lowtide.interception import alone, drop_idle_key
 from lowtide.meter.resident import model_device
@@ -124,6 +124,8 @@ class Limiter:
         self.measured_bytes: int | None = None
         self.delegate: Any = None
         self.local = _Local()
+        # autograd's graph holds them, and they must not hold the model
+        self._step_ended, self._profile_ended = weakly(self._on_step_end), weakly(self._on_profile_end)
         self.engagement = Engagement(self.model)
         self.calls = Calls(self.engagement, self.warn_once)
         self.handle: Any = None  # the one that users hold, once somebody asks
@@ -254,28 +256,25 @@ class Limiter:
         return self.delegate.run(compiling, inputs.args, inputs.kwargs)
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Within the block calls of the model run unchanged: the limiter itself runs its forward."""
+    def inside(self, step: ProfiledStep | PlannedStep | None = None) -> Iterator[None]:
+        """Within the block calls of the model run unchanged: the limiter itself runs its forward. Around that
+        of a step, extensions do what they do there.
+        """
         self.local.inside = True
         try:
-            yield
+            with ExitStack() as stack:
+                for extension in self.extensions if step is not None else ():
+                    stack.enter_context(extension.around(step))
+                yield
         finally:
             self.local.inside = False
-
-    @contextmanager
-    def _around(self, step: ProfiledStep | PlannedStep) -> Iterator[None]:
-        """Around a forward of a step: what the extensions do there."""
-        with self.inside(), ExitStack() as stack:
-            for extension in self.extensions:
-                stack.enter_context(extension.around(step))
-            yield
 
     def _finish_last(self) -> ProfiledStep | PlannedStep | None:
         """Finish this thread's last step, whose graph its caller may have kept; returns it if what begins is
         another forward of it.
         """
-        self.engagement.end()
-        self.calls.forget_checkpoint()
+        if self.engagement.waits:
+            self.engagement.end()
         drop_idle_key()  # else Dynamo would guard on what the last backward left on this thread
         step = self.local.step
         if step is None:
@@ -283,7 +282,7 @@ class Limiter:
         if step.takes_another():
             return step
         self.local.step = None
-        if step.is_abandoned() and not self._abandoned:  # where it happens again, steps are so
+        if step.is_abandoned and not self._abandoned:  # where it happens again, steps are so
             self._abandoned = True
             self.warn_once(ABANDONED)
             step.discard()
@@ -296,7 +295,7 @@ class Limiter:
     def _run_another(self, step: ProfiledStep | PlannedStep, inputs: Inputs) -> Any:
         """Run another forward of a step whose backward is to come."""
         self._join(steps_of_others(inputs))
-        with self._around(step):
+        with self.inside(step):
             return step.run_another(self.own_step, inputs)
 
     # ---- the next step of an entry ---------------------------------------------------------------
@@ -315,7 +314,7 @@ class Limiter:
             step = self._begin_planned(entry, how, inputs, shared, others)
         self.local.step = step
         try:
-            with self._around(step):
+            with self.inside(step):
                 result = step.run(self.own_step)
         except BaseException:
             self.local.step = None
@@ -339,7 +338,7 @@ class Limiter:
     ) -> ProfiledStep:
         """A step that is written down; a plan is made when its backward has ended."""
         self.extend(self.maker.budget)
-        verify, ended = self.book.is_to_verify(entry), weakly(self._on_profile_end)
+        verify, ended = self.book.is_to_verify(entry), self._profile_ended
         governor = partial(self._governor, entry, inputs, others)
         return ProfiledStep(entry, inputs, verify, ended, self.forwards, governor)
 
@@ -354,21 +353,21 @@ class Limiter:
         """A step under the entry's plan, or under none."""
         if accelerator.is_accelerator(inputs.members.device):
             self.face.follow(self)
-        claim = self.maker.claim
+        claim = self.maker.claim if self.extensions else Claim()
         step = self._planned_step(
             entry,
             how,
             inputs,
             self.extensions,
             self.verify,
-            weakly(self._on_step_end),
+            self._step_ended,
             partial(self._governor, entry, inputs, others),
             claim.resident_bytes - claim.to_come_bytes,
             shared,
         )
         if step.planned is not None:
             step.planned.history.read_clock(step.planned.step_graph.overhead_seconds)
-        if self.maker.budget is not None and not step.is_measured:
+        if not step.is_measured and self.maker.budget is not None:
             self.warn_once(UNMEASURED)
         return step
 
@@ -401,10 +400,10 @@ class Limiter:
             live: where the live bytes of the step are read.
             resident_bytes: what is there when the step starts.
         """
-        budget, limit = self.maker.budget, self.maker.budget_bytes
-        if budget is None and entry.planned is not None:
+        asked, limit = self.maker.asked, self.maker.budget_bytes
+        if asked.given is None and entry.planned is not None:
             return None  # the policy alone says what goes
-        if limit is None and budgets.asks_for(budget) == "auto":
+        if limit is None and asked.word == "auto":
             limit = budgets.resolve("auto", device=inputs.members.device, resident_bytes=resident_bytes)
         for other in others:
             if other.governor is not None and limit is not None:
@@ -412,11 +411,11 @@ class Limiter:
                 return other.governor
         share = 0.0
         if limit is None:
-            share = budgets.share_of(budget) or _LEAST_SHARE
+            share = asked.share or _LEAST_SHARE
             if share >= 1:
                 return None
-        elif budgets.is_share(budget):
-            share = min(1.0, budgets.share_of(budget))  # a longer step raises it while it runs
+        elif asked.share:
+            share = min(1.0, asked.share)  # a longer step raises it while it runs
         room = 0 if limit is None else limit - resident_bytes
         return engine().Governor(
             live,
@@ -498,17 +497,17 @@ class Limiter:
     def _on_step_end(self, step: PlannedStep) -> None:
         """A backward of a step has ended."""
         self._note_others(step)
-        self.measured_bytes = step.measured_bytes
-        self.book.see(step.entry, step.is_foreseen, step.measured_bytes, step.recorder is not None)
+        self.measured_bytes = took = step.measured_bytes
+        self.book.see(step.entry, step.is_foreseen, took, step.recorder is not None)
         governor = step.governor
-        if governor is not None and budgets.is_share(self.maker.budget) and governor.has_widened:
+        if governor is not None and self.maker.asked.share and governor.has_widened:
             self.maker.raise_to(governor.wished_bytes + step.resident_bytes)
         self._warn_above(governor, step.entry)
 
     def _warn_above(self, governor: Any, entry: Entry) -> None:
         """Say what a step took above its budget, and what for: each thing once."""
         limit, took = self.maker.budget_bytes, self.measured_bytes
-        if limit is None or took is None or took <= limit + budgets.slack_bytes(limit):
+        if limit is None or took is None or took <= limit or took <= limit + budgets.slack_bytes(limit):
             return
         self.warn_once(*above_budget(took, limit, None if governor is None else governor.excess))
 

@@ -144,6 +144,7 @@ class PlanMaker:
         plan_seconds: as of `limit_memory`.
 
     Attributes:
+        asked: the budget.
         extensions: of the limit, in their order.
         budget_bytes: the one number that every step is held to, of whatever kind. Of a share, "min" or "auto"
             it is ``None`` before the first step was seen, and never falls until another budget is given.
@@ -169,9 +170,8 @@ class PlanMaker:
     ) -> None:
         self._face = face
         self.model, self.policy, self.progress, self.plan_seconds = model, policy, progress, plan_seconds
-        self.budget, self.version = budget, 0
-        self.budget_bytes: int | None = budgets.fixed_bytes(budget)
-        self.asked_bytes = 0
+        self.asked, self.version = budgets.Asked.of(budget), 0
+        self.budget_bytes, self.asked_bytes = self.asked.fixed_bytes, 0
         self.warn_once = Once()
         self.extensions: tuple[Extension, ...] = ()
         self.extend(*extensions)
@@ -185,15 +185,15 @@ class PlanMaker:
 
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget from now on."""
-        self.budget, self.version = budget, self.version + 1
-        self.budget_bytes, self.asked_bytes = budgets.fixed_bytes(budget), 0
+        self.asked, self.version = budgets.Asked.of(budget), self.version + 1
+        self.budget_bytes, self.asked_bytes = self.asked.fixed_bytes, 0
 
     def raise_to(self, limit_bytes: int, together: bool = False) -> None:
         """Hold steps to this number from now on, where it is larger: a longer step has raised a share, or one
         needs more than "min" was so far. That is said. A share that ranks raise ``together`` waits for them.
         """
         before = self.budget_bytes
-        if budgets.is_share(self.budget):
+        if self.asked.share:
             self.asked_bytes = max(self.asked_bytes, limit_bytes)
             if before is not None and self.raises_together and not together:
                 return
@@ -201,7 +201,7 @@ class PlanMaker:
         if before is None or self.budget_bytes <= before:
             return
         old, new = budgets.format_bytes(before), budgets.format_bytes(self.budget_bytes)
-        if budgets.is_share(self.budget):
+        if self.asked.share:
             self.version += self.budget_bytes > before * _RAISED
             warn(f"the budget of {self.budget} is {new} from now on, and was {old}: a longer step has come")
         else:
@@ -213,6 +213,11 @@ class PlanMaker:
             extension.attach(self)
         stays = (extension for extension in self.extensions if extension.name != without)
         self.extensions = (*stays, *more)
+
+    @property
+    def budget(self) -> str | int | None:
+        """The budget as it was given."""
+        return self.asked.given
 
     @property
     def shares_plan(self) -> bool:
@@ -232,7 +237,7 @@ class PlanMaker:
     @property
     def claim(self) -> Claim:
         """What the extensions take beside a step, now."""
-        return Claim.of(self.extensions)
+        return Claim.of(self.extensions) if self.extensions else Claim()
 
     def _refusal(self, limit: int | None) -> BudgetError | None:
         """Why what an extension claims cannot be held within the budget; ``None`` where all can."""

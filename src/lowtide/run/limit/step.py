@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -128,6 +129,7 @@ class ProfiledStep:
         """Whether a forward that begins now is one of this step: no backward has come through any of it."""
         return self.is_pending() and not self.profiler.early
 
+    @property
     def is_abandoned(self) -> bool:
         """Whether no backward came through its first forward, and one through another: that was a step of its
         own, or steps are so.
@@ -194,7 +196,10 @@ class PlannedStep(StepWatch):
         mover: what moves values of its forwards, where the plan does; an extension sets it.
         resident_bytes: what was there before the step.
         measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
+        is_abandoned: never; each forward has a backward of its own, or takes part in the step's.
     """
+
+    is_abandoned = False
 
     def __init__(
         self,
@@ -233,10 +238,6 @@ class PlannedStep(StepWatch):
         it so.
         """
         return self.is_pending() and not (self.shared or self.others or self.entry.facts.backward_unseen)
-
-    def is_abandoned(self) -> bool:
-        """Never: each forward has a backward of its own, or takes part in the step's."""
-        return False
 
     def discard(self) -> None:
         """End the step."""
@@ -327,7 +328,8 @@ class PlannedStep(StepWatch):
     def _run_within(self, recorder: Recorder, call: Callable[[], Any], inputs: Inputs) -> tuple[Any, float]:
         """Run a forward within the recorder: what it returns, and how long it took by itself."""
         self._follow_next(recorder, inputs)
-        with recorder.forward(), left_alone(inputs.members.compiled):
+        compiled = inputs.members.compiled
+        with recorder.forward(), left_alone(compiled) if compiled else nullcontext():
             begin = time.perf_counter()
             result = call()
             return result, time.perf_counter() - begin

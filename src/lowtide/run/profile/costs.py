@@ -26,7 +26,7 @@ from lowtide import accelerator, private
 from lowtide.graph import Storage
 from lowtide.interception import proceed, unseen
 from lowtide.meter import Peak, counting_allocator, measurable, peaks
-from lowtide.meter.register import Moments
+from lowtide.meter.allocator import Moments
 from lowtide.ops import (
     SAYS_WHERE,
     WRITES_PART,

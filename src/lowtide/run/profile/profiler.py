@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph, collect_rarely, no_collection
 from lowtide.interception import Interceptor, interceptors, proceed, unseen, watch_writes
@@ -126,7 +126,7 @@ class Profiler(Interceptor):
         gradients: Gradients | None = None,
         governor: Callable[[Any], Any] = lambda live_source: None,
     ) -> None:
-        if private.is_capturing():
+        if accelerator.is_capturing():
             raise PlanError(CAPTURED)
         self._workspace_bytes = resident_workspace_bytes(device)
         self.tracer = Tracer(model, device, gradients)

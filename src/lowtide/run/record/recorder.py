@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide import accelerator, private
 from lowtide.errors import PlanError
 from lowtide.interception import Interceptor, proceed, unseen, watch_writes
 from lowtide.ops import Call, OpInfo, has_plain_storage, is_wrapper, op_info
@@ -62,7 +62,7 @@ class Recorder(Interceptor):
         governor: Any = None,
     ) -> None:
         private.keep_dynamo_out()
-        if private.is_capturing():
+        if accelerator.is_capturing():
             raise PlanError(CAPTURED)
         self.director, self.governor = director, governor
         self.tape = Tape() if tape is None else tape
