@@ -18,6 +18,8 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 GRAPH_FORMAT = 7
@@ -210,7 +212,12 @@ class StepGraph:
         """Ids of the storages that exist before the step without bytes: what happens to them first is that
         they are filled.
         """
-        first = {index: kind for kind, index in reversed(self.events) if kind in ("empty", "fill")}
+        first: dict[int, str] = {}
+        for kind, index in reversed(self.events):
+            if kind in ("empty", "fill"):
+                first[index] = kind
+        if not first:
+            return frozenset()
         existing = {storage.id for storage in self.storages if storage.producer is None}
         return frozenset(sid for sid, kind in first.items() if kind == "fill" and sid in existing)
 
@@ -234,9 +241,15 @@ class StepGraph:
         """The same step with each operation as ``change`` returns it, and other ``parts`` as given."""
         return replace(self, operations=tuple(map(change, self.operations)), **parts)
 
+    @cached_property
+    def has_scopes(self) -> bool:
+        """Whether parts of the step ran within checkpointing scopes."""
+        regions = set(map(attrgetter("region"), self.operations))
+        return any(map(attrgetter("forced"), self.saved)) or not regions <= {None}
+
     def without_scopes(self) -> StepGraph:
         """The same step with no checkpointing scope that evicts anything; itself where there is none."""
-        if not any(saved.forced for saved in self.saved):
+        if not self.has_scopes:
             return self
         saved = tuple(replace(one, forced=False) for one in self.saved)
         return self.with_operations(lambda op: replace(op, region=None), saved=saved)

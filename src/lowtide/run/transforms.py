@@ -13,7 +13,6 @@ from dataclasses import replace
 import torch
 
 from lowtide.graph import Event, StepGraph
-from lowtide.meter import resident_bytes
 from lowtide.meter.resident import gradient_of
 
 
@@ -31,22 +30,19 @@ def with_overhead(graph: StepGraph) -> StepGraph:
 
     A GPU runs behind the host: only the part of the host's time that is longer than the operation counts.
     """
-    passing, replayed = _overhead_seconds()
     behind = torch.device(graph.device).type != "cpu"
     hidden = [op.seconds if behind else 0.0 for op in graph.operations if op.phase == "forward"]
     return replace(
         graph,
-        overhead_seconds=sum(max(0.0, passing - seconds) for seconds in hidden),
-        replay_overhead_seconds=sum(max(0.0, replayed - seconds) for seconds in hidden) / max(1, len(hidden)),
+        overhead_seconds=sum(max(0.0, _PASSING_SECONDS - seconds) for seconds in hidden),
+        replay_overhead_seconds=sum(max(0.0, _REPLAYED_SECONDS - seconds) for seconds in hidden)
+        / max(1, len(hidden)),
     )
 
 
-def _overhead_seconds() -> tuple[float, float]:
-    """The executor's own time for each operation of the forward, and what a replayed one takes beyond that.
-
-    Views and saved tensors are included. `benchmarks/recorder.py` measured both with cold caches.
-    """
-    return 1e-6, 9e-6
+_PASSING_SECONDS, _REPLAYED_SECONDS = 1e-6, 9e-6
+"""The executor's own time for each operation of the forward, and what a replayed one takes beyond that. Views
+and saved tensors are included. `benchmarks/recorder.py` measured both with cold caches."""
 
 
 def with_earlier_gradients(graph: StepGraph) -> StepGraph:
@@ -76,15 +72,20 @@ def with_resident(graph: StepGraph, more: int) -> StepGraph:
     return replace(graph, resident_bytes=graph.resident_bytes + more)
 
 
-def unused_bytes(model: torch.nn.Module, graph: StepGraph) -> int:
+def unused_bytes(model: torch.nn.Module, graph: StepGraph, own_bytes: int) -> int:
     """Bytes of the model's parameters, buffers and gradients that exist before the step, and that the step
     does not use. Asked once backward has ended.
+
+    Args:
+        model: the model.
+        graph: the step.
+        own_bytes: of the model's parameters, buffers and gradients, now.
     """
     seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
     there = {name for name, p in model.named_parameters() if gradient_of(p) is not None}
     # gradients that the step made
     made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
-    return max(0, resident_bytes(model) - made - seen)
+    return max(0, own_bytes - made - seen)
 
 
 def with_unreplayable(graph: StepGraph, findings: Mapping[str, str]) -> StepGraph:
@@ -94,6 +95,8 @@ def with_unreplayable(graph: StepGraph, findings: Mapping[str, str]) -> StepGrap
         graph: the step.
         findings: their names, with the reason.
     """
+    if not findings:
+        return graph
     return graph.with_operations(
         lambda op: replace(op, replayable=False, reason=findings[op.name]) if op.name in findings else op
     )

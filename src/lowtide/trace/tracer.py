@@ -22,9 +22,9 @@ import torch
 from lowtide import accelerator, private
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.meter.resident import gradient_of
-from lowtide.ops import Call, enter, has_plain_storage
+from lowtide.ops import Call, enter
 from lowtide.trace.modules import following_modules, tensor_names
-from lowtide.trace.results import loss_in, loss_of, plain_leaves, tensors_returned
+from lowtide.trace.results import loss_in, loss_of, plain_leaves
 from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
 from lowtide.trace.transforms import in_place, with_gathered
 from lowtide.trace.untouched import Gradients
@@ -80,7 +80,7 @@ class Tracer:
         model: torch.nn.Module | None,
         device: torch.device,
         gradients: Gradients | None = None,
-        on_end: Callable[[TracedStorage], object] = lambda storage: None,
+        on_end: Callable[[TracedStorage], object] | None = None,
     ) -> None:
         private.keep_dynamo_out()
         # autograd's graph holds the tracer, and the model may hold that
@@ -160,14 +160,19 @@ class Tracer:
 
     def note_given(self, tensors: Iterable[torch.Tensor]) -> None:
         """The caller gave the tensors to the step, and may hold them: their storages are live to the end."""
-        self._given.update(self.register(tensor).number for tensor in tensors)
+        for tensor in tensors:
+            self._given.add(self.register(tensor).number)
 
     def integers_in(self, arguments: Any) -> set[int]:
         """The ids of the values that Python may read by itself: integers in main memory, but those in sparse
         tensors.
         """
-        plain = (t for t in tensors_returned(arguments) if has_plain_storage(t) and t.is_cpu)
-        return {self.value_of(t) for t in plain if not (t.is_floating_point() or t.is_complex())}
+        found = set[int]()
+        for tensor in tensors_returned(arguments):
+            if has_plain_storage(tensor) and tensor.is_cpu:
+                if not (tensor.is_floating_point() or tensor.is_complex()):
+                    found.add(self.value_of(tensor))
+        return found
 
     def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
         """The tensor's storage, if it has been seen."""
@@ -214,7 +219,8 @@ class Tracer:
     def end_storage(self, storage: TracedStorage) -> None:
         """The storage has ended."""
         self.known.pop(storage.key, None)
-        self._on_end(storage)
+        if self._on_end is not None:
+            self._on_end(storage)
         if storage.number not in self._given:
             self.event("free", storage.number)
 

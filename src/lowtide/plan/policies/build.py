@@ -162,7 +162,7 @@ def program_of(
     An operation may run again when something evicted depends on it, also where this step's backward never
     unpacked that.
     """
-    number = {move.value: k for k, move in enumerate(moves)}
+    number = {move.value: k for k, move in enumerate(moves)} if moves else {}
     stored = stored | number.keys()
     wanted = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.value not in stored]
     producer = [-1 if value.producer is None else value.producer for value in graph.values]

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import itemgetter
+from operator import and_, attrgetter, itemgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -59,7 +59,7 @@ def replay_set(
         [1]
     """
     found: set[int] = set()
-    stack = [producer[v] for v in values]
+    stack = list(map(producer.__getitem__, values))
     while stack:
         index = stack.pop()
         if index in found:
@@ -192,8 +192,12 @@ class StepIndex:
 
     def _index_values(self) -> None:
         graph = self.graph
+        self.has_gathered = "gathered" in map(attrgetter("kind"), graph.storages)
+        """whether replays may read gathered storages, which are empty for a part of the step"""
         self.value_bytes = [graph.storages[v.storage].bytes for v in graph.values]
         self.producer = [v.producer if v.producer is not None else -1 for v in graph.values]
+        self.given = bytes(index < 0 for index in self.producer)
+        """value -> whether no operation of the step makes it"""
         self.storage_of = [v.storage for v in graph.values]
         self.storable = bytearray(v.storable for v in graph.values)
         by_version = {(v.storage, v.version): v.id for v in graph.values}
@@ -358,6 +362,8 @@ class StepIndex:
         """Values that checkpointing scopes evict by themselves, where they can come back: a region makes them
         and no other region holds them. No plan keeps one.
         """
+        if not self.graph.has_scopes:
+            return frozenset()
         made = {w for op in self.graph.operations if op.region is not None for w in op.writes}
         made |= {tensor.value for tensor in self.graph.saved if tensor.forced}
         return frozenset(v for v in made if v not in self.kept_by_scopes and not self.must[v])
@@ -367,7 +373,7 @@ class StepIndex:
         """The values that are stored where memory does not matter: all that a plan decides about, and those
         that enter scopes. `Simulator.close` takes away those that scopes evict and those that nobody reads.
         """
-        return self.kept_by_scopes.union(self.droppable)
+        return frozenset(self.droppable).union(self.kept_by_scopes if self.graph.has_scopes else ())
 
     @cached_property
     def dtypes(self) -> dict[int, str]:
@@ -379,8 +385,10 @@ class StepIndex:
         """Per operation: whether it can run again when everything that can be stored is stored."""
         found: list[bool] = []
         for op in self.graph.operations:
-            made = [self.producer[u] for u in op.reads if not self.storable[u]]
-            found.append(op.replayable and all(index >= 0 and found[index] for index in made))
+            again = op.replayable
+            for u in op.reads:
+                again = again and (self.storable[u] or (self.producer[u] >= 0 and found[self.producer[u]]))
+            found.append(bool(again))
         return found
 
     @cached_property
@@ -398,11 +406,6 @@ class StepIndex:
             ]
             crossing(asked, self.present, found, self.producer, self.reads, storable, sizes)
         return found
-
-    @cached_property
-    def has_gathered(self) -> bool:
-        """Whether replays may read gathered storages, which are empty for a part of the step."""
-        return any(storage.kind == "gathered" for storage in self.graph.storages)
 
     @cached_property
     def latest_fill(self) -> list[int]:
@@ -443,12 +446,12 @@ class StepIndex:
     @cached_property
     def must_storable(self) -> bytes:
         """Per value: whether it stays wherever it is needed, and replays may start from it."""
-        return bytes(storable and must for storable, must in zip(self.storable, self.must, strict=True))
+        return bytes(map(and_, self.storable, self.must))
 
     @cached_property
     def must_droppable(self) -> frozenset[int]:
         """The saved values that no plan evicts."""
-        return frozenset(v for v in self.droppable if self.must[v])
+        return frozenset(filter(self.must.__getitem__, self.droppable))
 
     @cached_property
     def unreplayable(self) -> frozenset[int]:

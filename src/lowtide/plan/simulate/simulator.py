@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import chain, filterfalse
 from typing import NoReturn
 
 import numpy as np
@@ -163,17 +164,13 @@ class Simulator(StepIndex):
         """
         graph, sources = self.graph, sources or self.sources
         flags = self.flags(stored)
-        evicted = [v for v in self.droppable if not flags[v]]
+        evicted = list(filterfalse(flags.__getitem__, self.droppable))
         every = self.closure(evicted, flags, sources)
         if self.has_gathered:
             self._refuse_absent(evicted, flags, sources)
         kept, until = self._held_for_replays(every, evicted, flags, sources)
         walk = self._walk(every, evicted, flags, until, sources, seen)
-        hold: dict[int, int] = {}
-        saved = ((value, last) for value, last in self.saved_hold.items() if flags[value])
-        for value, last in (*saved, *kept.items()):
-            sid = self.storage_of[value]
-            hold[sid] = max(last, hold.get(sid, -1))
+        hold = self._held(flags, kept)
         outgoing, encoded, scratch = None, 0, self.scratch
         if sources.moving is not None:
             outgoing = sources.moving.outgoing(self, sources, until)
@@ -189,16 +186,22 @@ class Simulator(StepIndex):
         if self.end and top.max() >= peak:
             event, peak = int(np.argmax(top)), int(top.max())
         operation, in_replay = self._operation_at(event, peak - int(live[event]) if event >= 0 else 0, walk)
-        extra = sum(sources.operations[i].seconds for i in (*walk.running, *walk.repeats))
+        extra = 0.0
+        for index in chain(walk.running, walk.repeats):
+            extra += sources.operations[index].seconds
         extra += graph.replay_overhead_seconds * (len(walk.running) + len(walk.repeats))
         transfers = outgoing.transfers(walk) if outgoing is not None else None
         extra += transfers.seconds if transfers is not None else 0.0
         extra += graph.overhead_seconds if evicted else 0.0
+        replayed = walk.running
+        if sources.moving is not None:
+            evicted = list(filterfalse(sources.moved.__contains__, evicted))
+            replayed = list(filter(range(sources.own).__contains__, replayed))
         return Simulation(
             stored=frozenset(stored),
             sources=sources,
-            replayed=tuple(i for i in walk.running if i < sources.own),
-            evicted=tuple(v for v in evicted if v not in sources.moved),
+            replayed=tuple(replayed),
+            evicted=tuple(evicted),
             peak_bytes=peak,
             peak_event=event,
             peak_operation=operation,
@@ -209,6 +212,15 @@ class Simulator(StepIndex):
             held_until={sid: last for sid, last in hold.items() if last > self.natural_end[sid]},
             transfers=transfers,
         )
+
+    def _held(self, flags: bytearray, kept: dict[int, int]) -> dict[int, int]:
+        """Storage -> the event until which autograd holds it, or replays that read it (``kept``)."""
+        hold: dict[int, int] = {}
+        for value, last in chain(self.saved_hold.items(), kept.items()):
+            if flags[value]:  # of what replays read all is stored
+                sid = self.storage_of[value]
+                hold[sid] = max(last, hold.get(sid, -1))
+        return hold
 
     def refusal(self, least: Simulation, budget_bytes: int, policy: str = "") -> BudgetError:
         """The refusal of a budget, with the peak of the plan that takes least.
@@ -233,36 +245,41 @@ class Simulator(StepIndex):
         for v, companions in self.companions.items():
             if v in kept and v in self.saved_of:
                 kept.update(companions)
-        evicted = [v for v in self.droppable if v not in kept]
+        evicted = list(filterfalse(kept.__contains__, self.droppable))
         there = bytearray(self.must_storable)
         for v in kept:
             there[v] = storable[v]
         needed = replay_set(evicted, self.producer, self.reads, there)
-        read = {u for index in needed if index >= 0 for u in self.reads[index]}
+        needed.discard(-1)
+        read = set(chain.from_iterable(map(self.reads.__getitem__, needed)))
         # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
         # replayed, too.
         used = {v for v in kept if v in self.saved_of and (storable[v] or v not in read)}
-        used.update(u for u in read if there[u])
-        return frozenset(v for v in used if self.producer[v] >= 0)
+        used.update(filter(there.__getitem__, read))
+        return frozenset(filterfalse(self.given.__getitem__, used))
 
     def least_at(self, stored: Collection[int], event: int) -> int:
         """A lower bound of the live bytes that `simulate` finds within ``event``: replayed copies are left
         out, so that no walk is needed.
         """
         flags = self.flags(stored)
-        evicted = [v for v in self.droppable if not flags[v]]
+        evicted = list(filterfalse(flags.__getitem__, self.droppable))
         kept, _ = self._held_for_replays(self.closure(evicted, flags), evicted, flags, self.sources)
-        saved = ((value, until) for value, until in self.saved_hold.items() if flags[value])
-        hold = {self.storage_of[value] for value, until in (*saved, *kept.items()) if until > event}
-        held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
-        return int(self.natural_live[event] + self.scratch[event]) + held
+        held = int(self.natural_live[event] + self.scratch[event])
+        for sid, until in self._held(flags, kept).items():
+            if self.natural_end[sid] <= event < until:
+                held += self.graph.storages[sid].bytes
+        return held
 
     def _operation_at(self, event: int, above: int, walk: Walk) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""
         graph = self.graph
-        here = [(bytes_, op) for e, bytes_, op in walk.tops if e == event]
-        if here and above > 0:
-            return walk.sources.operations[max(here)[1]], True
+        most = (-1, -1)
+        for at, bytes_, index in walk.tops if above > 0 else ():
+            if at == event:
+                most = max(most, (bytes_, index))
+        if most[1] >= 0:
+            return walk.sources.operations[most[1]], True
         for kind, index in reversed(graph.events[: event + 1]):
             if kind == "op":
                 return graph.operations[index], False
@@ -281,10 +298,12 @@ class Simulator(StepIndex):
         them back, those that only values need which are never unpacked do not run again: they
         count as readers of their arguments until ``until``.
         """
-        unpacked = [v for v in evicted if v in self.last_unpack]
+        unpacked = list(filter(self.last_unpack.__contains__, evicted))
         running = every if len(unpacked) == len(evicted) else self.closure(unpacked, flags, sources)
-        happenings = [h for v in evicted for h in self.happenings[v]]
-        happenings += [h for h in self.unasked if not flags[h[2]]]
+        happenings = list(chain.from_iterable(map(self.happenings.__getitem__, evicted)))
+        for happening in self.unasked:
+            if not flags[happening[2]]:
+                happenings.append(happening)
         for index in set(every).difference(running):
             if until[index] > self.first_unpack:
                 happenings += [(until[index], "gone", u) for u in sources.reads[index] if not flags[u]]

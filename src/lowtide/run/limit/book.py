@@ -22,7 +22,7 @@ from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.messages import LEAST, own_checkpointing, warn
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.special import Verify
-from lowtide.run.transforms import checkpoint_bytes, unused_bytes
+from lowtide.run.transforms import checkpoint_bytes
 
 MOST_ENTRIES = 24  # are remembered
 _MOST_PLANS = 4  # of steps that are alike but for sizes and what they run
@@ -62,13 +62,14 @@ class PlanBook:
         are too many entries, the least recently used one goes.
         """
         with self.lock:
-            found = self.known.get(key) or self._find_serving(key)
+            found = self.known.get(key) or (self._find_serving(key) if self.known else None)
             if found is not None:
                 self.known[found.key] = self.known.pop(found.key)  # now the latest used
                 return found
             refuse_several_devices(self.maker.model)
             entry = self.known[key] = Entry(key, self._kinds.setdefault(key[1:], Kind()))
-            if (sibling := self._sibling(key)) is not None and sibling.state is not State.REFUSED:
+            sibling = self._sibling(key) if key.gradients else None
+            if sibling is not None and sibling.state is not State.REFUSED:
                 entry.graph, entry.borrowed, entry.facts = sibling.graph, True, sibling.facts
                 entry.forward_spans, entry.later_keys = sibling.forward_spans, sibling.later_keys
             if len(self.known) > MOST_ENTRIES:
@@ -87,7 +88,7 @@ class PlanBook:
         alike = key.without_gradients()
         lend = (entry for entry in self.known.values() if entry.lends)
         others = (entry for entry in lend if entry.key.without_gradients() == alike)
-        return next(others, None) if key.gradients else None
+        return next(others, None)
 
     def begin(
         self, entry: Entry, shared: bool = False, backward_unseen: bool = False, prepared: bool = False
@@ -166,6 +167,7 @@ class PlanBook:
         profiler: Profiler,
         graph: StepGraph,
         own_bytes: int,
+        unused: int,
         later_keys: Sequence[StepKey],
         governed_bytes: int | None = None,
     ) -> None:
@@ -176,6 +178,7 @@ class PlanBook:
             profiler: of the step.
             graph: the step.
             own_bytes: what was there before the step (`Inputs.resident_bytes`).
+            unused: as of `unused_bytes`.
             later_keys: as of `Entry`.
             governed_bytes: what the step took under a governor, or ``None``.
 
@@ -183,7 +186,7 @@ class PlanBook:
             BudgetError: no plan fits; on every rank that shares the model's layers.
         """
         with self.lock:
-            self._see_graph(entry, profiler, graph, own_bytes, later_keys, governed_bytes)
+            self._see_graph(entry, profiler, graph, own_bytes, unused, later_keys, governed_bytes)
 
     def _see_graph(
         self,
@@ -191,10 +194,11 @@ class PlanBook:
         profiler: Profiler,
         graph: StepGraph,
         own_bytes: int,
+        unused: int,
         later_keys: Sequence[StepKey],
         governed_bytes: int | None,
     ) -> None:
-        maker, kind, unused = self.maker, entry.kind, unused_bytes(self.maker.model, graph)
+        maker, kind = self.maker, entry.kind
         entry.listened += 1
         kind.listens = False
         self._warn_of_operations(profiler)

@@ -150,6 +150,11 @@ class Members:
             hash(tuple(map(_TYPE, self.parameters))),
         )
 
+    def resident_bytes(self, beside: Iterable[Any] = ()) -> int:
+        """Bytes of the parameters, buffers and gradients, and of the tensors ``beside`` them."""
+        nbytes, others = engine().resident_bytes((*self.parameters, *self.buffers, *beside), self.device)
+        return nbytes + sum(s.nbytes() for s in storages(others)) if others else nbytes
+
 
 class Inputs:
     """What a call of a limited model begins with.
@@ -201,10 +206,7 @@ class Inputs:
         """Bytes that are there before the step: of the model's parameters, buffers and gradients, and, unless
         only its ``own`` are asked for, of the tensors that the forward is given.
         """
-        members = self.members
-        tensors = (*members.parameters, *members.buffers, *(() if own else self._flat[0]))
-        nbytes, others = engine().resident_bytes(tensors, members.device)
-        return nbytes + sum(s.nbytes() for s in storages(others)) if others else nbytes
+        return self.members.resident_bytes(() if own else self._flat[0])
 
     @property
     def has_unkeyed_arguments(self) -> bool:

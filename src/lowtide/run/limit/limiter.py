@@ -33,7 +33,7 @@ from lowtide.run.limit.calls import LIMITED, Calls
 from lowtide.run.limit.checks import no_replicas
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, How, Planned
-from lowtide.run.limit.key import Inputs
+from lowtide.run.limit.key import Inputs, Members
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
 from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, above_budget, warn
@@ -166,7 +166,8 @@ class Limiter:
         Raises:
             PlanError: the budget does not go with one.
         """
-        self.maker.extend(*self.face.missing(self, budget))
+        if missing := self.face.missing(self, budget):
+            self.maker.extend(*missing)
         for extension in self.extensions:
             extension.given(budget)
 
@@ -305,7 +306,8 @@ class Limiter:
         others = steps_of_others(inputs)
         shared = self.shared or bool(others)
         how = self.book.begin(entry, shared, backward_unseen=inputs.compiled)
-        self._join(others)
+        if others:
+            self._join(others)
         if how is How.ASIDE:
             how = self._listen_aside(entry, inputs, shared)
         if how is How.LISTEN:
@@ -464,7 +466,8 @@ class Limiter:
                     governor=lambda live: self._governor(entry, inputs, (), live, own),
                 )
             profiler.may_differ |= inputs.has_unkeyed_arguments
-            self.book.see_graph(entry, profiler, graph, own, ())
+            unused = unused_bytes(self.model, graph, Members(self.model).resident_bytes())
+            self.book.see_graph(entry, profiler, graph, own, unused, ())
         assert entry.planned is not None
         return entry.planned
 
@@ -488,10 +491,12 @@ class Limiter:
         with no_collection():  # of the many small objects that describe the step, none is garbage
             graph = profiler.graph()
             resident = step.resident_bytes + claim.resident_bytes - claim.to_come_bytes
-            outside = max(0, graph.resident_bytes + unused_bytes(self.model, graph) - step.resident_bytes)
+            unused = unused_bytes(self.model, graph, Members(self.model).resident_bytes())
+            outside = max(0, graph.resident_bytes + unused - step.resident_bytes)
             self.measured_bytes = None if peak is None else resident + outside + peak
             governed = None if step.governor is None else self.measured_bytes
-            self.book.see_graph(entry, profiler, graph, step.resident_bytes, step.later_keys, governed)
+            own, later = step.resident_bytes, step.later_keys
+            self.book.see_graph(entry, profiler, graph, own, unused, later, governed)
         self._warn_above(step.governor, entry)
 
     def _on_step_end(self, step: PlannedStep) -> None:

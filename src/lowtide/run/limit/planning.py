@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -222,7 +223,7 @@ class PlanMaker:
     @property
     def shares_plan(self) -> bool:
         """Whether several ranks hold one plan."""
-        return any(extension.shares_plan for extension in self.extensions)
+        return any(map(attrgetter("shares_plan"), self.extensions))
 
     @property
     def raises_together(self) -> bool:
@@ -232,7 +233,7 @@ class PlanMaker:
     @property
     def is_awaited(self) -> bool:
         """Whether others wait in a step until there is a plan."""
-        return any(extension.awaited for extension in self.extensions)
+        return any(map(attrgetter("awaited"), self.extensions))
 
     @property
     def claim(self) -> Claim:
@@ -241,9 +242,10 @@ class PlanMaker:
 
     def _refusal(self, limit: int | None) -> BudgetError | None:
         """Why what an extension claims cannot be held within the budget; ``None`` where all can."""
-        if limit is None:
-            return None
-        return next((found for one in self.extensions if (found := one.refusal(limit)) is not None), None)
+        for extension in self.extensions if limit is not None else ():
+            if (found := extension.refusal(limit)) is not None:
+                return found
+        return None
 
     def make(self, entry: Entry, budget: str | int | None) -> tuple[StepGraph, Plan]:
         """A plan for an entry's step within a budget.
@@ -291,7 +293,7 @@ class PlanMaker:
             demand = self._demand(entry, problem, budget)
             problem = replace(problem, graph=demand.graph, claim=self.claim)
             plan, limit = self._plan_for(problem, demand)
-            if not plan.changes_nothing:
+            if entry.facts.nested and not plan.changes_nothing:
                 refuse_nested(entry)
         except BudgetError as error:
             refuse_nested(entry)
@@ -314,7 +316,7 @@ class PlanMaker:
 
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search: ``plan_seconds``, or by default for as long as is usual."""
-        hurries = any(extension.hurries for extension in self.extensions)
+        hurries = any(map(attrgetter("hurries"), self.extensions))
         if self.plan_seconds is None and not hurries and self.policy != "optimal":
             return Patience(self.policy)
         from lowtide.plan.policies.chosen import hurried, searches

@@ -176,7 +176,8 @@ class Profiler(Interceptor):
                 self._stack.callback(collect_rarely())
                 self._stack.callback(private.before_storage_resizes(self.saved.before_resize))
                 result = forward(*args, **kwargs)
-                self.may_differ |= self.tracer.leaves_unread(integers) or random.getstate() != drawn
+                unread = bool(integers) and self.tracer.leaves_unread(integers)
+                self.may_differ |= unread or random.getstate() != drawn
             self.watch.forward_ends(tensors_returned(result))
         if self._forwards is not None:
             self._goes_on = False
@@ -240,7 +241,8 @@ class Profiler(Interceptor):
                 if private.may_shard():
                     self._note_gathered()
                     stack.enter_context(private.around_units(model, self._note_gathered, self.tape.unit_ends))
-                stack.enter_context(left_alone(model.modules(), self.opaque_call))
+                if compiled := private.compiled_among(model.modules()):
+                    stack.enter_context(left_alone(compiled, self.opaque_call))
             pack = self.pack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             self.core.pack_hook = pack
@@ -287,7 +289,8 @@ class Profiler(Interceptor):
         if tracer.in_forward:
             self.may_differ |= reads_values(func)
             self._note_checkpoint()
-        reads, evicted, cost = tracer.read_by(call), tracer.evicted_by_scope(call), self.costs.of(call)
+        reads, cost = tracer.read_by(call), self.costs.of(call)
+        evicted = tracer.evicted_by_scope(call) if tracer.scopes else None
         reason = "" if not call.others or all(map(self.tape.is_constant, call.others)) else _ELSEWHERE
         records = in_forward and not call.info.is_view
         if records:
