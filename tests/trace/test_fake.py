@@ -26,7 +26,7 @@ from lowtide.trace.fake import FakeTracer
 @pytest.fixture
 def no_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of a step on a GPU is read off events, which only a GPU has."""
-    monkeypatch.setattr("lowtide.run.watch._now", lambda device: 0.0)
+    monkeypatch.setattr("lowtide.accelerator.timed_event", lambda device: 0.0)
 
 
 @pytest.mark.usefixtures("no_events")
