@@ -22,9 +22,9 @@ import torch
 from lowtide import accelerator, private
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.meter.resident import gradient_of
-from lowtide.ops import Call, enter
+from lowtide.ops import Call, enter, has_plain_storage
 from lowtide.trace.modules import following_modules, tensor_names
-from lowtide.trace.results import loss_in, loss_of, plain_leaves
+from lowtide.trace.results import loss_in, loss_of, plain_leaves, tensors_returned
 from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
 from lowtide.trace.transforms import in_place, with_gathered
 from lowtide.trace.untouched import Gradients

@@ -16,8 +16,7 @@ from torch import nn
 import lowtide
 from lowtide import private
 from lowtide.meter import measure
-from lowtide.interception import WRITES_KEY as KEY
-from lowtide.interception import any_watched
+from lowtide.writes import KEY, WriteWatch, any_watched
 
 N = 8
 Change = Callable[[torch.Tensor], Any]
