@@ -306,7 +306,7 @@ class Limiter:
         others = steps_of_others(inputs)
         shared = self.shared or bool(others)
         how = self.book.begin(entry, shared, backward_unseen=inputs.compiled)
-        if others:
+        if shared:
             self._join(others)
         if how is How.ASIDE:
             how = self._listen_aside(entry, inputs, shared)
