@@ -169,9 +169,9 @@ class Tracer:
         """
         found = set[int]()
         for tensor in tensors_returned(arguments):
-            if has_plain_storage(tensor) and tensor.is_cpu:
-                if not (tensor.is_floating_point() or tensor.is_complex()):
-                    found.add(self.value_of(tensor))
+            integer = not (tensor.is_floating_point() or tensor.is_complex())
+            if integer and tensor.is_cpu and has_plain_storage(tensor):
+                found.add(self.value_of(tensor))
         return found
 
     def storage_of(self, tensor: torch.Tensor) -> TracedStorage | None:
