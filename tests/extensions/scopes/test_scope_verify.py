@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from lowtide import PlanError
-from lowtide.run.record import handles, tape, values
+from lowtide.run.record import handles, tape
 from lowtide.run.record import recorder as record
 
 
@@ -20,7 +20,7 @@ class Digests:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.digests = self.second_runs = 0
-        digests = ((module, "digest") for module in (record, handles, tape, values))
+        digests = ((module, "digest") for module in (record, handles, tape))
         for module, name in (*digests, (tape, "why_not_reproduced")):
             monkeypatch.setattr(module, name, self.counted(name, getattr(module, name)))
 

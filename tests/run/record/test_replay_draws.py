@@ -14,6 +14,7 @@ from torch import nn
 
 import lowtide
 from lowtide.ops import op_info
+from lowtide.run.record.special import with_generator
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch import nn
 import lowtide
 from lowtide.meter import measure
 from lowtide.run.record import values
-from lowtide.run.record.values import LiveValue
+from lowtide.run.record.tape import Tape
 from lowtide.run.tensor_bytes import fingerprint
 
 
@@ -33,23 +33,15 @@ class Stream:
 
 
 class Copy:
-    """A replayed copy on the device.
-
-    Args:
-        leased: whether it lies in a slab, which the allocator does not know.
-    """
+    """A replayed copy on the device."""
 
     device = torch.device("cuda:0")
 
-    def __init__(self, log: list[tuple[str, str, str]], leased: bool = False) -> None:
+    def __init__(self, log: list[tuple[str, str, str]]) -> None:
         self.log = log
-        self.storage = SimpleNamespace(lease=None) if leased else SimpleNamespace()
 
     def record_stream(self, stream: Stream) -> None:
         self.log.append(("the allocator", "waits for", stream.name))
-
-    def untyped_storage(self) -> Any:
-        return self.storage
 
 
 def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream, list[Any]]:
@@ -65,28 +57,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Stream, Stream, list[Any]]
 def test_a_cached_copy_is_read_behind_the_stream_that_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, log = streams(monkeypatch)
     now = log.pop()
-    value, copy = LiveValue(None, 16), Copy(log)
-    value.keep_cached(copy)  # type: ignore[arg-type]
-    assert value.here() is copy and log == []
+    copy = Copy(log)
+    value = SimpleNamespace(held=None, cached=copy, stream=one)
+    assert values.here(value) is copy and log == []
     now[0] = other
-    assert value.here() is copy
+    assert values.here(value) is copy
     assert log == [("other", "waits for", "one"), ("the allocator", "waits for", "other")]
-    assert value.here() is copy and len(log) == 2  # it has waited
+    assert values.here(value) is copy and len(log) == 2  # it has waited
     now[0] = one  # what it writes there comes behind the reader
-    assert value.here() is copy
+    assert values.here(value) is copy
     assert log[2:] == [("one", "waits for", "other"), ("the allocator", "waits for", "one")]
-
-
-def test_a_place_in_a_slab_goes_to_no_other_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`record_stream` does nothing for it: the other stream gets a copy, and its place waits for that."""
-    _, other, log = streams(monkeypatch)
-    now = log.pop()
-    monkeypatch.setattr(values, "on_a_copy", lambda tensor: "a copy of its own")
-    value = LiveValue(None, 16)
-    value.keep_cached(Copy(log, leased=True))  # type: ignore[arg-type]
-    now[0] = other
-    assert value.here() == "a copy of its own"
-    assert log == [("other", "waits for", "one"), ("one", "waits for", "other")]
 
 
 N = 32
@@ -204,10 +184,12 @@ def test_within_any_budget(model: Callable[[], nn.Module], budget: str | None, e
 
 def test_what_is_emptied_unexpectedly_is_refused_without_a_word_on_shards() -> None:
     start = torch.ones(4)
-    value = LiveValue.hold(start)
+    tape = Tape()
+    value = tape.core.source(start)
+    tape.core.hold(value)
     start.untyped_storage().resize_(0)
     with pytest.raises(lowtide.ReplayError, match="resized to 0 bytes") as caught:
-        value.here()
+        values.here(value)
     assert "shard" not in str(caught.value)
 
 
@@ -246,13 +228,8 @@ class Sharded(nn.Module):
         weight.untyped_storage().resize_(0)
 
 
-@pytest.mark.parametrize("compiler", [True, False])
-def test_what_is_freed_comes_back_the_same_or_the_step_fails(
-    compiler: bool, everything: Any, same: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_freed_comes_back_the_same_or_the_step_fails(everything: Any, same: Any) -> None:
     """Later steps are not verified: a weight that is filled with other values only in the fifth is found."""
-    if not compiler:
-        monkeypatch.setattr("lowtide.run.limit.entry.cpp_program", lambda steps: None)
     x = torch.rand(64, 2 * N, generator=torch.Generator().manual_seed(1))
     plain, limited = Sharded(), Sharded()
     lowtide.limit_memory(limited, policy=everything)

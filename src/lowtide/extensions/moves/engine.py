@@ -246,14 +246,16 @@ class Fetch:
         return [self.stored.fetch()]
 
 
-def _is_of(tensor: torch.Tensor, move: Move) -> bool:
-    """Whether this is the tensor that the move is for; in a smaller step one that is larger in no
+def _is_of(tensor: torch.Tensor, move: Move, smaller: bool) -> bool:
+    """Whether this is the tensor that the move is for; in a ``smaller`` step one that is larger in no
     dimension.
     """
     shape, nbytes = tuple(tensor.shape), tensor.untyped_storage().nbytes()
     if str(tensor.dtype) != f"torch.{move.dtype}" or len(shape) != len(move.shape):
         return False
-    return nbytes <= move.bytes and all(a <= b for a, b in zip(shape, move.shape, strict=True))
+    if smaller:
+        return nbytes <= move.bytes and all(a <= b for a, b in zip(shape, move.shape, strict=True))
+    return nbytes == move.bytes and shape == move.shape
 
 
 class TransferEngine:
@@ -314,22 +316,21 @@ class TransferEngine:
         return stored
 
     def moves_of(
-        self, numbers: Sequence[int], wrote: Sequence[torch.Tensor], departed: bool
-    ) -> tuple[int, ...]:
-        """For each value of an operation its place among the plan's moves, or -1.
+        self, numbers: Sequence[int], wrote: Sequence[torch.Tensor], smaller: bool
+    ) -> tuple[int, ...] | None:
+        """For each value of an operation its place among the plan's moves, or -1; ``None`` where one has
+        another shape, dtype or size than the plan's: another operation of that name wrote it.
 
-        A value of another shape, dtype or size than the plan's is not the one that was planned for. Once the
-        step has departed from the plan only values that come back bitwise may move.
+        Args:
+            numbers: what the plan says.
+            wrote: the values.
+            smaller: the step is smaller than the one that was planned for.
         """
         moves = self.plan.moves
-        found = [
-            number if number >= 0 and has_plain_storage(tensor) and _is_of(tensor, moves[number]) else -1
-            for number, tensor in zip(numbers, wrote, strict=False)
-        ]
-        found += [-1] * (len(wrote) - len(found))
-        if departed:
-            found = [-1 if number < 0 or moves[number].encoded else number for number in found]
-        return tuple(found)
+        found = [n if n >= 0 and has_plain_storage(t) else -1 for n, t in zip(numbers, wrote, strict=False)]
+        if not all(n < 0 or _is_of(t, moves[n], smaller) for n, t in zip(found, wrote, strict=False)):
+            return None
+        return (*found, *[-1] * (len(wrote) - len(found)))
 
     def move(self, tape: Any, number: int, tensor: torch.Tensor, is_loose: bool) -> None:
         """Store the value of ``tensor``, and have the tape fetch it where it is read.

@@ -142,7 +142,7 @@ class Profiler(Interceptor):
         self._first_saved: int | None = None  # by the first forward, so many tensors; once another begins
         self._forwards, self._on_end = forwards, on_end
         self.runs_backwards = self._goes_on = forwards is not None  # such a step ends when `run` does
-        self._stack = ExitStack()
+        self._stack, self._has_scopes = ExitStack(), False
         self.saved = SavedTensors(self.tracer)
         self._checkpoint_calls: Any = weakref.WeakSet()
         self._reentrant_calls: set[Any] = set()
@@ -253,6 +253,10 @@ class Profiler(Interceptor):
 
     def _watch_writes(self) -> None:
         """The forward is over: writes to what replays start from are watched from here on."""
+        if self._has_scopes:  # whose operations wait to run again, whether anybody needs them or not
+            self.tape.core.forget_unasked()
+        else:
+            self.tape.core.forget_ended()
         self.tape.core.watch()
         watch_writes()
 
@@ -295,7 +299,11 @@ class Profiler(Interceptor):
         records = in_forward and not call.info.is_view
         if records:
             self._ran_here[torch.is_grad_enabled()] += 1
-        ran = self._run_recorded(call, cost) if records else self._run(call, cost, warm=not in_forward)
+        ran = (
+            self._run_recorded(call, cost, bool(evicted))
+            if records
+            else self._run(call, cost, warm=not in_forward)
+        )
         if not ran.made and not call.written:
             return ran.result
         left_bytes = self.costs.left_bytes if cost.in_place else 0
@@ -320,15 +328,19 @@ class Profiler(Interceptor):
         result = self.costs.run(cost, call.func, call.args, call.kwargs, warm)
         return self._outcome(call, result, flat_results(result), None)
 
-    def _run_recorded(self, call: Call, cost: MeasuredCost) -> _Outcome:
+    def _run_recorded(self, call: Call, cost: MeasuredCost, evicted: bool) -> _Outcome:
         """Run an operation of the forward, with a node for its replays; where that has yet to be trusted, run
         it twice. One that does not reproduce gets no node.
+
+        Args:
+            call, cost: the operation.
+            evicted: a scope around it evicts what it writes.
         """
         node = self.tape.node_of(call)
         overwritten = self.tape.overwritten_by(call)
         before = self.tape.copies_of(overwritten) if node is not None else []
         if node is not None:
-            self.tape.begin(node, call, pins=False)
+            self.tape.begin(node, call, evicted, self.governor)
             node.core.collective = call.info.collective
         self.tape.before_overwriting(overwritten)
         special = None if node is None else node.special
@@ -434,9 +446,15 @@ class Profiler(Interceptor):
 
     @contextmanager
     def scope(self, director: Any) -> Iterator[None]:
-        """A checkpointing scope within the step."""
+        """A checkpointing scope within the step. What is there when it begins stays, as where scopes run
+        without a limit; and what is left of it when it ends, unless another scope is around it.
+        """
+        self._has_scopes = True
+        self.tape.core.boundary()
         with self.tracer.scope(director):
             yield
+        if not self.tracer.scopes:
+            self.tape.core.boundary()
 
     # ---- saved tensors ---------------------------------------------------------------------------
 

@@ -70,6 +70,7 @@ class Recorder(Interceptor):
         self.around_unpack, self.mover = around_unpack, mover
         self._ran = [0, 0]
         self._program: Sequence[ProgramStep] = ()
+        self._smaller = False
         self.core = self._make_core()
         if director is None and not self.check:
             self.cpp = self.core
@@ -100,7 +101,7 @@ class Recorder(Interceptor):
             smaller: the step is smaller than the one that was planned for. What the plan evicts then goes
                 first when memory is short, where a governor tells when that is.
         """
-        self._program = steps or ()
+        self._program, self._smaller = steps or (), smaller
         made = program if program is not None or steps is None else program_of(steps)
         self.core.set_program(made, smaller)
 
@@ -147,6 +148,8 @@ class Recorder(Interceptor):
         """The forward is over: writes to what replays start from are watched from here on."""
         if self.governor is None:
             self.tape.core.forget_unasked()
+        else:
+            self.tape.core.forget_ended()
         self.tape.core.watch()
         watch_writes()
 
@@ -174,7 +177,7 @@ class Recorder(Interceptor):
         overwritten = tape.overwritten_by(call)
         before = tape.copies_of(overwritten) if node is not None else []
         if node is not None:
-            tape.begin(node, call, pins)
+            tape.begin(node, call, pins, self.governor)
             node.core.collective = info.collective
         tape.before_overwriting(overwritten)
         result = run_first(None if node is None else node.special, proceed, call)
@@ -192,9 +195,6 @@ class Recorder(Interceptor):
             for _, tensor in fresh:
                 tape.note_uninitialized(tensor)
         tape.forget(overwritten, info)
-        if self.mover is not None and step is not None and step.moves:
-            with unseen():
-                self._move(step, call, fresh)
         verifies = node is not None and tape.verify and not info.collective
         if node is not None and verifies and not tape.reproduces(node, call, flat, before):
             node = None
@@ -203,6 +203,9 @@ class Recorder(Interceptor):
         elif not info.uninitialized:
             for _, tensor in fresh:
                 tape.core.source(tensor, True)
+        if self.mover is not None and step is not None and step.moves:
+            with unseen():
+                self._move(step, call, fresh)
         return result
 
     def _run_aside(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -238,12 +241,17 @@ class Recorder(Interceptor):
         if step is None or len(step.stored) != writes:
             return [EVICTED if self.governor is None else NONE] * writes
         goes = EVICTED if self.core.strict else EVICTED_FIRST
-        return [STORED if stored else goes for stored in step.stored]
+        return [STORED if stored or not step.replayed else goes for stored in step.stored]
 
     def _move(self, step: ProgramStep, call: Call, fresh: list[tuple[int, torch.Tensor]]) -> None:
-        """Have the mover store the values just written that the plan moves."""
+        """Have the mover store the values just written that the plan moves. Where these are others than the
+        plan's, the step has departed from it.
+        """
         wrote = [tensor for _, tensor in fresh] + call.written
-        moves = self.mover.moves_of(step.moves, wrote, self.core.departed)
+        moves = self.mover.moves_of(step.moves, wrote, self._smaller)
+        if moves is None:
+            self.core.depart()
+            return
         if call.info.collective and any(number >= 0 for number in moves):  # its results are copied below
             wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         for place, (number, tensor) in enumerate(zip(moves, wrote, strict=True)):

@@ -133,16 +133,18 @@ class Tape:
         node.special.written.append(made)
         return made
 
-    def begin(self, node: Node, call: Call, pins: bool) -> None:
+    def begin(self, node: Node, call: Call, pins: bool, governor: Any = None) -> None:
         """The call of a node is about to run.
 
         Args:
             node, call: the recorded call.
             pins: a plan or a scope runs it again, so that what it reads is held from now on.
+            governor: may evict copies that are held so.
         """
         node.core = self.core.node(node.special, node.inputs, torch.is_grad_enabled())
         if pins:
-            self.core.pin(node.core, [tensor for tensor in call.inputs if id(tensor) not in call.unread])
+            read = [tensor for tensor in call.inputs if id(tensor) not in call.unread]
+            self.core.pin(node.core, read, governor)
 
     def copies_of(self, overwritten: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each tensor that a call is about to overwrite, with a copy: a second run starts from it. None where

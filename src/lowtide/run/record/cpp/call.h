@@ -41,20 +41,34 @@ struct Geometry {
   c10::DimVector sizes, strides;
   int64_t offset;
   at::ScalarType dtype;
+  bool conjugate, negative;
 
   explicit Geometry(const Tensor& t)
-      : sizes(t.sizes()), strides(t.strides()), offset(t.storage_offset()), dtype(t.scalar_type()) {}
+      : sizes(t.sizes()),
+        strides(t.strides()),
+        offset(t.storage_offset()),
+        dtype(t.scalar_type()),
+        conjugate(t.is_conj()),
+        negative(t.is_neg()) {}
 
   Tensor over(const Tensor& base) const {
     if (base.scalar_type() != dtype) {
       Tensor empty = at::empty({0}, base.options().dtype(dtype));
       empty.set_(base.storage(), offset, sizes, strides);
-      return empty;
+      return marked(std::move(empty));
     }
-    if (base.sizes() == sizes && base.strides() == strides && base.storage_offset() == offset) return base;
+    bool same = base.sizes() == sizes && base.strides() == strides && base.storage_offset() == offset;
+    if (same && base.is_conj() == conjugate && base.is_neg() == negative) return base;
     auto made = base.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
     made->set_sizes_and_strides(sizes, strides, offset);
-    return Tensor(std::move(made));
+    return marked(Tensor(std::move(made)));
+  }
+
+ private:
+  Tensor marked(Tensor made) const {
+    if (made.is_conj() != conjugate) made._set_conj(conjugate);
+    if (made.is_neg() != negative) made._set_neg(negative);
+    return made;
   }
 };
 
@@ -88,6 +102,18 @@ inline bool is_number(const IValue& value) {
       value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
 }
 
+inline at::Scalar number_in(const Tensor& wrapped) {  // whose tensor would count as live bytes
+  switch (wrapped.scalar_type()) {
+    case at::kDouble: return *wrapped.const_data_ptr<double>();
+    case at::kLong: return *wrapped.const_data_ptr<int64_t>();
+    case at::kBool: return *wrapped.const_data_ptr<bool>();
+    case at::kComplexDouble: return *wrapped.const_data_ptr<c10::complex<double>>();
+    default: break;
+  }
+  Unseen unseen;
+  return wrapped.item();
+}
+
 inline Tensors flat_results(const Stack& stack, size_t from) {
   Tensors found;
   for (size_t at = from; at < stack.size(); ++at) {
@@ -106,8 +132,9 @@ struct RecordedCall {
     Geometry geometry;
   };
   OperatorHandle op;
-  Stack arguments;  // empty at the places of tensors
+  Stack arguments;  // empty at the places of tensors, and of numbers in their place
   std::vector<Place> places;
+  c10::SmallVector<std::pair<size_t, at::Scalar>, 1> numbers;  // with their places among the arguments
   // Records an argument without its tensors.
   void add(const IValue& argument) {
     if (argument.isTensorList()) {
@@ -115,7 +142,10 @@ struct RecordedCall {
     } else if (argument.isOptionalTensorList()) {
       std::vector<std::optional<Tensor>> blank(argument.toListRef().size());
       arguments.emplace_back(c10::List<std::optional<Tensor>>(blank));
-    } else if (argument.isTensor() && argument.toTensor().defined() && !is_number(argument)) {
+    } else if (is_number(argument)) {
+      numbers.push_back({arguments.size(), number_in(argument.toTensor())});
+      arguments.emplace_back();
+    } else if (argument.isTensor() && argument.toTensor().defined()) {
       arguments.emplace_back();
     } else {
       arguments.push_back(argument);
@@ -128,6 +158,11 @@ struct RecordedCall {
     for (IValue& argument : stack) {
       if (argument.isTensorList()) argument = argument.toTensorList().copy();
       else if (argument.isOptionalTensorList()) argument = argument.toOptionalTensorList().copy();
+    }
+    for (auto& [place, number] : numbers) {
+      Tensor made = c10::scalar_to_tensor(number);
+      made.unsafeGetTensorImpl()->set_wrapped_number(true);
+      stack[place] = std::move(made);
     }
     for (const Place& place : places) {
       IValue& argument = stack[place.argument];

@@ -228,6 +228,7 @@ class Governor {
   double replayed_seconds = 0;
   std::optional<Excess> excess;  // the largest
   long replayed = 0, ran = 0;    // operations
+  long searches = 0;             // for what is cheapest
 
   void follow(const std::shared_ptr<Tape>& tape) { tapes_.push_back(tape); }
 
@@ -336,6 +337,7 @@ class Governor {
 
   // Evicts the cheapest copies for so many bytes; whether any went. Cheap ones bring few others back on the way.
   bool evict(int64_t bytes, bool cheap) {
+    ++searches;
     std::vector<ValuePtr> values = living();
     double newest = 0;
     for (auto& one : copies_) newest = std::max(newest, one.order);

@@ -93,14 +93,10 @@ NodePtr special_node(Tape& tape, py::object special, std::vector<ValuePtr> input
   return node;
 }
 
-void start_from(Tape& tape, const NodePtr& node, const std::vector<Tensor>& tensors) {
-  for (const Tensor& tensor : tensors) {
-    Value* value = tape.shown(storage_key(tensor));
-    if (value == nullptr || !value->node || value->cached.defined() || value->plan != Plan::Stored) continue;
-    Tensor copy = tape.natural ? shared(tensor) : Tensor();
-    keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(tensor));
-  }
-  tape.pin(*node);
+void start_from(const std::shared_ptr<Tape>& tape, const NodePtr& node, const std::vector<Tensor>& tensors,
+                const std::shared_ptr<Governor>& governor) {
+  for (const Tensor& tensor : tensors) keep_read(tape, tensor, governor.get());
+  tape->pin(*node);
 }
 
 ValuePtr wrote(Tape& tape, const NodePtr& node, const Tensor& tensor, int64_t extent, int plan) {
@@ -229,6 +225,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("forget", &Tape::forget)
       .def("forget_all", &Tape::forget_all)
       .def("forget_unasked", &Tape::forget_unasked)
+      .def("forget_ended", py::overload_cast<>(&Tape::forget_ended))
       .def("before_update",
            [](Tape& tape, const Tensor& tensor) {
              if (Value* old = tape.replayable(storage_key(tensor))) {
@@ -242,7 +239,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
            },
            "key"_a, "emptied"_a = false)
       .def("node", &special_node, "special"_a, "inputs"_a, "grad"_a)
-      .def("pin", &start_from)
+      .def("pin", &start_from, "node"_a, "tensors"_a, "governor"_a)
+      .def("boundary", &Tape::boundary)
       .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a)
       .def("evict", [](Tape& tape, Value& value) { return tape.evict(value); })
       .def("watch", [](const std::shared_ptr<Tape>& tape) { watched.add(tape); });
@@ -261,6 +259,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("plain_bytes", &Governor::plain_bytes)
       .def_property_readonly("evicted", &Governor::evicted)
       .def_readonly("replayed", &Governor::replayed)
+      .def_readonly("searches", &Governor::searches)
       .def("want", py::overload_cast<int64_t>(&Governor::want))
       .def("relieve", &Governor::relieve)
       .def("list", &Governor::list)

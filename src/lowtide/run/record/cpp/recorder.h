@@ -47,6 +47,15 @@ class Facts {
 };
 inline Facts& facts = *new Facts;  // about PyTorch, for the life of the process
 
+// A node that runs again reads a tensor: what the plan stores of it has a copy from now on.
+inline void keep_read(const std::shared_ptr<Tape>& tape, const Tensor& tensor, Governor* governor) {
+  Value* value = tape->replayable(storage_key(tensor));
+  if (value == nullptr || value->cached.defined() || value->plan != Plan::Stored) return;
+  Tensor copy = tape->natural ? shared(tensor) : Tensor();
+  keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(tensor));
+  if (governor != nullptr) governor->list(tape, ValuePtr::reclaim_copy(value));
+}
+
 struct Program {  // a plan's: the operations that write something, in order
   struct Operation {
     std::optional<OperatorHandle> op;
@@ -115,7 +124,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // What the plan says of a value of the next operation, by its place.
   Plan plan_of(const Program::Operation* known, size_t place, size_t writes) const {
     if (known == nullptr || known->stored.size() != writes) return governor() ? Plan::None : Plan::Evicted;
-    if (known->stored[place]) return Plan::Stored;
+    if (known->stored[place] || !known->replayed) return Plan::Stored;
     return smaller_ ? Plan::EvictedFirst : Plan::Evicted;
   }
 
@@ -318,6 +327,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     auto node = c10::make_intrusive<Node>();
     node->call.emplace(RecordedCall{op});
     if (!describe(*node, *stack)) return false;
+    if (!governor() || (known != nullptr && known->replayed && !smaller_)) pin(*node);
     ValuePtr old = target == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(tape().shown(target->key));
     bool strict = !governor() || (known != nullptr && known->replayed && !smaller_);
     if (strict) pin(*node);  // before the call takes its arguments off the stack
@@ -358,13 +368,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
   // A node that a plan runs again counts among the readers of what it reads from now on.
   void pin(Node& node) {
-    for (auto& one : tensors_) {
-      Value* value = tape().shown(one.key);
-      if (value == nullptr || !value->node || value->cached.defined() || value->plan != Plan::Stored) continue;
-      Tensor copy = tape().natural ? shared(*one.tensor) : Tensor();
-      keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(*one.tensor));
-      if (governor()) governor()->list(step_->tape, ValuePtr::reclaim_copy(value));
-    }
+    for (auto& one : tensors_) keep_read(step_->tape, *one.tensor, governor());
     tape().pin(node);
   }
 

@@ -57,6 +57,7 @@ class Evicted {
   Evicted(const Evicted&) = delete;
   ~Evicted() {
     count_off();
+    step_->tape->forget_ended(*value_);
     --step_->handles;
   }
 

@@ -156,6 +156,12 @@ inline c10::Stream stream_of(const Tensor& tensor) {  // on which this thread co
   return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
 }
 
+inline Tensor bytes_of(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
+  c10::InferenceMode tracked(false);
+  auto options = at::TensorOptions().device(storage->device()).dtype(at::kByte);
+  return at::empty({0}, options).set_(c10::Storage(storage));
+}
+
 inline bool has_streams(const Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_meta(); }
 
 inline void keep_cached(Value& value, Tensor copy) {
@@ -167,6 +173,7 @@ inline void keep_cached(Value& value, Tensor copy) {
 inline Tensor locked(const Value& source, c10::Device device, at::ScalarType dtype) {
   auto storage = source.storage.lock();
   if (!storage || source.spoiled || source.counter.current_version() != source.version) return {};
+  c10::InferenceMode tracked(false);  // the program may be in it
   auto options = at::TensorOptions().device(device).dtype(dtype);
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
@@ -330,6 +337,14 @@ class Tape {
     return value;
   }
 
+  // What has been recorded so far is no part of what comes: what still shows stays where that reads or saves
+  // it, though it was to be evicted.
+  void boundary() {
+    for (auto& [_, value] : shown_) {
+      if (value->plan == Plan::Evicted) value->plan = Plan::Stored;
+    }
+  }
+
   // A recorded call is about to overwrite a value that it may read again.
   void before_update(Value& old, const Tensor& tensor);
 
@@ -337,9 +352,7 @@ class Tape {
   void spoil(Value& value) {
     auto storage = value.storage.lock();
     if (storage && !value.shown.defined()) {
-      value.shown = value.cached.defined()
-          ? value.cached
-          : at::empty({0}, at::TensorOptions().device(storage->device()).dtype(at::kByte)).set_(c10::Storage(storage));
+      value.shown = value.cached.defined() ? value.cached : bytes_of(storage);
     }
     value.cached.reset();
     bury(std::move(value.node));
@@ -360,8 +373,23 @@ class Tape {
     std::sort(order.rbegin(), order.rend());
     for (auto& [_, key] : order) {
       auto found = shown_.find(key);
-      if (found->second.use_count() == 1) shown_.erase(found);
+      if (found->second.use_count() == 1 || found->second->storage.expired()) shown_.erase(found);
     }
+  }
+
+  // The same for values whose storages have ended: no operation will read or save them. What nobody else holds
+  // goes, and with it the nodes that waited to run again for it.
+  void forget_ended() {
+    for (auto one = shown_.begin(); one != shown_.end();) {
+      if (one->second->storage.expired()) one = shown_.erase(one);
+      else ++one;
+    }
+  }
+
+  void forget_ended(const Value& value) {  // it has one reader less
+    if (!value.storage.expired()) return;
+    auto found = shown_.find(reinterpret_cast<uintptr_t>(value.storage._unsafe_get_target()));
+    if (found != shown_.end() && found->second.get() == &value) shown_.erase(found);
   }
 
   void forget_all() {
@@ -454,10 +482,7 @@ class Tape {
 
   void enter(uintptr_t key, ValuePtr value) {
     if (shown_.size() > most_) {
-      for (auto one = shown_.begin(); one != shown_.end();) {
-        if (one->second->storage.expired()) one = shown_.erase(one);
-        else ++one;
-      }
+      forget_ended();
       most_ = 64 + 2 * shown_.size();
     }
     shown_.insert_or_assign(key, std::move(value));
@@ -470,6 +495,7 @@ class Tape {
 };
 
 inline Tensor own_bytes(const Tensor& tensor) {  // over a copy of its storage
+  c10::InferenceMode tracked(false);
   int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
   Tensor copy = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1}).clone();
   return Geometry(tensor).over(copy);
@@ -482,13 +508,22 @@ inline bool share_bytes(const Tensor& one, const Tensor& other) {
   return at(one) == at(other);
 }
 
+// Autograd's handles of the value show what is written, as in a plain step: where their version counters do not
+// tell of it, it lies beside what they show (chunks of one storage), or came through `.data`.
 inline void Tape::before_update(Value& old, const Tensor& tensor) {
-  if (old.cached.defined() && share_bytes(old.cached, tensor)) drop_shared(old);
+  bool shares = old.cached.defined() && share_bytes(old.cached, tensor);
+  bool whole = tensor.numel() * static_cast<int64_t>(tensor.element_size()) == old.nbytes;
+  if (old.saved > 0 && !old.shown.defined() && (shares || whole)) {
+    Tensor bytes = bytes_of(tensor.storage().getWeakStorageImpl().lock());
+    Tensor apart = natural ? shared(bytes) : Tensor();
+    old.shown = apart.defined() ? std::move(apart) : std::move(bytes);
+  }
+  if (shares) drop_shared(old);
 }
 
 // The bytes of a value's copy are about to change.
 inline void Tape::drop_shared(Value& value) {
-  if (value.readers == value.saved) return value.cached.reset();  // their version check tells
+  if (value.readers == value.saved) return value.cached.reset();  // these show what is written
   if (closure(value, value.plan == Plan::Evicted).possible) give_up(value);
   else keep_cached(value, own_bytes(value.cached));
 }
@@ -528,9 +563,7 @@ inline void Tape::before_change(uintptr_t key, Change how) {
   if (value->saved > 0 && !value->shown.defined()) {
     // a plain step would show what is written, where no version counter tells of it
     if (shares) value->shown = value->cached;
-    else if (program)
-      value->shown = at::empty({0}, at::TensorOptions().device(program->device()).dtype(at::kByte))
-                         .set_(c10::Storage(program));
+    else if (program) value->shown = bytes_of(program);
   }
   if (shares) drop_shared(*value);
   shown_.erase(key);
