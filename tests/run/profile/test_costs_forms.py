@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.run.record.cpp_recorder import cpp_recorder
 from torch import nn
 
 import lowtide

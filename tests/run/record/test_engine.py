@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.run.record.cpp_recorder import AnyProgram, cpp_recorder
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lowtide.run.record.replay import with_generator
 from torch import nn
 
 import lowtide

@@ -327,7 +327,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     auto node = c10::make_intrusive<Node>();
     node->call.emplace(RecordedCall{op});
     if (!describe(*node, *stack)) return false;
-    if (!governor() || (known != nullptr && known->replayed && !smaller_)) pin(*node);
     ValuePtr old = target == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(tape().shown(target->key));
     bool strict = !governor() || (known != nullptr && known->replayed && !smaller_);
     if (strict) pin(*node);  // before the call takes its arguments off the stack

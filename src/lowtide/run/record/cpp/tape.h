@@ -546,6 +546,7 @@ inline void Tape::before_change(uintptr_t key, Change how) {
                                            : own_bytes(value->held);
       value->counter = copy.unsafeGetTensorImpl()->version_counter();
       value->version = static_cast<uint32_t>(copy._version());
+      value->storage = weak_storage(copy);  // the program's shows other bytes from now on
       if (has_streams(copy)) value->stream = stream_of(copy);
       value->held = std::move(copy);
     } else {
