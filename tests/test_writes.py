@@ -10,9 +10,8 @@ import torch
 from names_seen import Names
 
 from lowtide import private
-from lowtide.interception import watch_writes
+from lowtide.interception import any_watched, watch_writes
 from lowtide.run.record.tape import Tape
-from lowtide.writes import any_watched
 
 
 @pytest.fixture(autouse=True)
