@@ -108,12 +108,12 @@ class PlanBook:
             for extension in self.maker.extensions:
                 extension.begins(entry)
             entry.facts.backward_unseen |= backward_unseen
-            how = self._how(entry, shared or entry.facts.backward_unseen or prepared)
+            how = self._how(entry, shared or entry.facts.backward_unseen or prepared, shared)
             entry.is_asked = False
             self.latest = entry.planned or self.latest
             return how
 
-    def _how(self, entry: Entry, unseen: bool) -> How:
+    def _how(self, entry: Entry, unseen: bool, shared: bool) -> How:
         if entry.graph is not None and entry.planned_for != self.maker.version:
             self._plan(entry)
         if entry.is_listened and not (unseen and entry.state is State.PLANNED):
@@ -123,7 +123,7 @@ class PlanBook:
         assert entry.planned is not None
         plan, limit = entry.planned.plan, self.maker.budget_bytes
         roomy = limit is None or plan.predicted_peak_bytes <= _ROOMY * limit
-        may_exceed = entry.exceeded or entry.facts.may_differ
+        may_exceed = entry.exceeded or entry.facts.may_differ or shared
         return How.PASS if plan.changes_nothing and roomy and not may_exceed else How.FOLLOW
 
     def _plan(self, entry: Entry) -> None:
@@ -253,7 +253,9 @@ class PlanBook:
 
     # ---- a step has ended ------------------------------------------------------------------------
 
-    def see(self, entry: Entry, foreseen: bool, took_bytes: int | None, recorded: bool) -> None:
+    def see(
+        self, entry: Entry, foreseen: bool, took_bytes: int | None, recorded: bool, again: bool = False
+    ) -> None:
         """A step has ended.
 
         Args:
@@ -261,15 +263,15 @@ class PlanBook:
             foreseen: it followed its plan to the end.
             took_bytes: its peak, resident bytes included; ``None`` where that is not known.
             recorded: its operations were recorded.
+            again: it was told of before, and has taken more since.
         """
         with self.lock:
             limit = self.maker.budget_bytes
             above = limit is not None and took_bytes is not None and took_bytes > limit
             entry.exceeded |= above and not recorded
-            if foreseen and not (above and not recorded):
-                return
-            kind = entry.kind
-            kind.governed += 1
-            kind.listens = kind.governed + 1 in _LISTENED and kind.plans < _MOST_PLANS
-            if above and took_bytes is not None and self.maker.asked.word == "min":
+            kind, was_foreseen = entry.kind, foreseen and not (above and not recorded)
+            if not was_foreseen and not again:
+                kind.governed += 1
+                kind.listens |= kind.governed + 1 in _LISTENED and kind.plans < _MOST_PLANS
+            if not was_foreseen and above and took_bytes is not None and self.maker.asked.word == "min":
                 self.maker.raise_to(took_bytes)

@@ -502,8 +502,9 @@ class Limiter:
     def _on_step_end(self, step: PlannedStep) -> None:
         """A backward of a step has ended."""
         self._note_others(step)
-        self.measured_bytes = took = step.measured_bytes
-        self.book.see(step.entry, step.is_foreseen, took, step.recorder is not None)
+        took, again = step.measured_bytes, step.told_bytes is not None
+        self.measured_bytes = step.told_bytes = took
+        self.book.see(step.entry, step.is_foreseen, took, step.recorder is not None, again)
         governor = step.governor
         if governor is not None and self.maker.asked.share and governor.has_widened:
             self.maker.raise_to(governor.wished_bytes + step.resident_bytes)

@@ -196,6 +196,7 @@ class PlannedStep(StepWatch):
         mover: what moves values of its forwards, where the plan does; an extension sets it.
         resident_bytes: what was there before the step.
         measured_bytes: the step's peak, resident bytes included; ``None`` where that is not known.
+        told_bytes: the same when a backward of it had ended last.
         is_abandoned: never; each forward has a backward of its own, or takes part in the step's.
     """
 
@@ -225,7 +226,9 @@ class PlannedStep(StepWatch):
         self.recorder: Recorder | None = None
         self.governor: Any = None
         self.gathered: set[Any] = set()
-        self._make_governor, self._ran = governor, 0
+        self._make_governor: Callable[[Any, int], Any] | None = governor
+        self._ran = 0
+        self.told_bytes: int | None = None
         self.first, self._times = planned is not None and planned.history.steps == 0, False
         self.mover: Mover | None = None
         self._inputs, self._verify = inputs, verify
@@ -302,8 +305,9 @@ class PlannedStep(StepWatch):
             self._times = planned.history.times_next
             if self._times:
                 planned.history.timed = self
-        if self.is_measured:
-            self.governor = self._make_governor(self.live_source(), self.resident_bytes)
+        make, self._make_governor = self._make_governor, None  # it holds the inputs
+        if self.is_measured and make is not None:
+            self.governor = make(self.live_source(), self.resident_bytes)
         self.recorder = Recorder(
             tape=Tape(gathered=self.gathered),
             check=self._verify == "always",
@@ -351,10 +355,12 @@ class PlannedStep(StepWatch):
     def close(self) -> None:
         """Stop measuring memory, and see no more operations."""
         if self.recorder is not None:
-            self.recorder.stop()
+            self.recorder.ends()
+        if self.is_measured and self.backwards and self.measured_bytes != self.told_bytes:
+            self._on_end(self)  # it has taken more since: a backward that no output has shown, say
         super().close()
 
     def ends_backward(self) -> None:
         """A backward has ended: where nothing is left that could be evicted, no more operations are seen."""
         if self.recorder is not None and not self.recorder.core.handles:
-            self.recorder.stop()
+            self.recorder.ends()

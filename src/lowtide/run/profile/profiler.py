@@ -246,7 +246,6 @@ class Profiler(Interceptor):
             pack = self.pack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
             self.core.pack_hook = pack
-            stack.callback(setattr, self.core, "pack_hook", None)
             self.core.in_forward = True
             stack.callback(setattr, self.core, "in_forward", False)
             yield
@@ -540,6 +539,7 @@ class Profiler(Interceptor):
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
             self._stack.close()
+            self.tape.core.forget_unasked()
 
     def graph(self) -> StepGraph:
         """The step; gradients that it left in the model have their parameters' names."""

@@ -144,6 +144,11 @@ class Recorder(Interceptor):
         finally:
             self.director = before
 
+    def ends(self) -> None:
+        """The step is over: see no more operations, and hold nothing that no saved tensor needs."""
+        self.stop()
+        self.tape.core.forget_unasked()
+
     def _watch(self) -> None:
         """The forward is over: writes to what replays start from are watched from here on."""
         if self.governor is None:

@@ -209,7 +209,14 @@ class Governor {
         resident_(resident),
         share_(share),
         open_(open),
-        widens_(widens) {}
+        widens_(widens) {
+    // a register of its own: that of the step may be closed while another one shares the governor
+    if (live_.is_cheap() && forms_->meter().open != nullptr) mark_ = forms_->meter().open();
+  }
+  Governor(const Governor&) = delete;
+  ~Governor() {
+    if (mark_ >= 0) forms_->meter().close(mark_);
+  }
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
   int64_t room() const { return room_; }
@@ -223,7 +230,7 @@ class Governor {
   }
   bool has_widened() const { return widened_; }
   bool is_open() const { return open_; }  // the budget is not known yet
-  int64_t live() const { return live_(); }
+  int64_t live() const { return mark_ >= 0 ? forms_->meter().live(mark_) : live_(); }
   long evicted() const { return gone_; }
   double replayed_seconds = 0;
   std::optional<Excess> excess;  // the largest
@@ -242,6 +249,10 @@ class Governor {
     want(form.need_bytes, op, is_new);
     if (!is_new) {
       run();
+      if (live_.is_cheap()) {
+        int64_t above = live() - room_;
+        if (above > 0) note_excess(op.schema().name(), form.need_bytes, above, false);
+      }
       return form.seconds;
     }
     return learn(key, form, op, run);
@@ -264,7 +275,7 @@ class Governor {
     if (!live_.is_cheap()) {  // between two looks live bytes rise by what operations need, at most
       left_ -= need;
       if (left_ >= 0) return;
-    } else if (live_() + need <= room_) {
+    } else if (live() + need <= room_) {
       return;
     }
     int64_t above = relieve(need);
@@ -272,17 +283,17 @@ class Governor {
   }
 
   void want(int64_t need) {  // of what is no operation of its own
-    if (live_() + need > room_) relieve(need);
+    if (live() + need > room_) relieve(need);
   }
 
   // Evicts until so many bytes are free. Returns how many are missing then.
   int64_t relieve(int64_t need) {
     py::gil_scoped_acquire gil;
-    int64_t above = live_() + need - room_;
+    int64_t above = live() + need - room_;
     if (above > 0 && (!nothing_free_ || ++since_ >= PATIENCE)) {
       since_ = 0;
       for (bool cheap : {true, false}) {
-        while (above > 0 && evict(above + (room_ >> MORE), cheap)) above = live_() + need - room_;
+        while (above > 0 && evict(above + (room_ >> MORE), cheap)) above = live() + need - room_;
       }
       nothing_free_ = above > 0;  // until there is another copy, or some operations later: owners let go
     }
@@ -445,7 +456,7 @@ class Governor {
     if (mark >= 0) {
       int64_t peak = meter.peak(mark), left = meter.live(mark);
       meter.close(mark);
-      if (int64_t above = live_() - left + peak - room_; above > 0 && peak > form.need_bytes)
+      if (int64_t above = live() - left + peak - room_; above > 0 && peak > form.need_bytes)
         note_excess(op.schema().name(), peak, above, true);
       form.need_bytes = peak;
     }
@@ -456,6 +467,7 @@ class Governor {
   Live live_;
   std::shared_ptr<Forms> forms_;
   int64_t room_, wished_, resident_, left_ = 0, most_ = 0;
+  int mark_ = -1;
   double share_;
   bool open_, widens_, widened_ = false;
   std::vector<std::weak_ptr<Tape>> tapes_;

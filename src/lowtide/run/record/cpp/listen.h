@@ -72,7 +72,10 @@ class ProfileRecorder : public Recorder {
     p.cost = cost;
     const Fact& known = facts.of(op);
     find_reads(known);
-    bool took = forward ? record(known, nullptr, op, keys, stack, false) : run_aside(op, keys, stack);
+    bool records = forward || (backward_ && c10::GradMode::is_enabled() && governor());
+    bool took = records && (forward || is_recorded_in_backward(known))
+        ? record(known, nullptr, op, keys, stack, backward_)
+        : run_aside(op, keys, stack);
     p.overwritten.clear();
     p.first.reset();
     second_.clear();
@@ -89,6 +92,8 @@ class ProfileRecorder : public Recorder {
     parts_->costs.emplace(form_, std::move(cost));
     forget_call();
   }
+
+  std::pair<py::object, py::object> hooks() override { return {pack_hook, Recorder::hooks().second}; }
 
   bool learns() const override { return false; }  // they run twice
 
@@ -251,6 +256,11 @@ class ProfileRecorder : public Recorder {
       return id;
     }
   };
+
+  // Whether nothing that it overwrites is unknown to the tape.
+  bool is_recorded_in_backward(const Fact& fact) const {
+    return fact.plain && (fact.writes.empty() || target_of(fact) != nullptr);
+  }
 
   bool run_aside(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {  // it is not recorded
     measure(true, [&] { run_governed(op, keys, stack); });

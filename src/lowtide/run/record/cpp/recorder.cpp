@@ -23,7 +23,6 @@ namespace {
 
 constexpr auto PYTHON = DispatchKey::TESTING_ONLY_GenericWrapper;  // the key of Python's kernels
 
-thread_local std::weak_ptr<Recorder> current;
 thread_local int64_t current_task = -1;  // the backward for which `current` was looked up
 
 // Autograd may run a backward on threads of its own, which share Python's state of the thread that began it.

@@ -182,7 +182,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     return handle;
   }
 
-  std::pair<py::object, py::object> hooks();  // pack and unpack, as autograd calls them
+  virtual std::pair<py::object, py::object> hooks();  // pack and unpack, as autograd calls them
 
  protected:
   using Places = c10::SmallVector<size_t, 4>;
@@ -415,6 +415,17 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
 using Packer = Boxed<std::shared_ptr<Recorder>>;
 
+inline thread_local std::weak_ptr<Recorder> current;  // the one that is on for this thread
+
+void push_hooks_of(Recorder& recorder);
+
+// Where autograd makes a graph of this backward, what that saves may be evicted, too: until the node has run.
+inline void save_backward() {
+  if (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() == -1) return;
+  auto recorder = current.lock();
+  if (recorder && recorder->on && recorder->governor()) push_hooks_of(*recorder);
+}
+
 // Autograd calls these between two kernels.
 inline PyObject* packed(PyObject* packer, PyObject* tensor) {
   HANDLE_TH_ERRORS
@@ -426,12 +437,9 @@ inline PyObject* packed(PyObject* packer, PyObject* tensor) {
 inline PyObject* unpacked(PyObject*, PyObject* handle) {
   HANDLE_TH_ERRORS
   Unseen unseen;
+  save_backward();
   if (Kept* kept = Boxed<Kept>::in(handle)) return kept->back().release().ptr();
-  if (Evicted* evicted = Boxed<Evicted>::in(handle)) {
-    Tensor found = evicted->back();
-    evicted->save_backward();
-    return wrapped(found).release().ptr();
-  }
+  if (Evicted* evicted = Boxed<Evicted>::in(handle)) return wrapped(evicted->back()).release().ptr();
   return functions->unpack(py::handle(handle)).release().ptr();
   END_HANDLE_TH_ERRORS
 }
@@ -441,12 +449,8 @@ inline std::pair<py::object, py::object> Recorder::hooks() {
   return {function_of<&packed>("pack", Packer::of(shared_from_this())), back};
 }
 
-// Autograd makes a graph of this backward: what that saves may be evicted, too, until the node has run.
-inline void Evicted::save_backward() {
-  if (!c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() == -1) return;
-  auto recorder = step_->recorder.lock();
-  if (!recorder || !recorder->on || !recorder->governor()) return;
-  auto [pack, unpack] = recorder->hooks();
+inline void push_hooks_of(Recorder& recorder) {
+  auto [pack, unpack] = recorder.hooks();
   push_hooks(pack, unpack);
 }
 

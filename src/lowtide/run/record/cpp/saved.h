@@ -65,8 +65,6 @@ class Evicted {
   const Geometry& geometry() const { return geometry_; }
   bool is_behind() const { return counter_.current_version() == version_; }
 
-  void save_backward();
-
   Tensor back() {
     if (step_->on_unpack) step_->on_unpack();
     if (uint32_t now = counter_.current_version(); now != version_)
