@@ -92,7 +92,7 @@ def test_what_stops_while_others_run_alone_stays_stopped() -> None:
     one, other = Names(), Names()
     with one:
         other.start()
-        with alone():
+        with suspended():
             other.stop()
         assert interceptors() == [one]
     assert interceptors() == []

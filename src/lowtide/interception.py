@@ -232,7 +232,7 @@ class unseen:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def suspended() -> Iterator[None]:
     """Suspend the active interceptors for the block. Interceptors that become active within the block see its
     operations.
     """

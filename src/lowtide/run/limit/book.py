@@ -97,7 +97,7 @@ class PlanBook:
 
         Args:
             entry: of the step.
-            shared: other limited models take part in it.
+            shared: other limited models take part in it: it is not written down, since what they do would be, too.
             backward_unseen: its backward runs where no operation is intercepted.
             prepared: no step of the user's begins: a plan is made ahead, from one of lowtide's own.
 
@@ -108,7 +108,7 @@ class PlanBook:
             for extension in self.maker.extensions:
                 extension.begins(entry)
             entry.facts.backward_unseen |= backward_unseen
-            how = self._how(entry, shared or entry.facts.backward_unseen or prepared, shared)
+            how = self._how(entry, entry.facts.backward_unseen or prepared, shared)
             entry.is_asked = False
             self.latest = entry.planned or self.latest
             return how
@@ -116,7 +116,7 @@ class PlanBook:
     def _how(self, entry: Entry, unseen: bool, shared: bool) -> How:
         if entry.graph is not None and entry.planned_for != self.maker.version:
             self._plan(entry)
-        if entry.is_listened and not (unseen and entry.state is State.PLANNED):
+        if entry.is_listened and not (unseen and entry.state is State.PLANNED) and not shared:
             return How.ASIDE if unseen else How.LISTEN
         if entry.state is not State.PLANNED:
             return How.GOVERN
@@ -273,5 +273,6 @@ class PlanBook:
             if not was_foreseen and not again:
                 kind.governed += 1
                 kind.listens |= kind.governed + 1 in _LISTENED and kind.plans < _MOST_PLANS
-            if not was_foreseen and above and took_bytes is not None and self.maker.asked.word == "min":
+            needs = above or (limit is None and not was_foreseen)
+            if needs and took_bytes is not None and self.maker.asked.word == "min":
                 self.maker.raise_to(took_bytes)

@@ -21,10 +21,9 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide import budget as budgets
-from lowtide.errors import TraceError
 from lowtide.extension import Claim, Extension, Face
 from lowtide.graph import no_collection
-from lowtide.interception import alone, drop_idle_key
+from lowtide.interception import drop_idle_key, suspended
 from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
@@ -309,7 +308,9 @@ class Limiter:
         if shared:
             self._join(others)
         if how is How.ASIDE:
-            how = self._listen_aside(entry, inputs, shared)
+            with suspended():
+                self.prepare(inputs.args, inputs.kwargs)
+            how = How.FOLLOW
         if how is How.LISTEN:
             step: ProfiledStep | PlannedStep = self._begin_profiled(entry, inputs, others)
         else:
@@ -428,17 +429,6 @@ class Limiter:
             resident_bytes=resident_bytes,
             forms=self._forms,
         )
-
-    def _listen_aside(self, entry: Entry, inputs: Inputs, shared: bool) -> How:
-        """Write down a step of lowtide's own, before one of the user's that cannot be written down."""
-        try:
-            with alone():
-                self.prepare(inputs.args, inputs.kwargs)
-        except TraceError:
-            if not shared:
-                raise
-            return How.LISTEN  # a teacher takes no part in backward
-        return How.FOLLOW
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """Plan for steps with these arguments now: one is written down, and all state is restored afterwards.

@@ -229,6 +229,7 @@ class Governor {
     share_ = 0;
   }
   bool has_widened() const { return widened_; }
+  int64_t limit() const { return room_ + resident_; }
   bool is_open() const { return open_; }  // the budget is not known yet
   int64_t live() const { return mark_ >= 0 ? forms_->meter().live(mark_) : live_(); }
   long evicted() const { return gone_; }
@@ -361,7 +362,7 @@ class Governor {
     for (size_t at = 0; at < copies_.size(); ++at) heap_.push_back({price(copies_[at], *values[at]), at, 0});
     std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
     size_t gone = 1;
-    const int64_t most_missing = cheap ? room_ / 4 : std::numeric_limits<int64_t>::max() / 2;
+    const int64_t most_missing = cheap ? room_ / 4 : room_ / 2;
     while (!heap_.empty() && bytes > 0) {
       std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
       auto [known, at, asked] = heap_.back();

@@ -132,6 +132,7 @@ class Replay {
     if (made->readers > 0 && !made->cached.defined()) {
       keep_cached(*made, result);
       made->came_back();
+      tape_->comes_back(result, made);
       if (governor_) {
         governor_->list(tape_, made);
         governor_->changed();

@@ -82,10 +82,13 @@ struct Value : c10::intrusive_ptr_target {
     if (readers > 0 && --readers == 0) {
       came_back();
       cached.reset();
-      held.reset();
+      if (nbytes > FEW_BYTES) held.reset();
       emptied.reset();
     }
   }
+
+  // A source of so few bytes is held from the first: it costs less than what starts from it.
+  static constexpr int64_t FEW_BYTES = 4096;
 
   void went(const c10::intrusive_ptr<Ledger>& book) {  // it is evicted now
     if (ledger) return;
@@ -267,11 +270,11 @@ class Tape {
   Value* shown(uintptr_t key) {  // or null
     auto found = shown_.find(key);
     if (found == shown_.end()) return nullptr;
-    if (found->second->storage.expired()) {
+    if (found->second.storage.expired()) {
       shown_.erase(found);
       return nullptr;
     }
-    return found->second.get();
+    return found->second.value.get();
   }
 
   Value* replayable(uintptr_t key) {  // or null
@@ -320,8 +323,14 @@ class Tape {
     value->made_here = made_here;
     value->gathered = !gathered.empty() && gathered.count(storage_key(tensor));
     value->unit = unit;
-    enter(storage_key(tensor), value);
+    enter(storage_key(tensor), value, value->storage);
+    if (value->nbytes <= Value::FEW_BYTES && !value->gathered) hold(*value);
     return value;
+  }
+
+  // A copy of a value that came back: whoever reads it reads the value.
+  void comes_back(const Tensor& copy, ValuePtr value) {
+    enter(storage_key(copy), std::move(value), weak_storage(copy));
   }
 
   // What a node wrote to a tensor's storage: replayable as long as anybody may ask.
@@ -333,7 +342,7 @@ class Tape {
     value->storage = weak_storage(tensor);
     value->plan = plan;
     value->unit = unit;
-    enter(storage_key(tensor), value);
+    enter(storage_key(tensor), value, value->storage);
     return value;
   }
 
@@ -368,12 +377,12 @@ class Tape {
   void forget_unasked() {
     std::vector<std::pair<double, uintptr_t>> order;
     for (auto& [key, value] : shown_) {
-      if (value->node) order.emplace_back(value->node->order, key);
+      if (value.value->node) order.emplace_back(value.value->node->order, key);
     }
     std::sort(order.rbegin(), order.rend());
     for (auto& [_, key] : order) {
       auto found = shown_.find(key);
-      if (found->second.use_count() == 1 || found->second->storage.expired()) shown_.erase(found);
+      if (found->second.value.use_count() == 1 || found->second.storage.expired()) shown_.erase(found);
     }
   }
 
@@ -381,7 +390,7 @@ class Tape {
   // goes, and with it the nodes that waited to run again for it.
   void forget_ended() {
     for (auto one = shown_.begin(); one != shown_.end();) {
-      if (one->second->storage.expired()) one = shown_.erase(one);
+      if (one->second.storage.expired()) one = shown_.erase(one);
       else ++one;
     }
   }
@@ -399,7 +408,7 @@ class Tape {
 
   template <class With>
   void each_shown(With with) {
-    for (auto& [key, value] : shown_) with(key, *value);
+    for (auto& [key, shown] : shown_) with(key, *shown.value);
   }
 
   std::unordered_map<uintptr_t, bool> gathered;  // storages that sharded weights are gathered into
@@ -480,15 +489,20 @@ class Tape {
  private:
   void drop_shared(Value& value);
 
-  void enter(uintptr_t key, ValuePtr value) {
+  struct Shown {  // by a storage
+    ValuePtr value;
+    WeakStorage storage;
+  };
+
+  void enter(uintptr_t key, ValuePtr value, WeakStorage storage) {
     if (shown_.size() > most_) {
       forget_ended();
       most_ = 64 + 2 * shown_.size();
     }
-    shown_.insert_or_assign(key, std::move(value));
+    shown_.insert_or_assign(key, Shown{std::move(value), std::move(storage)});
   }
 
-  ska::flat_hash_map<uintptr_t, ValuePtr> shown_;
+  ska::flat_hash_map<uintptr_t, Shown> shown_;
   std::unordered_map<uintptr_t, WeakStorage> blank_;
   size_t most_ = 64;
   Walk walk_;
