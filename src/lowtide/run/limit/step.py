@@ -358,6 +358,8 @@ class PlannedStep(StepWatch):
             self.recorder.ends()
         if self.is_measured and self.backwards and self.measured_bytes != self.told_bytes:
             self._on_end(self)  # it has taken more since: a backward that no output has shown, say
+        if self.is_measured and self.governor is not None:
+            self.governor.leave()
         super().close()
 
     def ends_backward(self) -> None:

@@ -540,6 +540,8 @@ class Profiler(Interceptor):
             self.watch.close()
             self._stack.close()
             self.tape.core.forget_unasked()
+            if self.governor is not None:
+                self.governor.leave()
 
     def graph(self) -> StepGraph:
         """The step; gradients that it left in the model have their parameters' names."""

@@ -214,8 +214,10 @@ class Governor {
     if (live_.is_cheap() && forms_->meter().open != nullptr) mark_ = forms_->meter().open();
   }
   Governor(const Governor&) = delete;
-  ~Governor() {
-    if (mark_ >= 0) forms_->meter().close(mark_);
+  ~Governor() { close(); }
+  // A step that it held is over: with the last one it stops measuring.
+  void leave() {
+    if (--steps_ == 0) close();
   }
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
@@ -227,6 +229,7 @@ class Governor {
     resident_ += own_bytes;
     room_ = budget - resident_;
     share_ = 0;
+    ++steps_;
   }
   bool has_widened() const { return widened_; }
   int64_t limit() const { return room_ + resident_; }
@@ -338,6 +341,10 @@ class Governor {
   int64_t plain_bytes() const { return most_; }
 
  private:
+  void close() {
+    if (mark_ >= 0) forms_->meter().close(std::exchange(mark_, -1));
+  }
+
   struct Copy {
     WeakValue value;
     std::weak_ptr<Tape> tape;
@@ -468,7 +475,7 @@ class Governor {
   Live live_;
   std::shared_ptr<Forms> forms_;
   int64_t room_, wished_, resident_, left_ = 0, most_ = 0;
-  int mark_ = -1;
+  int mark_ = -1, steps_ = 1;
   double share_;
   bool open_, widens_, widened_ = false;
   std::vector<std::weak_ptr<Tape>> tapes_;

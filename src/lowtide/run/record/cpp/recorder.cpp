@@ -250,6 +250,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
            "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "widens"_a = true, "resident_bytes"_a = 0,
            "forms"_a)
       .def("join", &Governor::join)
+      .def("leave", &Governor::leave)
       .def_property_readonly("limit_bytes", &Governor::limit)
       .def_property_readonly("has_widened", &Governor::has_widened)
       .def_property_readonly("room_bytes", &Governor::room)
