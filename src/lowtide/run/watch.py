@@ -134,24 +134,22 @@ class StepWatch:
         self._on_end(self)
         self.close()
 
-    def follow(self, core: Any, several: bool) -> None:
-        """Add the time of a C++ recorder's replays to `replay_seconds`.
+    def follow(self, core: Any) -> None:
+        """Add the time of a C++ recorder's replays to `replay_seconds`. What backward asks the recorder for
+        begins a backward, too: that of a gradient penalty does not pass by the outputs, where hooks wait.
 
         Args:
             core: the C++ recorder.
-            several: more than one backward is expected. Then the first replay begins a backward, too: the
-                backward of a gradient penalty does not pass by the outputs, where hooks wait for it.
         """
         self.cores.append(core)
         watch = weakref.ref(self)  # which holds the recorder
 
         def begin() -> None:
             alive = watch()
-            if alive is not None:
+            if alive is not None and not any(one.in_forward for one in alive.cores):
                 alive.backward_begins()
 
-        if several:
-            core.on_unpack = begin
+        core.on_unpack = begin
 
     def is_pending(self) -> bool:
         """Whether no backward has begun, and one still can."""

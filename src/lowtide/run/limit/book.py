@@ -1,9 +1,9 @@
 """The plans of a limited model: a `PlanBook` of entries, one for each kind of step.
 
 In: the key of a step that begins; a step that was written down; a step that has ended. Out: the step's
-entry, and how the step runs (`How`). Plans are made between steps, before a key's next forward at the latest. Whatever
-a plan says, the governor holds the budget while a step runs (``run/record/cpp/governor.h``), so nothing is
-learnt from a step that took more.
+entry, and how the step runs (`How`). Plans are made between steps, before a key's next forward at the latest.
+Whatever a plan says, the governor holds the budget while a step runs (``run/record/cpp/governor.h``), so
+nothing is learnt from a step that took more.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PlanBook:
 
         Args:
             entry: of the step.
-            shared: other limited models take part in it: it is not written down, since what they do would be, too.
+            shared: other limited models take part in it. It is not written down: what they do would be, too.
             backward_unseen: its backward runs where no operation is intercepted.
             prepared: no step of the user's begins: a plan is made ahead, from one of lowtide's own.
 

@@ -234,7 +234,7 @@ class PlannedStep(StepWatch):
         self._inputs, self._verify = inputs, verify
         slab = 0 if planned is None else planned.plan.slab_bytes
         self.resident_bytes = inputs.resident_bytes() + entry.facts.outside_bytes + claimed_bytes + slab
-        self._smaller, self._several = planned is not None and inputs.key != planned.key, several
+        self._smaller = planned is not None and inputs.key != planned.key
 
     def takes_another(self) -> bool:
         """Whether a forward that begins now is one of this step: its backward is to come, and the user runs
@@ -314,7 +314,7 @@ class PlannedStep(StepWatch):
             mover=self.mover,
             governor=self.governor,
         )
-        self.follow(self.recorder.core, self._several)
+        self.follow(self.recorder.core)
 
     @property
     def compares(self) -> bool:
@@ -356,8 +356,6 @@ class PlannedStep(StepWatch):
         """Stop measuring memory, and see no more operations."""
         if self.recorder is not None:
             self.recorder.ends()
-        if self.is_measured and self.backwards and self.measured_bytes != self.told_bytes:
-            self._on_end(self)  # it has taken more since: a backward that no output has shown, say
         if self.is_measured and self.governor is not None:
             self.governor.leave()
         super().close()

@@ -13,7 +13,8 @@ struct Step {  // what the handles of one step share
   std::weak_ptr<Recorder> recorder;
   std::shared_ptr<Tape> tape;
   std::shared_ptr<Governor> governor;
-  py::object on_unpack;  // called whenever backward asks for an evicted tensor, if it is set
+  py::object on_unpack;  // called when another backward asks for a tensor first, if it is set
+  int64_t task = -1;     // the backward that asked last
   double seconds = 0;    // of replays
   long handles = 0;
 
@@ -66,7 +67,10 @@ class Evicted {
   bool is_behind() const { return counter_.current_version() == version_; }
 
   Tensor back() {
-    if (step_->on_unpack) step_->on_unpack();
+    if (int64_t task = torch::autograd::get_current_graph_task_id(); task != step_->task) {
+      step_->task = task;
+      if (step_->on_unpack && task != -1) step_->on_unpack();
+    }
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = value_->shown;
