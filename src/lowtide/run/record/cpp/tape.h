@@ -350,7 +350,7 @@ class Tape {
   // it, though it was to be evicted.
   void boundary() {
     for (auto& [_, value] : shown_) {
-      if (value->plan == Plan::Evicted) value->plan = Plan::Stored;
+      if (value.value->plan == Plan::Evicted) value.value->plan = Plan::Stored;
     }
   }
 
@@ -398,7 +398,7 @@ class Tape {
   void forget_ended(const Value& value) {  // it has one reader less
     if (!value.storage.expired()) return;
     auto found = shown_.find(reinterpret_cast<uintptr_t>(value.storage._unsafe_get_target()));
-    if (found != shown_.end() && found->second.get() == &value) shown_.erase(found);
+    if (found != shown_.end() && found->second.value.get() == &value) shown_.erase(found);
   }
 
   void forget_all() {
