@@ -1,8 +1,8 @@
 """Profile one step: run it for real, in little memory, and record its `StepGraph`.
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
-when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same bytes.
-So only user code itself holds the step's tensors, and a storage ends when user code releases it. A governor
+when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same
+bytes. So only user code itself holds the step's tensors, and a storage ends when user code releases it. A governor
 holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at the same
 sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
 recorder runs most others, on the same tape and the same lists (`run/record/cpp/listen.h`).
@@ -475,7 +475,7 @@ class Profiler(Interceptor):
 
     def _packed(self, tensor: torch.Tensor, droppable: bool) -> Any:
         """What is kept of a saved tensor, which a plan may evict if it is ``droppable``: its value on the
-        tape, or a tensor on a storage of its own, so that the program's storage ends where the program lets go.
+        tape, or a tensor on a storage of its own: the program's storage ends where the program lets go.
         """
         storage, tape = self.tracer.storage_of(tensor), self.tape
         key = private.storage_key(tensor)

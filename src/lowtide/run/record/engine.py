@@ -1,8 +1,8 @@
 """The executor in C++ (`cpp/`), which records the operations of limited steps, evicts, and brings back.
 
 In: what C++ has to know of Python (`engine`), a plan's program in its form (`program_of`), what the
-operations of a limit need (`forms`). C++ takes every operation that replays plainly. Everything else comes to Python
-(`lowtide.run.record.recorder`), on the same tape.
+operations of a limit need (`forms`). C++ takes every operation that replays plainly. Everything else comes to
+Python (`lowtide.run.record.recorder`), on the same tape.
 """
 
 from __future__ import annotations

@@ -551,6 +551,8 @@ inline void Tape::before_change(uintptr_t key, Change how) {
     if (how == Change::Emptied) {
       if (value->held.defined() && value->readers > 0 && !value->emptied.defined() && is_unchanged(*value))
         value->emptied = functions->fingerprint(wrapped(value->held), value->nbytes).cast<Tensor>();
+      else if (!value->emptied.defined())
+        value->spoiled = true;  // what is filled in may be other bytes: nothing is evicted that starts from it
       return;
     }
     if (value->emptied.defined()) return;  // it is filled again by writes
