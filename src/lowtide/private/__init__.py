@@ -23,6 +23,7 @@ from lowtide.private.autograd import (
     node_key,
     replaying,
     replicate_by,
+    saving,
     set_grad_enabled,
     torch_checkpoint,
 )

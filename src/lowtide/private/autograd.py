@@ -54,6 +54,13 @@ def torch_checkpoint() -> Callable[..., Any] | None:
     return hooks[0]
 
 
+def saving(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
+    """A context in which autograd holds what ``pack`` makes of a tensor that it saves, and has ``unpack`` give
+    the tensor back.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves
     that backward.

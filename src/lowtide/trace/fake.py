@@ -196,7 +196,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
         with ExitStack() as stack:
             stack.enter_context(self.forward())
             stack.enter_context(self.following_modules())
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(private.saving(self.pack, self.unpack))
             stack.enter_context(self)
             yield self
 

@@ -244,7 +244,7 @@ class Profiler(Interceptor):
                 if compiled := private.compiled_among(model.modules()):
                     stack.enter_context(left_alone(compiled, self.opaque_call))
             pack = self.pack
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, unpack))
+            stack.enter_context(private.saving(pack, unpack))
             self.core.pack_hook = pack
             self.core.in_forward = True
             stack.callback(setattr, self.core, "in_forward", False)

@@ -167,5 +167,5 @@ def unseen_by_checkpoint() -> Iterator[None]:
     if private.torch_checkpoint() is None:
         yield
         return
-    with torch.autograd.graph.saved_tensors_hooks(keep, unpack):
+    with private.saving(keep, unpack):
         yield

@@ -124,7 +124,7 @@ class Recorder(Interceptor):
         with ExitStack() as stack:
             stack.callback(self._watch)
             stack.callback(private.before_storage_resizes(self.tape.before_resize))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
+            stack.enter_context(private.saving(pack, back))
             self.core.in_forward = True
             stack.callback(setattr, self.core, "in_forward", False)
             yield
