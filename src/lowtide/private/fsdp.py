@@ -61,18 +61,30 @@ def units(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 @contextmanager
 def around_units(
-    model: torch.nn.Module, begins: Callable[[], None], ended: Callable[[], None]
+    model: torch.nn.Module,
+    begins: Callable[[int, Iterable[tuple[str, torch.Tensor]]], None],
+    ended: Callable[[], None],
 ) -> Iterator[None]:
     """Within the block, call ``begins`` where the forward of a unit begins, when its weights have just been
     gathered, and ``ended`` after it. Methods that were given to `register_fsdp_forward_method` count as
     forwards: they pass by the module's hooks, and ask FSDP's state.
+
+    Args:
+        model: has the units.
+        begins: is given a number of the unit, and what its weights are gathered into (`gathered`).
+        ended: takes no arguments.
     """
+
+    def begins_with(state: Any) -> Callable[..., None]:
+        return lambda *_: begins(id(state), _gathered_by([state]))
+
     with ExitStack() as stack:
         for unit in units(model):  # behind its own hook, which gathers
-            stack.callback(unit.register_forward_pre_hook(lambda *_: begins()).remove)
+            state = unit._get_fsdp_state()  # pyright: ignore
+            stack.callback(unit.register_forward_pre_hook(begins_with(state)).remove)
             stack.callback(unit.register_forward_hook(lambda *_: ended()).remove)
         for state in _states(model):
-            for name, call in (("_pre_forward", begins), ("_post_forward", ended)):
+            for name, call in (("_pre_forward", begins_with(state)), ("_post_forward", ended)):
                 state.__dict__[name] = _followed_by(getattr(state, name), call)
                 stack.callback(state.__dict__.pop, name)
         yield
@@ -111,7 +123,11 @@ def gathered(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that the weights of a model are gathered into, so far as they were made, with the name of a
     parameter of each. Their storages stay, and have bytes only while a unit is whole.
     """
-    for group in _groups(_states(model)):
+    yield from _gathered_by(_states(model))
+
+
+def _gathered_by(states: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    for group in _groups(states):
         for parameter in group.fsdp_params:
             name = getattr(parameter, "_param_fqn", None) or ""
             inner = getattr(parameter, "_unsharded_inner_tensors", ())

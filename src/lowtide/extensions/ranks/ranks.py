@@ -16,7 +16,7 @@ one of them refuses fails on all. FSDP's begin with one plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -160,7 +160,16 @@ class Ranks(Extension):
             yield
             return
         step.gathered = {storage_key(tensor) for _, tensor in fsdp.gathered(self.model)}
-        with fsdp.around_units(self.model, step.unit_changes, step.unit_changes):
+
+        def begins(unit: int, gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
+            if step.recorder is not None:
+                step.recorder.tape.unit_begins(unit, (tensor for _, tensor in gathered))
+
+        def ends() -> None:
+            if step.recorder is not None:
+                step.recorder.tape.unit_ends()
+
+        with fsdp.around_units(self.model, begins, ends):
             yield
 
     # ---- a plan ----------------------------------------------------------------------------------

@@ -347,11 +347,6 @@ class PlannedStep(StepWatch):
         else:
             recorder.follow(None)
 
-    def unit_changes(self) -> None:
-        """Another unit of FSDP runs from here on."""
-        if self.recorder is not None:
-            self.recorder.tape.core.unit += 1
-
     def close(self) -> None:
         """Stop measuring memory, and see no more operations."""
         if self.recorder is not None:

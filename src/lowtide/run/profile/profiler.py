@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -239,8 +239,8 @@ class Profiler(Interceptor):
             stack.enter_context(tracer.following_modules())
             if (model := tracer.model) is not None:
                 if private.may_shard():
-                    self._note_gathered()
-                    stack.enter_context(private.around_units(model, self._note_gathered, self.tape.unit_ends))
+                    self._note_gathered(private.gathered(model))
+                    stack.enter_context(private.around_units(model, self._unit_begins, self.tape.unit_ends))
                 if compiled := private.compiled_among(model.modules()):
                     stack.enter_context(left_alone(compiled, self.opaque_call))
             pack = self.pack
@@ -259,12 +259,15 @@ class Profiler(Interceptor):
         self.tape.core.watch()
         watch_writes()
 
-    def _note_gathered(self) -> None:
-        """A unit of FSDP may begin: note the storages that the model's weights are gathered into by now."""
-        model = self.tracer.model
-        for name, tensor in private.gathered(model) if model is not None else ():
+    def _note_gathered(self, gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Note storages that weights are gathered into, with the names of the weights."""
+        for name, tensor in gathered:
             self.tape.note_gathered(self.tracer.gathers(tensor, name))
-        self.tape.unit_begins()
+
+    def _unit_begins(self, unit: int, gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """A unit of FSDP begins, whose weights have been gathered."""
+        self._note_gathered(gathered)
+        self.tape.unit_begins(unit)
 
     @property
     def governs(self) -> bool:

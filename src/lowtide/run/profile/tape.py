@@ -61,10 +61,3 @@ class ProfiledTape(Tape):
         self.core.forget(storage.key)
         self.core.gather(storage.key)
 
-    def unit_begins(self) -> None:
-        """A unit of FSDP begins: its weights are there until it ends, and again in its backward."""
-        self.core.unit += 1
-
-    def unit_ends(self) -> None:
-        """A unit of FSDP has ended."""
-        self.core.unit += 1

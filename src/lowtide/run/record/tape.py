@@ -66,6 +66,32 @@ class Tape:
         for key in gathered:
             self.core.gather(key)
         self.findings: dict[str, str] = {}
+        self._outer: list[tuple[int, int]] = []  # units of FSDP around the one that runs, and their runs
+        self._runs = 0
+
+    # ---- units of FSDP ---------------------------------------------------------------------------
+
+    def unit_begins(self, unit: int, gathered: Iterable[torch.Tensor] = ()) -> None:
+        """A unit of FSDP begins: its weights are there until it ends, and again in its backward.
+
+        Args:
+            unit: which.
+            gathered: what its weights were gathered into.
+        """
+        core = self.core
+        for tensor in gathered:
+            if not core.is_gathered(key := private.storage_key(tensor)):
+                core.forget(key)
+                core.gather(key)
+        self._outer.append((core.unit, core.run))
+        if unit != core.unit:  # else one of several modules of the unit
+            self._runs += 1
+            core.unit, core.run = unit, self._runs
+
+    def unit_ends(self) -> None:
+        """The unit has ended; the one around it goes on."""
+        if self._outer:
+            self.core.unit, self.core.run = self._outer.pop()
 
     # ---- operations ------------------------------------------------------------------------------
 

@@ -81,7 +81,6 @@ NodePtr special_node(Tape& tape, py::object special, std::vector<ValuePtr> input
   auto node = c10::make_intrusive<Node>();
   node->special = std::move(special);
   node->order = tape.order++;
-  node->unit = tape.unit;
   node->grad = grad;
   for (auto& value : inputs) {
     bool known = std::any_of(node->inputs.begin(), node->inputs.end(), [&](auto& one) { return one == value; });
@@ -95,7 +94,7 @@ NodePtr special_node(Tape& tape, py::object special, std::vector<ValuePtr> input
 void start_from(const std::shared_ptr<Tape>& tape, const NodePtr& node, const std::vector<Tensor>& tensors,
                 const std::shared_ptr<Governor>& governor) {
   for (const Tensor& tensor : tensors) keep_read(tape, tensor, governor.get());
-  tape->pin(*node);
+  tape->pin(*node, tape->run);
 }
 
 ValuePtr wrote(Tape& tape, const NodePtr& node, const Tensor& tensor, int64_t extent, int plan) {
@@ -192,6 +191,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_readonly("verify", &Tape::verify)
       .def_readwrite("order", &Tape::order)
       .def_readwrite("unit", &Tape::unit)
+      .def_readwrite("run", &Tape::run)
       .def_readwrite("natural", &Tape::natural)
       .def_property("alone", [](const Tape& tape) { return tape.ledger->alone; },
                     [](Tape& tape, bool alone) { tape.ledger->alone = alone; })

@@ -194,7 +194,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   };
 
   void keep_or_evict(const Tensor& tensor, const ValuePtr& value) {
-    value->crosses |= value->unit != tape().unit;
+    value->crosses |= value->run != tape().run;
     if (value->cached.defined()) return;
     if (value->plan == Plan::Evicted && tape().evict(*value)) return;
     Tensor copy = tape().natural ? shared(tensor) : Tensor();
@@ -346,7 +346,6 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     }
     size_t writes = places.size() + (target != nullptr);
     node->order = tape().order++;
-    node->unit = tape().unit;
     node->grad = c10::GradMode::is_enabled();
     for (size_t at = 0; at < places.size(); ++at) {
       const Tensor& result = results[places[at]];
@@ -368,7 +367,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // A node that a plan runs again counts among the readers of what it reads from now on.
   void pin(Node& node) {
     for (auto& one : tensors_) keep_read(step_->tape, *one.tensor, governor());
-    tape().pin(node);
+    tape().pin(node, tape().run);
   }
 
   // What the call overwrites, if its value is recomputable; or null.

@@ -65,11 +65,12 @@ struct Value : c10::intrusive_ptr_target {
   int64_t digest = 0;
   long readers = 0;             // handles, and pinned nodes
   long saved = 0;               // handles
-  int32_t unit = 0;             // of FSDP, in which it was made or gathered
+  int64_t unit = 0;             // of FSDP, in which it was made or first read
+  int32_t run = 0;              // of that unit
   at::ScalarType dtype = at::kByte;  // of a source
   Plan plan = Plan::None;
   bool has_digest = false, made_here = false, gathered = false, spoiled = false, listed = false,
-       crosses = false;  // another unit of FSDP saves it, without its weights
+       crosses = false;  // another run of a unit needs it, perhaps without the weights of its own
 
   Value() : storage(c10::intrusive_ptr<c10::StorageImpl>()) {}
   ~Value() override { clear(); }
@@ -114,7 +115,6 @@ struct Value : c10::intrusive_ptr_target {
 
 struct Node : c10::intrusive_ptr_target {
   double order = 0, seconds = 0;
-  int32_t unit = 0;
   bool waits = false, exact = true, grad = true, collective = false;
   c10::SmallVector<ValuePtr, 4> inputs;
   std::optional<RecordedCall> call;
@@ -261,7 +261,8 @@ class Tape {
 
   const bool verify;
   double order = 0;
-  int32_t unit = 0;
+  int64_t unit = 0;  // of FSDP that runs now, and the number of its run
+  int32_t run = 0;
   bool natural = false;  // somebody watches how long the program's own storages live
   c10::intrusive_ptr<Ledger> ledger = c10::make_intrusive<Ledger>();
 
@@ -323,6 +324,7 @@ class Tape {
     value->made_here = made_here;
     value->gathered = !gathered.empty() && gathered.count(storage_key(tensor));
     value->unit = unit;
+    value->run = run;
     enter(storage_key(tensor), value, value->storage);
     if (value->nbytes <= Value::FEW_BYTES && !value->gathered) hold(*value);
     return value;
@@ -342,6 +344,7 @@ class Tape {
     value->storage = weak_storage(tensor);
     value->plan = plan;
     value->unit = unit;
+    value->run = run;
     enter(storage_key(tensor), value, value->storage);
     return value;
   }
@@ -418,7 +421,6 @@ class Tape {
   // planned: ranks that share a plan run the collectives that it pins again together.
   Closure closure(Value& value, bool planned = false) {
     Closure found;
-    int32_t unit = value.unit;
     walk_(
         value,
         [&](Node& node) {
@@ -430,7 +432,7 @@ class Tape {
           return found.possible;
         },
         [&](Value& source) {
-          bool there = !source.gathered || (source.unit == unit && !value.crosses);
+          bool there = !source.gathered || (source.unit == value.unit && !value.crosses);
           bool gone = !can_start_from(source) || !there;
           if (gone) found.possible = false;
           else if (!source.held.defined() && source.made_here) found.pins_bytes += source.nbytes;
@@ -443,11 +445,12 @@ class Tape {
   void pin(Value& value) {
     walk_(
         value,
-        [&](Node& node) { return pin(node), true; },
+        [&](Node& node) { return pin(node, value.run), true; },
         [](Value&) { return true; });
   }
 
-  void pin(Node& node) {
+  void pin(Node& node, int32_t for_run) {  // which may run again where that run of a unit has its backward
+    for (auto& input : node.inputs) input->crosses |= input->run != for_run;
     if (std::exchange(node.waits, true)) return;
     for (auto& input : node.inputs) {
       input->add_reader();
