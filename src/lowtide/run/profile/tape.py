@@ -60,4 +60,3 @@ class ProfiledTape(Tape):
         """A sharded weight was gathered into a storage: no replay brings it back."""
         self.core.forget(storage.key)
         self.core.gather(storage.key)
-
