@@ -343,7 +343,8 @@ class PlannedStep(StepWatch):
         planned, number = self.planned, self._ran
         self._ran += 1
         if planned is not None and planned.has_forward(number, inputs.key):
-            recorder.follow(*planned.programs[number], smaller=self._smaller or number > 0)
+            another = number > 0 and bool(planned.later_keys)  # of the user's, perhaps a smaller one
+            recorder.follow(*planned.programs[number], smaller=self._smaller or another)
         else:
             recorder.follow(None)
 
