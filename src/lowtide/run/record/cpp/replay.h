@@ -132,7 +132,7 @@ class Replay {
     if (made->readers > 0 && !made->cached.defined()) {
       keep_cached(*made, result);
       made->came_back();
-      tape_->comes_back(result, made);
+      if (is_read_again_) tape_->comes_back(result, made);
       if (governor_) {
         governor_->list(tape_, made);
         governor_->changed();
@@ -145,6 +145,7 @@ class Replay {
   ValuePtr value_;  // it keeps the values that it depends on alive
   std::shared_ptr<Tape> tape_;
   std::shared_ptr<Governor> governor_;
+  const bool is_read_again_ = c10::GradMode::is_enabled();  // by a graph that this backward makes
   std::vector<std::pair<double, Node*>> order_;
   ska::flat_hash_map<Value*, Known> values_;
 };

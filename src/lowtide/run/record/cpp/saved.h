@@ -85,7 +85,7 @@ class Evicted {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();
     Tensor base = Replay(value_, step_->tape, step_->governor).run();
-    step_->tape->comes_back(base, value_);
+    if (c10::GradMode::is_enabled()) step_->tape->comes_back(base, value_);
     step_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     return base;
   }
