@@ -139,7 +139,8 @@ def test_backwards_in_two_parts_keep_to_the_budget(schedule: str) -> None:
         for row in rows:
             assert row["same"] and row["again"], row
             # a schedule holds gradients of the step before until the next one begins
-            assert row["took"] <= row["measured"] == row["predicted"] <= row["limit"], row
+            assert row["took"] <= row["measured"] <= row["limit"], row
+            assert abs(row["measured"] - row["predicted"]) <= 0.01 * row["predicted"], row
         assert rows[-1]["step"] < plain, rows
 
 

@@ -214,10 +214,9 @@ def fsdp_blocks(rank: int) -> None:
     for options in ({}, {"reshard_after_forward": False}):
         expected = train(sharded(make(), **options), rank)
         model = sharded(make(), **options)
-        handles = [lowtide.limit_memory(block, policy="full") for block in model.blocks]
-        found = train(model, rank)
-        assert equal(expected, found), options
-        assert all(handle.plan is not None and handle.plan.replayed for handle in handles)
+        for block in model.blocks:  # steps that limited models share are held by a governor alone
+            lowtide.limit_memory(block, policy="full")
+        assert equal(expected, train(model, rank)), options
 
 
 def fsdp_whole(rank: int) -> None:

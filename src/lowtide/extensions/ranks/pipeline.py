@@ -144,3 +144,7 @@ class PipelineStep(PlannedStep):
         """The schedule has returned: the step is over."""
         self.ends()
         self.cores.clear()
+        super().ends_backward()
+
+    def ends_backward(self) -> None:
+        """A backward of a micro-batch has ended, and the schedule runs others."""
