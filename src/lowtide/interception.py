@@ -437,13 +437,15 @@ def _register() -> None:
     registered.definitions = definitions
 
 
-def register_ahead() -> None:
+def register_ahead() -> bool:
     """Do now what the first interceptor of a process would wait for, a tenth of a second. Where the C++
-    recorder has to be compiled first, that is left to the first that needs it.
+    recorder has to be compiled first, that is left to the first that needs it. Returns whether it is done.
     """
     with _LOCK:
-        if _registration.cache_info().currsize or not takes_long(_RECORDER, "torch"):
+        done = bool(_registration.cache_info().currsize) or not takes_long(_RECORDER, "torch")
+        if done:
             _register()
+        return done
 
 
 def _put_kernels(registered: _Registered, new: set[str]) -> None:

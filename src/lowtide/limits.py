@@ -13,7 +13,6 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.extension import Extension
-from lowtide.interception import register_ahead
 from lowtide.meter.resident import model_device
 from lowtide.plan import POLICIES, check_seconds
 from lowtide.plan.data import Plan
@@ -27,6 +26,7 @@ from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
+from lowtide.run.profile.costs import load_ahead
 from lowtide.run.record.special import Verify, check_verify
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ def limit_memory(
     limiter = kind(*given, **settings)
     handle = _begun(limiter)
     limiter.engagement.begin()
-    register_ahead()
+    load_ahead(model_device(model))
     if why_eager is not None:
         limiter.warn_once(why_eager)
     if says_it_checkpoints(model):  # others show it in their first step

@@ -1,4 +1,4 @@
-"""Autograd's engine does what `lowtide.private.autograd` says."""
+"""Autograd's engine does what `lowtide.private.dispatch` says."""
 
 from __future__ import annotations
 

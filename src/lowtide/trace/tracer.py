@@ -12,10 +12,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +23,8 @@ from lowtide import accelerator, private
 from lowtide.graph import Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.meter.resident import gradient_of
 from lowtide.ops import Call, enter, has_plain_storage
-from lowtide.trace.modules import following_modules, tensor_names
+from lowtide.trace.modules import calling_line, following_modules, tensor_names
 from lowtide.trace.results import loss_in, loss_of, plain_leaves, tensors_returned
-from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
 from lowtide.trace.transforms import in_place, with_gathered
 from lowtide.trace.untouched import Gradients
 
@@ -36,6 +35,60 @@ OPAQUE = "it was made by code that the dispatcher does not see"
 _BEHIND = "what autograd saved of it is overwritten through .data"
 _RESIZED = "the program resizes a storage that it reads or writes"
 _INNER = "it runs in a backward inside the step, which is not recorded"
+
+CostFigures = tuple[float, int, tuple[int, ...]]
+"""What an operation takes: seconds, scratch bytes, blocks, as `lowtide.graph.Operation` has them."""
+
+
+class TracedStorage(weakref.ref[torch.UntypedStorage]):
+    """A storage of the step, while it lives.
+
+    Attributes:
+        key: as of `lowtide.private.storage_key`.
+        number: its id in the graph.
+        value: the id of its newest value.
+        phase: in which phase an operation of the step made it, or empty: it was resident before the step.
+        resized: user code resizes it.
+        gathered: sharded weights are gathered into it.
+    """
+
+    __slots__ = ("gathered", "key", "number", "phase", "resized", "value")
+    gathered: bool
+    key: int
+    number: int
+    value: int
+    phase: str
+    resized: bool
+
+
+@dataclass(slots=True)
+class TracedOperation:
+    """As `lowtide.graph.Operation`, of which it has name, reads, writes, phase, module, random, reason,
+    source and region; the rest is known at the end.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    phase: Literal["forward", "backward"]
+    module: str
+    random: bool
+    reason: str
+    source: str
+    region: int | None
+
+
+@dataclass(slots=True)
+class TracedValue:
+    """As `lowtide.graph.Value`, of which it has storage, version, producer, shape and dtype; the rest is
+    known at the end.
+    """
+
+    storage: int
+    version: int
+    producer: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class Tracer:
@@ -63,7 +116,7 @@ class Tracer:
         handed_out: by the key of an unpacked tensor's storage the id of its value, and what removes it.
         modules: names of the modules whose forwards are under way, outermost first.
         backward_module: name of the module whose saved tensor backward asked for last.
-        files: of code that was met, its file (`lowtide.trace.traced`).
+        files: of code that was met, its file (`calling_line`).
         scopes: directors of the checkpointing scopes that are open.
 
     The C++ recorder (`run/record/cpp/profile.h`) reads the slots.

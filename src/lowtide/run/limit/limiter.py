@@ -28,9 +28,8 @@ from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit.book import PlanBook
-from lowtide.run.limit.calls import LIMITED, Calls
+from lowtide.run.limit.calls import LIMITED, Calls, Engagement
 from lowtide.run.limit.checks import no_replicas
-from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.entry import Entry, How, Planned
 from lowtide.run.limit.key import Inputs, Members
 from lowtide.run.limit.planning import PlanMaker
@@ -425,7 +424,7 @@ class Limiter:
             room,
             share=share,
             is_open=limit is None,
-            widens=limit is None or not self.maker.raises_together,
+            widens=limit is None or not (self.extensions and self.maker.raises_together),
             resident_bytes=resident_bytes,
             forms=self._forms,
         )

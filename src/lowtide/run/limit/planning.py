@@ -228,7 +228,7 @@ class PlanMaker:
     @property
     def raises_together(self) -> bool:
         """Whether other ranks hold the same number of bytes."""
-        return any(extension.raises_together for extension in self.extensions)
+        return any(map(attrgetter("raises_together"), self.extensions))
 
     @property
     def is_awaited(self) -> bool:
@@ -242,7 +242,9 @@ class PlanMaker:
 
     def _refusal(self, limit: int | None) -> BudgetError | None:
         """Why what an extension claims cannot be held within the budget; ``None`` where all can."""
-        for extension in self.extensions if limit is not None else ():
+        if limit is None:
+            return None
+        for extension in self.extensions:
             if (found := extension.refusal(limit)) is not None:
                 return found
         return None

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from lowtide.extension import Extension
@@ -26,7 +26,6 @@ from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.calls import govern
 from lowtide.run.limit.entry import Entry, How
 from lowtide.run.limit.key import Inputs, StepKey
-from lowtide.run.mover import Mover
 from lowtide.run.profile.profiler import Profiler
 from lowtide.run.record.handles import unseen_by_checkpoint
 from lowtide.run.record.recorder import Recorder
@@ -34,6 +33,9 @@ from lowtide.run.record.special import Verify
 from lowtide.run.record.tape import Tape
 from lowtide.run.watch import StepWatch
 from lowtide.trace.results import tensors_returned
+
+if TYPE_CHECKING:
+    from lowtide.run.mover import Mover
 
 
 class Sharing(Protocol):
@@ -215,8 +217,9 @@ class PlannedStep(StepWatch):
         shared: bool = False,
     ) -> None:
         planned = entry.planned if how is not How.GOVERN else None
-        for extension in extensions if planned is not None else ():
-            extension.prepare(planned.plan, inputs.members.device)
+        if planned is not None:
+            for extension in extensions:
+                extension.prepare(planned.plan, inputs.members.device)
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)

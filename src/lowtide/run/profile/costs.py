@@ -24,7 +24,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide.graph import Storage
-from lowtide.interception import proceed, unseen
+from lowtide.interception import proceed, register_ahead, unseen
 from lowtide.meter import Peak, counting_allocator, measurable, peaks
 from lowtide.meter.allocator import Moments
 from lowtide.ops import (
@@ -37,15 +37,14 @@ from lowtide.ops import (
     op_info,
     written_tensors,
 )
-from lowtide.run.profile.saved import SavedTensors
-from lowtide.run.profile.tape import ProfiledTape
+from lowtide.run.profile.saved import ProfiledTape, SavedTensors
 from lowtide.run.record.engine import engine
 from lowtide.run.tensor_bytes import digest_address
 from lowtide.run.watch import weakly
 from lowtide.trace.clock import Clock
+from lowtide.trace.modules import calling_line
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.traced import CostFigures, TracedOperation, TracedStorage, TracedValue, calling_line
-from lowtide.trace.tracer import Tracer
+from lowtide.trace.tracer import CostFigures, TracedOperation, TracedStorage, TracedValue, Tracer
 
 RUNS = 5
 """How many runs of calls that cost the same are measured: more of them say little more."""
@@ -343,6 +342,16 @@ def reads_values(func: Any) -> bool:
 def may_be_meeting(call: Call) -> bool:
     """Whether a call in a backward may be autograd's engine's: it adds the gradients of two nodes."""
     return call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs
+
+
+def load_ahead(device: torch.device) -> None:
+    """Do now what the first limited step of a process would wait for, a tenth of a second. On a machine where
+    the C++ recorder has to be compiled first, that is left to the step.
+    """
+    if register_ahead():
+        _cpp_profile()
+        digest_address()
+        measurable(device)
 
 
 @cache

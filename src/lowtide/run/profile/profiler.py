@@ -37,8 +37,7 @@ from lowtide.run.profile.costs import (
     may_be_meeting,
     reads_values,
 )
-from lowtide.run.profile.saved import SavedTensor, SavedTensors
-from lowtide.run.profile.tape import ProfiledTape
+from lowtide.run.profile.saved import ProfiledTape, SavedTensor, SavedTensors
 from lowtide.run.record.engine import EVICTED, NONE
 from lowtide.run.record.handles import Attributed, Wrapped, kept, unpack
 from lowtide.run.record.recorder import CAPTURED
@@ -47,8 +46,7 @@ from lowtide.run.record.tape import Node
 from lowtide.run.tensor_bytes import Geometry, digest_of_shown
 from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import tensors_inside, tensors_returned
-from lowtide.trace.traced import CostFigures
-from lowtide.trace.tracer import Tracer
+from lowtide.trace.tracer import CostFigures, Tracer
 from lowtide.trace.untouched import Gradients
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor was resident before the step"

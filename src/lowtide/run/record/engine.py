@@ -18,7 +18,7 @@ from lowtide import interception, private
 from lowtide.ops import op_info, operation_named
 from lowtide.plan.data import ProgramStep
 from lowtide.run.record import values
-from lowtide.trace.traced import calling_line
+from lowtide.trace.modules import calling_line
 
 NONE, STORED, EVICTED, EVICTED_FIRST = range(4)
 """What a plan says of a value, as ``Plan`` of ``cpp/tape.h``: nothing; it stays until backward; it goes when

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +19,14 @@ from lowtide.errors import PlanError
 from lowtide.interception import Interceptor, proceed, unseen, watch_writes
 from lowtide.ops import Call, OpInfo, has_plain_storage, is_wrapper, op_info
 from lowtide.plan.data import ProgramStep
-from lowtide.run.record.directors import ScopeDirector
 from lowtide.run.record.engine import EVICTED, EVICTED_FIRST, NONE, STORED, engine, program_of
 from lowtide.run.record.handles import AroundUnpack, Attributed, Handle, Wrapped, kept
 from lowtide.run.record.special import flat_results, run_first
 from lowtide.run.record.tape import Tape
 from lowtide.run.tensor_bytes import digest
+
+if TYPE_CHECKING:
+    from lowtide.run.record.directors import ScopeDirector
 
 CAPTURED = (
     "a limited step (or a recomputing scope) runs while a CUDA graph is captured: the graph would keep this "
