@@ -146,7 +146,7 @@ class StepWatch:
 
         def begin() -> None:
             alive = watch()
-            if alive is not None and not any(one.in_forward for one in alive.cores):
+            if alive is not None and not any(map(attrgetter("in_forward"), alive.cores)):
                 alive.backward_begins()
 
         core.on_unpack = begin

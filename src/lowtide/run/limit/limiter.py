@@ -166,7 +166,7 @@ class Limiter:
         """
         if missing := self.face.missing(self, budget):
             self.maker.extend(*missing)
-        for extension in self.extensions:
+        for extension in self.maker.extensions:
             extension.given(budget)
 
     @property
@@ -226,7 +226,7 @@ class Limiter:
         """
         self.called = True
         with private.out_of_dynamo() as compiling:
-            inputs = Inputs(self.model, args, kwargs, compiling is not None, self.extensions)
+            inputs = Inputs(self.model, args, kwargs, compiling is not None, self.maker.extensions)
             if (result := self.calls.run_unlimited(self, inputs, compiling)) is not LIMITED:
                 return result
             if (step := self._finish_last()) is not None:
@@ -262,7 +262,7 @@ class Limiter:
         self.local.inside = True
         try:
             with ExitStack() as stack:
-                for extension in self.extensions if step is not None else ():
+                for extension in self.maker.extensions if step is not None else ():
                     stack.enter_context(extension.around(step))
                 yield
         finally:
@@ -355,12 +355,12 @@ class Limiter:
         """A step under the entry's plan, or under none."""
         if accelerator.is_accelerator(inputs.members.device):
             self.face.follow(self)
-        claim = self.maker.claim if self.extensions else Claim()
+        claim = self.maker.claim if self.maker.extensions else Claim()
         step = self._planned_step(
             entry,
             how,
             inputs,
-            self.extensions,
+            self.maker.extensions,
             self.verify,
             self._step_ended,
             partial(self._governor, entry, inputs, others),
@@ -424,7 +424,7 @@ class Limiter:
             room,
             share=share,
             is_open=limit is None,
-            widens=limit is None or not (self.extensions and self.maker.raises_together),
+            widens=limit is None or not (self.maker.extensions and self.maker.raises_together),
             resident_bytes=resident_bytes,
             forms=self._forms,
         )
@@ -439,7 +439,7 @@ class Limiter:
             BudgetError: no plan fits.
             TraceError: no loss can be found or made up.
         """
-        inputs = Inputs(self.model, args, kwargs, False, self.extensions)
+        inputs = Inputs(self.model, args, kwargs, False, self.maker.extensions)
         entry = self.book.find(inputs.key)
         if self.book.begin(entry, prepared=True) is How.ASIDE:
             own = inputs.resident_bytes()
