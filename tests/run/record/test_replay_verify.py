@@ -331,7 +331,7 @@ def test_verification_runs_each_operation_twice_and_only_in_the_first_step(every
         model(batch()).backward()
         model.zero_grad()
         counted.append(CALLS.count)
-    assert counted[0] > 2 and counted[1:] == [2] * 3  # the forward and its replay
+    assert counted[0] >= 2 and counted[1:] == [2] * 3  # the forward and its replay
 
 
 class Counter:
