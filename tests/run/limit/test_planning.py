@@ -32,6 +32,10 @@ def refused(model: torch.nn.Module, budget: int) -> BudgetError:
     return refusal.value
 
 
+STATES = 1 << 14
+"""Bytes of the random states that a step holds while it is looked at, of dropout's second runs."""
+
+
 def micro_steps(model: torch.nn.Module, budget: int) -> list[int]:
     """Peaks of the micro-steps of two optimizer steps within a budget, with what is resident before them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -59,7 +63,7 @@ def test_a_refusal_says_what_later_steps_may_take_besides() -> None:
     assert "Its peak is at" in refusal.detail and refusal.detail in str(refusal)
     assert refusal.smallest_bytes is not None
     budget = refusal.smallest_bytes + with_slack(gradients)
-    assert max(micro_steps(model, budget)) <= budget
+    assert max(micro_steps(model, budget)) <= budget + STATES
 
 
 @needs_meter
@@ -70,7 +74,7 @@ def test_the_second_micro_step_is_refused_with_what_will_do_for_all() -> None:
         micro_steps(small(), first)
     enough = refusal.value.smallest_bytes
     assert enough is not None and "steps after the first" not in str(refusal.value)
-    assert max(micro_steps(small(), enough)) <= enough
+    assert max(micro_steps(small(), enough)) <= enough + STATES
 
 
 @needs_meter
@@ -81,7 +85,7 @@ def test_gradients_that_stand_before_the_first_step_have_all_told_at_once() -> N
     enough = refused(model, 101).smallest_bytes
     assert enough is not None
     model.zero_grad(set_to_none=True)
-    assert max(micro_steps(model, enough)) <= enough
+    assert max(micro_steps(model, enough)) <= enough + STATES
 
 
 class Recurrent(nn.Module):
@@ -108,58 +112,32 @@ def test_weights_that_are_used_many_times_at_the_smallest_budget(dtype: torch.dt
     taken = []
     with warnings.catch_warnings():
         for number in range(6):  # the first is looked at, and says what it took
-            warnings.simplefilter("error" if number else "ignore", lowtide.LowtideWarning)
+            warnings.simplefilter("error" if number > 1 else "ignore", lowtide.LowtideWarning)
             if number % MICRO == 0:
                 model.zero_grad(set_to_none=True)
             resident = meter.resident_bytes(model) + x.nbytes
             measured = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
-            assert handle.plan is not None and handle.plan.budget_bytes is not None
-            taken.append((resident + measured, handle.plan.budget_bytes))
+            assert handle.budget_bytes is not None
+            taken.append((resident + measured, handle.budget_bytes))
     assert all(peak <= budget for peak, budget in taken[1:]), taken
 
 
 @needs_meter
-def test_where_no_better_plan_fits_a_step_above_its_budget_is_said_once() -> None:
-    """Bytes that no trace shows: held by the model from its second step on."""
-
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body, self.calls, self.held = small(), 0, None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if self.calls > 1:
-                with lowtide.interception.unseen():
-                    self.held = torch.empty(40_000 if self.calls < 8 else 80_000, dtype=torch.uint8)
-            loss = self.body(x)
-            return loss
-
-    model, data = Holds(), batch()
-    lowtide.limit_memory(model, "min", progress=False)
-    said = []
-    for _ in range(10):
-        model.zero_grad(set_to_none=True)
-        model.held = None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model(data).backward()
-        said.append(sum("a planned step took" in str(warning.message) for warning in caught))
-    assert said == [0, 1, 0, 0, 0, 0, 0, 1, 0, 0]
-
-
-@needs_meter
-def test_the_smallest_budget_is_said_to_be_that_of_one_kind() -> None:
+def test_the_smallest_budget_rises_where_a_step_needs_more() -> None:
     """A step that adds to gradients has them to hold beside it."""
     model = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
     data = torch.randn(512, 64)
     handle = lowtide.limit_memory(model, "min", progress=False)
-    with pytest.warns(lowtide.LowtideWarning, match="its kind keep to it, other kinds to their own smallest"):
-        model(data).sum().backward()
-    assert handle.plan is not None and handle.plan.budget_bytes is not None
-    first = handle.plan.budget_bytes
     model(data).sum().backward()
-    assert handle.plan.budget_bytes is not None and handle.plan.budget_bytes > first
+    first = handle.budget_bytes
+    assert first is not None
+    with pytest.warns(lowtide.LowtideWarning, match='the budget of "min" is .* a step needs more'):
+        model(data).sum().backward()
+    assert handle.budget_bytes is not None and handle.budget_bytes > first
+    risen = handle.budget_bytes
+    model.zero_grad()
+    model(data).sum().backward()
+    assert handle.budget_bytes == risen, "it never falls"
 
 
 @needs_meter
@@ -175,7 +153,7 @@ def test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more() -> None
             optimizer.step()
             optimizer.zero_grad()
     assert handle.plan.changes_nothing
-    assert handle.plan.plain_peak_bytes < resident + whole.peak_bytes <= 1.001 * handle.plan.budget_bytes
+    assert handle.plan.plain_peak_bytes < resident + whole.peak_bytes <= 1.001 * handle.budget_bytes
     handle.set_budget("90%")
     with pytest.raises(BudgetError, match=r"optimizer\.step"):
         model(batch(2))
@@ -185,7 +163,7 @@ def test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more() -> None
 def test_after_a_refusal_another_budget_is_planned_for_from_the_step_that_was_refused() -> None:
     model = small()
     handle: Any = lowtide.limit_memory(model, "1KiB", progress=False)
-    looks = lambda: sum(entry.seen.profiles for entry in handle._limiter.book.known.values())  # noqa: E731
+    looks = lambda: sum(entry.listened for entry in handle._limiter.book.known.values())  # noqa: E731
     for _ in range(2):  # the same budget: another step may be a shorter one
         with pytest.raises(BudgetError):
             model(batch()).backward()

@@ -116,7 +116,8 @@ class PlanBook:
     def _how(self, entry: Entry, unseen: bool, shared: bool) -> How:
         if entry.graph is not None and entry.planned_for != self.maker.version:
             self._plan(entry)
-        if entry.is_listened and not (unseen and entry.state is State.PLANNED) and not shared:
+        listens = entry.is_listened or (entry.state is State.NEW and self.maker.asked.given is None)
+        if listens and not (unseen and entry.state is State.PLANNED) and not shared:
             return How.ASIDE if unseen else How.LISTEN
         if entry.state is not State.PLANNED:
             return How.GOVERN

@@ -39,7 +39,7 @@ from lowtide.run.profile.aside import profile_aside
 from lowtide.run.record.engine import engine, forms
 from lowtide.run.record.special import Verify
 from lowtide.run.transforms import unused_bytes
-from lowtide.run.watch import weakly
+from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
@@ -342,7 +342,13 @@ class Limiter:
         self.extend(self.maker.budget)
         verify, ended = self.book.is_to_verify(entry), self._profile_ended
         governor = partial(self._governor, entry, inputs, others)
-        return ProfiledStep(entry, inputs, verify, ended, self.forwards, governor)
+        step = ProfiledStep(entry, inputs, verify, ended, self.forwards, governor)
+        self._expect_measured(step.profiler.watch)
+        return step
+
+    def _expect_measured(self, watch: StepWatch) -> None:
+        if self.maker.budget is not None and not watch.is_measured:
+            self.warn_once(UNMEASURED)
 
     def _begin_planned(
         self,
@@ -366,11 +372,11 @@ class Limiter:
             partial(self._governor, entry, inputs, others),
             claim.resident_bytes - claim.to_come_bytes,
             shared,
+            self.maker.asked,
         )
         if step.planned is not None:
             step.planned.history.read_clock(step.planned.step_graph.overhead_seconds)
-        if not step.is_measured and self.maker.budget is not None:
-            self.warn_once(UNMEASURED)
+        self._expect_measured(step)
         return step
 
     def _planned_step(self, *given: Any) -> PlannedStep:
@@ -486,7 +492,8 @@ class Limiter:
             governed = None if step.governor is None else self.measured_bytes
             own, later = step.resident_bytes, step.later_keys
             self.book.see_graph(entry, profiler, graph, own, unused, later, governed)
-        self._warn_above(step.governor, entry)
+        if step.governor is not None:  # else it was no more than looked at
+            self._warn_above(step.governor, entry)
 
     def _on_step_end(self, step: PlannedStep) -> None:
         """A backward of a step has ended."""
@@ -495,8 +502,12 @@ class Limiter:
         self.measured_bytes = step.told_bytes = took
         self.book.see(step.entry, step.is_foreseen, took, step.recorder is not None, again)
         governor = step.governor
-        if governor is not None and self.maker.asked.share and governor.has_widened:
-            self.maker.raise_to(governor.wished_bytes + step.resident_bytes)
+        asked = self.maker.asked
+        if asked.share and step.given == asked:
+            if governor is not None and governor.has_widened:
+                self.maker.raise_to(governor.wished_bytes + step.resident_bytes)
+            elif step.how is How.PASS and took is not None:  # a plain step
+                self.maker.raise_to(int(asked.share * took))
         self._warn_above(governor, step.entry)
 
     def _warn_above(self, governor: Any, entry: Entry) -> None:

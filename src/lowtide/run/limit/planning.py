@@ -46,7 +46,7 @@ _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
 
 _RAISED = 1.01
-"""By how much a share's bytes are raised before plans are made anew."""
+"""By how much the number is raised before that is said, and plans are made anew."""
 
 _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
@@ -173,6 +173,7 @@ class PlanMaker:
         self.model, self.policy, self.progress, self.plan_seconds = model, policy, progress, plan_seconds
         self.asked, self.version = budgets.Asked.of(budget), 0
         self.budget_bytes, self.asked_bytes = self.asked.fixed_bytes, 0
+        self._told_bytes = self.budget_bytes  # the number that was said last
         self.warn_once = Once()
         self.extensions: tuple[Extension, ...] = ()
         self.extend(*extensions)
@@ -188,6 +189,7 @@ class PlanMaker:
         """Plan for another budget from now on."""
         self.asked, self.version = budgets.Asked.of(budget), self.version + 1
         self.budget_bytes, self.asked_bytes = self.asked.fixed_bytes, 0
+        self._told_bytes = self.budget_bytes
 
     def raise_to(self, limit_bytes: int, together: bool = False) -> None:
         """Hold steps to this number from now on, where it is larger: a longer step has raised a share, or one
@@ -199,11 +201,13 @@ class PlanMaker:
             if before is not None and self.raises_together and not together:
                 return
         self.budget_bytes = max(before or 0, limit_bytes)
-        if before is None or self.budget_bytes <= before:
+        told, self._told_bytes = self._told_bytes or self.budget_bytes, self.budget_bytes
+        if self.budget_bytes <= told * _RAISED:
+            self._told_bytes = told
             return
-        old, new = budgets.format_bytes(before), budgets.format_bytes(self.budget_bytes)
+        old, new = budgets.format_bytes(told), budgets.format_bytes(self.budget_bytes)
         if self.asked.share:
-            self.version += self.budget_bytes > before * _RAISED
+            self.version += 1
             warn(f"the budget of {self.budget} is {new} from now on, and was {old}: a longer step has come")
         else:
             warn(f'the budget of "{self.budget}" is {new} from now on, and was {old}: a step needs more')

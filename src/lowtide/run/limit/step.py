@@ -21,6 +21,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
+from lowtide.budget import Asked
 from lowtide.extension import Extension
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.calls import govern
@@ -186,6 +187,7 @@ class PlannedStep(StepWatch):
         governor: makes what holds the budget, from where live bytes are read and the bytes that are there.
         claimed_bytes: what extensions have on the device.
         shared: other limited models take part in the step, so that its peak is that of all of them.
+        given: the budget that the step began with.
 
     Attributes:
         model: refers weakly to the limited model.
@@ -215,6 +217,7 @@ class PlannedStep(StepWatch):
         governor: Callable[[Any, int], Any],
         claimed_bytes: int = 0,
         shared: bool = False,
+        given: Asked | None = None,
     ) -> None:
         planned = entry.planned if how is not How.GOVERN else None
         if planned is not None:
@@ -223,7 +226,7 @@ class PlannedStep(StepWatch):
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
-        self.entry, self.planned, self.shared, self.how = entry, planned, shared, how
+        self.entry, self.planned, self.shared, self.how, self.given = entry, planned, shared, how, given
         self.model = weakref.ref(inputs.members.modules[0])
         self.others: WeakSet[Sharing] = WeakSet()
         self.recorder: Recorder | None = None
@@ -280,6 +283,7 @@ class PlannedStep(StepWatch):
         assert inputs is not None, "a step runs once"
         if self.how is not How.PASS:
             self._begin_recording(inputs)
+        del self._make_governor  # which holds the inputs
         result = self._run_forward(forward, inputs)
         if self.planned is not None:
             self.planned.history.steps += 1

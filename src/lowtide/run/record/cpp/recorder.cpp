@@ -166,7 +166,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("is_source", &Value::is_source)
       .def_property_readonly("is_shown", [](const Value& value) { return value.shown.defined(); })
       .def_property_readonly("counted_version",
-                             [](const Value& value) { return value.counter.current_version(); });
+                             [](const Value& value) { return version_now(value); });
   py::class_<Node, NodePtr>(m, "Node")
       .def_readwrite("exact", &Node::exact)
       .def_readwrite("order", &Node::order)
