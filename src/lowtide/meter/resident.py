@@ -90,7 +90,9 @@ def own_share(item: Any) -> Any:
 
 def model_device(model: torch.nn.Module) -> torch.device:
     """The device of a model's first parameter, whose memory a budget counts; the CPU where it has none."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:

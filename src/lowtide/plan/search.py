@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
 
@@ -97,19 +98,19 @@ class Search:
         """From the lowest baselines down. They change decisions by bytes alone: measured seconds differ from
         process to process, and the smallest budget that a refusal names has to work in every process.
         """
-        lowest = sorted(self.baselines, key=lambda c: c.height)[:_DESCENTS]
+        lowest = sorted(self.baselines, key=attrgetter("height"))[:_DESCENTS]
         return [Descent(LocalSearch(self.sim, Effort(_DESCENT_EFFORT)), start) for start in lowest]
 
     @property
     def lowest(self) -> Candidate:
         """The plan with the smallest peak of all that this search has found, for whatever budget."""
-        return min((self.smallest, *self._found_before), key=lambda c: c.height)
+        return min((self.smallest, *self._found_before), key=attrgetter("height"))
 
     @cached_property
     def smallest(self) -> Candidate:
         """The plan with the smallest peak that is found by bytes alone, in every process the same."""
         current().say("searching for the least memory")
-        return min((descent.end() for descent in self.descents), key=lambda c: c.height)
+        return min((descent.end() for descent in self.descents), key=attrgetter("height"))
 
     def lowest_within(self, seconds: float, budget: int = 0) -> Candidate:
         """The plan with the smallest peak that is found in about so many seconds, or the first one that is
@@ -117,11 +118,11 @@ class Search:
         """
         found = [self.lowest] if "smallest" in self.__dict__ else self._found_before
         if budget and (fitting := [c for c in found if c.simulation.peak_bytes <= budget]):
-            return min(fitting, key=lambda c: c.key)
+            return min(fitting, key=attrgetter("key"))
         if "smallest" in self.__dict__:
             return self.lowest
         local = LocalSearch(self.sim, Effort(seconds * A_SECOND))
-        low = local.lower(min(self.baselines, key=lambda c: c.height), budget)
+        low = local.lower(min(self.baselines, key=attrgetter("height")), budget)
         self._found_before.append(low)
         return low
 
@@ -155,7 +156,7 @@ class Search:
         fitting = [c for c in self._found_before if c.simulation.peak_bytes <= budget]
         if not fitting:
             raise self.sim.refusal(self.smallest.simulation, budget)
-        return min(fitting, key=lambda c: c.key)
+        return min(fitting, key=attrgetter("key"))
 
     def ended_early(self, best: Candidate, budget: int) -> bool:
         """Whether the latest search, which found ``best``, ended at a limit below the usual one, while a plan
@@ -181,7 +182,7 @@ class Search:
         for number, found in enumerate(self._rounds(budget, wanted)):
             vain += 1
             if fitting := [c for c in found if c.simulation.peak_bytes <= budget]:
-                new = self.local.faster(min(fitting, key=lambda c: c.key), budget)
+                new = self.local.faster(min(fitting, key=attrgetter("key")), budget)
                 if best is None or new.key < best.key:
                     best, vain = new, 0
             enough = _GOOD_GAP if number else _NEAR_GAP

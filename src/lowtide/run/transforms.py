@@ -132,11 +132,8 @@ _SPREAD = 0.01
 """Share of a budget that a plan leaves free where sizes depend on values, as those of routed tokens do."""
 
 
-def sized_by_values(graph: StepGraph) -> bool:
-    """Whether values decide how large results are, so that steps of the same operations take other bytes."""
-    return any(op.name.startswith(_SIZED_BY_VALUES) for op in graph.operations)
-
-
 def spread(graph: StepGraph) -> float:
-    """Share of the budget that a plan of this step leaves free, since sizes of results depend on values."""
-    return _SPREAD if sized_by_values(graph) else 0.0
+    """Share of the budget that a plan of this step leaves free: some where values decide how large results
+    are, so that steps of the same operations take other bytes.
+    """
+    return _SPREAD if any(op.name.startswith(_SIZED_BY_VALUES) for op in graph.operations) else 0.0

@@ -67,7 +67,7 @@ def check_wish(graph: StepGraph, stored: Collection[int], budget: int | None) ->
     """
     expect(isinstance(graph, StepGraph), "make_plan(graph=)", graph, "a StepGraph, as lowtide.trace returns")
     ids, most = isinstance(stored, Collection) and not isinstance(stored, str), len(graph.values)
-    known = ids and all(is_count(value) and int(value) < most for value in stored)
+    known = ids and all(map(is_count, stored)) and max(stored, default=-1) < most
     expect(known, "make_plan(stored=)", stored, f"the ids of values of the graph, 0 to {most - 1}")
     limited = budget is None or is_count(budget, 1)
     expect(limited, "make_plan(budget=)", budget, "bytes, 1 or more, or None", BudgetError)

@@ -37,7 +37,6 @@ from lowtide.run.transforms import (
     with_resident,
     with_unreplayable,
 )
-from lowtide.words import count_text
 
 _SEARCH_SECONDS = 0.7
 """How long a search may take that a step waits for."""
@@ -272,7 +271,7 @@ class PlanMaker:
             past = "planned for steps that add to gradients"
         device = model_device(self.model)
         with accelerator.as_current(device), working("planning", past, self.progress) as work:
-            work.say(f"planning {count_text(len(entry.graph.operations), 'operation')}")
+            work.say(f"planning a step (operations: {len(entry.graph.operations):,})")
             with no_collection():
                 graph, plan, limit = self._choose(entry, budget)
             work.done(in_one_line(plan))
