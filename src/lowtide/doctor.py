@@ -37,7 +37,7 @@ class Finding:
         fix: what to do; empty where there is nothing to do.
 
     Example:
-        >>> print(Finding("compiler", "none", "slower", "note", "apt-get install g++"))
+        >>> print(Finding("compiler", "none", "no limits", "note", "apt-get install g++"))
         note     compiler: none
                  slower
                  to change that: apt-get install g++
@@ -103,23 +103,23 @@ def _compiler() -> list[Finding]:
     from lowtide.meter import MeterError, counting_allocator
     from lowtide.native import BuildError, cache_dir, cache_folder, compiler
 
-    slow = "steps are recorded in Python, which is slower, and not held against their budget on a CPU"
-    other = "apt-get install g++, or name one that compiles in CXX"
+    means = "no step can be limited: what runs them is compiled at its first use"
+    other = "apt-get install g++ python3-dev, or name one that compiles in CXX"
     own = "name a folder of your own, that nobody else can write to, in LOWTIDE_CACHE"
     try:
         command = compiler()
     except BuildError as error:
-        return [Finding("C++ compiler", str(error), slow, "note", other)]
+        return [Finding("C++ compiler", str(error), means, "problem", other)]
     try:
         used, wanted = cache_dir(), cache_folder()
     except BuildError as error:
-        return [Finding("cache", str(error), f"nothing can be compiled: {slow}", "note", own)]
+        return [Finding("cache", str(error), means, "problem", own)]
     where = shutil.which(command[0]) or command[0]
     try:
         counting_allocator()
     except MeterError as error:
-        return [Finding("C++ compiler", f"{where} ({error})", slow, "note", other)]
-    found = [Finding("C++ compiler", where, f"the meter and the recorder are compiled once, into {used}")]
+        return [Finding("C++ compiler", f"{where} ({error})", means, "problem", other)]
+    found = [Finding("C++ compiler", where, f"the meter and the executor are compiled once, into {used}")]
     if used != wanted:
         means = f"plans are not kept; {used} has what is compiled"
         found.append(Finding("cache", f"{wanted} cannot be used", means, "note", own))
@@ -130,7 +130,7 @@ def _meter() -> list[Finding]:
     from lowtide.meter import available
 
     if not available():
-        means = "lowtide.measure reads the profiler, which is slow, and limited steps are not watched"
+        means = "lowtide.measure reads the profiler, which is slow"
         return [
             Finding("meter on the CPU", "profiler", means, "note", "see the C++ compiler or the cache above")
         ]

@@ -54,7 +54,7 @@ def limit_memory(
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
 
-    The first step is profiled while it runs: in about the memory that checkpointing every block takes. Each
+    The first step is profiled while it runs, within the budget where it is given in bytes. Each
     operation runs twice, until it has reproduced five times at the same sizes: that shows whether it
     reproduces, and how long it takes. When the step's backward has ended a plan is made, and later steps run
     under it. The plan of a larger step serves smaller ones; steps in another mode, in autocast, in other
