@@ -151,6 +151,7 @@ class Tracer:
         self.gradients, self._on_end = gradients, on_end
         self.meetings: set[int] = set()
         self._gathered: set[int] = set()
+        self._unfilled: set[int] = set()  # of these, of units that have not run
         self._resized: set[int] = set()
         self.modules: list[str] = []
         self.backward_module = ""
@@ -297,6 +298,7 @@ class Tracer:
         """
         found = self.known.get(private.storage_address(storage))
         if found is not None and found.gathered:
+            self._unfilled.discard(found.number)
             self.event("fill" if nbytes else "empty", found.number)
             return None
         if self.closed or found is None or not found.phase:
@@ -318,6 +320,8 @@ class Tracer:
         if not found.gathered:
             found.gathered, found.phase, number = True, "", found.number
             self._gathered.add(number)
+            if not tensor.untyped_storage().nbytes():
+                self._unfilled.add(number)
             nbytes = self.storages[number].bytes or tensor.numel() * tensor.element_size()
             here = number not in self._elsewhere
             self.storages[number] = replace(self.storages[number], bytes=nbytes * here, name=name)
@@ -540,13 +544,14 @@ class Tracer:
             dtype = _name_of(v.dtype)
             values.append(Value(number, v.storage, v.version, v.producer, is_storable, v.shape, dtype))
         fixed = behind | resized
+        storages = [replace(s, bytes=0) if s.id in self._unfilled else s for s in self.storages]
         graph = StepGraph(
             tuple(operations),
-            tuple(self.storages),
+            tuple(storages),
             tuple(values),
             tuple(replace(s, droppable=False, forced=False) if s.value in fixed else s for s in self.saved),
             tuple(map(Event._make, self.events)),
-            resident_bytes=sum(s.bytes for s in self.storages if s.producer is None),
+            resident_bytes=sum(s.bytes for s in storages if s.producer is None),
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
         )
