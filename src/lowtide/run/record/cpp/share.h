@@ -46,11 +46,7 @@ inline at::Tensor shared(const at::Tensor& tensor) {
   auto twin = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(), storage->nbytes(),
       c10::DataPtr(own.get(), both, &SharedBytes::end, own.device()), storage->allocator(), false);
-<<<<<<< HEAD
-  c10::InferenceMode tracked(false);
-=======
   c10::InferenceMode outside(tensor.is_inference());  // else the tensor would take no version counter
->>>>>>> 8e194ab7 (Inference mode takes no version counter from sources; without a budget each shape has its plan; a step holds its inputs no longer; raised numbers are said once a hundredth)
   at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(twin), tensor.key_set(), tensor.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());

@@ -172,20 +172,15 @@ inline void keep_cached(Value& value, Tensor copy) {
   value.cached = std::move(copy);
 }
 
-// A tensor over a living source; undefined once it is gone, or was written since.
 inline uint32_t version_now(const Value& source) {  // inference tensors count none
   return source.counter.enabled() ? source.counter.current_version() : 0;
 }
 
+// A tensor over a living source; undefined once it is gone, or was written since.
 inline Tensor locked(const Value& source, c10::Device device, at::ScalarType dtype) {
   auto storage = source.storage.lock();
-<<<<<<< HEAD
-  if (!storage || source.spoiled || source.counter.current_version() != source.version) return {};
-  c10::InferenceMode tracked(false);  // the program may be in it
-=======
   if (!storage || source.spoiled || version_now(source) != source.version) return {};
   c10::InferenceMode outside(false);  // a tensor that inference mode makes takes no version counter
->>>>>>> 8e194ab7 (Inference mode takes no version counter from sources; without a budget each shape has its plan; a step holds its inputs no longer; raised numbers are said once a hundredth)
   auto options = at::TensorOptions().device(device).dtype(dtype);
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
