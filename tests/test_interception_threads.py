@@ -14,8 +14,8 @@ from lowtide.interception import (
     _STATE,
     _included,
     _thread,
-    alone,
     interceptors,
+    suspended,
 )
 
 

@@ -133,8 +133,8 @@ def run_limited(pattern: Pattern, budget: str | int = "70%") -> Run:
 
 
 def check(pattern: Pattern, budget: str | int = "70%", planned: bool = True) -> Run:
-    """The code gives the same bits limited as plain; ``planned``: and every limited model had a plan. Where no
-    plan fits the budget, and the governor held it, the code runs once more within the smallest.
+    """The code gives the same bits limited as plain; ``planned``: and every limited model had a plan. Where
+    no plan fits the budget, and the governor held it, the code runs once more within the smallest.
     """
     plain = run_plain(pattern)
     assert plain, "the pattern yields nothing"

@@ -1,5 +1,5 @@
-"""The dispatcher: keys, kernels, schemas, modes, and objects in a thread's state. And autograd's engine above it:
-what runs now, what is called when it ends, code below it, and the hooks that modules and optimizers hold.
+"""The dispatcher: keys, kernels, schemas, modes, and objects in a thread's state. And autograd's engine above
+it: what runs now, what is called when it ends, code below it, and the hooks of modules and optimizers.
 
 Seen in PyTorch 2.11 to 2.13. ``Fake`` is a key that PyTorch keeps for uses outside it; `lowtide.interception`
 has its kernel there.
@@ -227,8 +227,8 @@ def torch_checkpoint() -> Callable[..., Any] | None:
 
 
 def saving(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Any:
-    """A context in which autograd holds what ``pack`` makes of a tensor that it saves, and has ``unpack`` give
-    the tensor back.
+    """A context in which autograd holds what ``pack`` makes of a tensor that it saves, and has ``unpack``
+    give the tensor back.
     """
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 

@@ -2,8 +2,8 @@
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same
-bytes. So only user code itself holds the step's tensors, and a storage ends when user code releases it. A governor
-holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at the same
+bytes. So only user code itself holds the tensors, and a storage ends when user code releases it. A governor
+holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at equal
 sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
 recorder runs most others, on the same tape and the same lists (`run/record/cpp/listen.h`).
 """

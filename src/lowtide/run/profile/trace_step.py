@@ -31,7 +31,8 @@ def trace(
 ) -> StepGraph:
     """Record one step of a callable that ends in a loss.
 
-    The step runs once for real, in less memory than the plain step takes. Gradients, buffers, module attributes and random state stay as they are. Backward is run for the callable unless it runs it
+    The step runs once for real, in less memory than the plain step takes. Gradients, buffers,
+    module attributes and random state stay as they are. Backward is run for the callable unless it runs it
     itself.
 
     Args:
