@@ -252,9 +252,9 @@ class Walk {  // through the nodes that a replay of a value would run
 };
 
 inline bool can_start_from(const Value& source) {
+  if (source.spoiled) return false;  // the write may be about to run: no counter has moved yet
   if (source.held.defined()) return source.held._version() == source.version;
-  return !source.spoiled && !source.storage.expired() &&
-      version_now(source) == source.version;
+  return !source.storage.expired() && version_now(source) == source.version;
 }
 
 enum class Change { Written, Swapped, Emptied };  // of a storage, or of a tensor's storage for another
