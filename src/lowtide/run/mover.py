@@ -14,9 +14,11 @@ class Mover(Protocol):
     """Moves the values of one step's forwards."""
 
     def moves_of(
-        self, numbers: Sequence[int], wrote: Sequence[torch.Tensor], departed: bool
-    ) -> tuple[int, ...]:
-        """For each value that an operation has written its place among the plan's moves, or -1."""
+        self, numbers: Sequence[int], wrote: Sequence[torch.Tensor], smaller: bool
+    ) -> tuple[int, ...] | None:
+        """For each value that an operation has written its place among the plan's moves, or -1; ``None``
+        where a value is another one than the plan's. ``smaller``: than the step that was planned for.
+        """
         ...
 
     def move(self, tape: Any, number: int, tensor: torch.Tensor, is_loose: bool) -> None:

@@ -361,12 +361,14 @@ class Limiter:
         """A step under the entry's plan, or under none."""
         if accelerator.is_accelerator(inputs.members.device):
             self.face.follow(self)
+        if entry.planned is not None and how is not How.GOVERN:
+            for extension in self.maker.extensions:
+                extension.prepare(entry.planned.plan, inputs.members.device)
         claim = self.maker.claim if self.maker.extensions else Claim()
         step = self._planned_step(
             entry,
             how,
             inputs,
-            self.maker.extensions,
             self.verify,
             self._step_ended,
             partial(self._governor, entry, inputs, others),

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakSet
 
 from lowtide.budget import Asked
-from lowtide.extension import Extension
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.limit.calls import govern
 from lowtide.run.limit.entry import Entry, How
@@ -180,7 +179,6 @@ class PlannedStep(StepWatch):
         entry: of the step.
         how: it runs: `How.FOLLOW`, `How.GOVERN` or `How.PASS`.
         inputs: of the step; the plan may be for larger inputs.
-        extensions: of the limit.
         verify: as of `lowtide.limit_memory`.
         on_end: called with the step each time that a backward of it has ended. Autograd's graph holds the
             step, so ``on_end`` must not hold the model.
@@ -211,7 +209,6 @@ class PlannedStep(StepWatch):
         entry: Entry,
         how: How,
         inputs: Inputs,
-        extensions: tuple[Extension, ...],
         verify: Verify,
         on_end: Callable[[Any], None],
         governor: Callable[[Any, int], Any],
@@ -220,9 +217,6 @@ class PlannedStep(StepWatch):
         given: Asked | None = None,
     ) -> None:
         planned = entry.planned if how is not How.GOVERN else None
-        if planned is not None:
-            for extension in extensions:
-                extension.prepare(planned.plan, inputs.members.device)
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
