@@ -231,6 +231,7 @@ class PlanBook:
             limit = maker.budget_bytes
             if limit is None or governed_bytes is None or governed_bytes > limit:
                 refusal = error  # else the governor has held the step, and holds later ones
+            entry.exceeded = True  # a plan of an earlier step is no reason to let one run as it is
         for extension in maker.extensions:
             refusal = extension.settle(entry, refusal)
         self.latest = entry.planned or self.latest

@@ -200,7 +200,7 @@ class Entry:
         planned_for: the version of budget and optimizer that the plan was made for, or refused at.
         facts: what is true of its steps.
         listened: how many of its steps were written down.
-        exceeded: a step that ran as it is took more than the budget.
+        exceeded: a step that ran as it is took more than the budget, or would.
         kind: of its steps.
         is_asked: another rank that shares the plan writes its next step down.
     """

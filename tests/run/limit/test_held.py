@@ -1,0 +1,200 @@
+"""Every step is held to its budget while it runs, as a meter of our own sees it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_model import needs_meter
+from torch import nn
+
+import lowtide
+from lowtide.meter import resident_bytes
+
+pytestmark = needs_meter
+STATES = 1 << 14
+ROWS, WIDTH = 400, 32
+
+
+class Blocks(nn.Module):
+    """Residual blocks, of which a step runs some, and two heads."""
+
+    def __init__(self, blocks: int = 6) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(blocks)
+        )
+        self.ran = list(range(blocks))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        half = x
+        for place, number in enumerate(self.ran):
+            x = x + self.blocks[number](x)
+            half = x if place < len(self.ran) // 2 else half
+        return x.square().mean(), half.exp().mean()
+
+
+def batch(rows: int = ROWS) -> torch.Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+
+
+def first_loss(model: Any, x: torch.Tensor) -> None:
+    model(x)[0].backward()
+
+
+def peak(model: nn.Module, x: torch.Tensor, step: Callable[..., None] = first_loss) -> int:
+    """The peak of a step in bytes, with what is resident before it."""
+    model.zero_grad(set_to_none=True)
+    resident = resident_bytes(model) + x.nbytes
+    return resident + lowtide.measure(lambda: step(model, x), timeline=False).peak_bytes
+
+
+def limited(budget: str | int, **options: Any) -> tuple[Blocks, lowtide.Handle]:
+    model = Blocks()
+    return model, lowtide.limit_memory(model, budget, progress=False, **options)
+
+
+def plain(step: Callable[..., None] = first_loss, rows: int = ROWS) -> int:
+    return peak(Blocks(), batch(rows), step)
+
+
+def said(run: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(one.message) for one in caught if issubclass(one.category, lowtide.LowtideWarning)]
+
+
+def gradients(model: nn.Module) -> list[Any]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(gradients(one), gradients(other), strict=True)
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def test_the_first_step_has_its_budget_in_bytes() -> None:
+    budget = int(0.6 * plain())
+    model, _ = limited(budget)
+    twin = Blocks()
+    peak(twin, batch())
+    assert peak(model, batch()) <= budget and same(model, twin)
+
+
+def test_steps_that_depart_from_the_plan_are_held() -> None:
+    budget = int(0.6 * plain())
+    (model, _), twin = limited(budget), Blocks()
+    for ran in ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0], [0, 0, 1, 1, 2, 2, 3, 3], [1, 2, 3, 4, 5, 0, 1, 2]):
+        model.ran = twin.ran = ran
+        peak(twin, batch())
+        assert peak(model, batch()) <= budget and same(model, twin), ran
+
+
+def test_a_second_loss_that_begins_later_is_held() -> None:
+    def both(model: Any, x: torch.Tensor) -> None:
+        first, second = model(x)
+        (first + second).backward()
+
+    def half(model: Any, x: torch.Tensor) -> None:
+        model(x)[1].backward()
+
+    budget = int(0.6 * plain(both))
+    (model, _), twin = limited(budget), Blocks()
+    for number in range(7):
+        step = half if number < 3 else both
+        peak(twin, batch(), step)
+        assert peak(model, batch(), step) <= budget and same(model, twin), number
+
+
+def test_two_limited_models_on_one_thread_have_one_governor_and_the_smaller_budget() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Blocks(), Blocks()
+
+    def step(model: Any, x: torch.Tensor) -> None:
+        (model.first(x)[0] * model.second(x)[0]).backward()
+
+    alone, both = plain(), Two()
+    whole = peak(both, batch(), step)
+    smaller, model = int(0.7 * whole), Two()
+    lowtide.limit_memory(model.first, smaller, progress=False)
+    lowtide.limit_memory(model.second, whole, progress=False)
+    governors = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for _ in range(3):
+            took = peak(model, batch(), step)
+            steps = [one.__dict__["forward"].local.step for one in (model.first, model.second)]
+            governors.append({id(one.governor) for one in steps if one is not None and one.governor})
+    assert len(governors[-1]) == 1 and alone < took <= smaller + STATES
+
+
+def test_a_percentage_is_one_number_that_a_longer_step_raises() -> None:
+    model, handle = limited("60%")
+    numbers, texts = [], []
+    for rows in (200, 100, 400, 200, 100, 400):
+        texts.append(said(lambda rows=rows: peak(model, batch(rows))))
+        numbers.append(handle.budget_bytes or 0)
+    assert numbers == sorted(numbers) and numbers[0] == numbers[1] < numbers[2] == numbers[5]
+    raised = [any("from now on" in text for text in one) for one in texts]
+    assert raised == [False, False, True, False, False, False]
+    assert abs(numbers[2] - 0.6 * plain(rows=400)) <= 0.02 * numbers[2]
+
+
+@pytest.mark.parametrize("budget", ["10MiB", "60%"])
+def test_what_is_measured_is_what_a_meter_sees(budget: str) -> None:
+    model, handle = limited(budget)
+    for ran, rows in (
+        ([0, 1, 2, 3, 4, 5], 400),
+        ([0, 1], 400),
+        ([0, 1, 2, 3, 4, 5], 100),
+        ([3], 50),
+        ([0, 5], 400),
+    ):
+        model.ran = ran
+        took = 0
+
+        def run(rows: int = rows) -> None:
+            nonlocal took
+            took = peak(model, batch(rows))
+
+        said(run)
+        assert abs((handle.measured_peak_bytes or 0) - took) <= 1 << 14, (ran, rows)
+
+
+def test_a_smaller_step_that_fits_recomputes_nothing() -> None:
+    budget = int(0.6 * plain())
+    model, handle = limited(budget)
+    for rows in (400, 400, 150):
+        peak(model, batch(rows))
+    governor = handle._limiter.local.step.governor
+    assert handle.plan is not None and handle.plan.replayed
+    assert governor.evicted == governor.replayed == 0
+
+
+def test_what_cannot_be_held_is_refused_or_said_with_its_operation_and_bytes() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.large = nn.Linear(WIDTH, WIDTH), False
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.layer(x)
+            return (torch.cat([h] * 64).sin() if self.large else h).square().mean()
+
+    model = Wide()
+    lowtide.limit_memory(model, 400_000, progress=False)
+    texts = [said(lambda: model(batch()).backward()) for _ in range(2)]
+    assert texts == [[], []]
+    model.large = True
+    with pytest.raises(lowtide.BudgetError, match=r"aten\.mul"):  # this one is listened to
+        model(batch()).backward()
+    (text,) = said(lambda: model(batch()).backward())
+    assert "above the budget of 391 KiB" in text and "aten.mul in backward" in text and "MiB" in text
