@@ -97,7 +97,8 @@ class PlanBook:
 
         Args:
             entry: of the step.
-            shared: other limited models take part in it. It is not written down: what they do would be, too.
+            shared: other limited models take part in it. It is not written down, since what they do would
+                be, too: a step of the model alone is, aside.
             backward_unseen: its backward runs where no operation is intercepted.
             prepared: no step of the user's begins: a plan is made ahead, from one of lowtide's own.
 
@@ -117,8 +118,9 @@ class PlanBook:
         if entry.graph is not None and entry.planned_for != self.maker.version:
             self._plan(entry)
         listens = entry.is_listened or (entry.state is State.NEW and self.maker.asked.given is None)
-        if listens and not (unseen and entry.state is State.PLANNED) and not shared:
-            return How.ASIDE if unseen else How.LISTEN
+        aside = unseen or shared
+        if listens and not (aside and entry.state is State.PLANNED):
+            return How.ASIDE if aside else How.LISTEN
         if entry.state is not State.PLANNED:
             return How.GOVERN
         assert entry.planned is not None
