@@ -149,7 +149,10 @@ class Recorder(Interceptor):
     def ends(self) -> None:
         """The step is over: see no more operations, and hold nothing that no saved tensor needs."""
         self.stop()
-        self.tape.core.forget_unasked()
+        if self.core.handles:
+            self.tape.core.forget_unasked()
+        else:
+            self.tape.core.forget_all()
 
     def _watch(self) -> None:
         """The forward is over: writes to what replays start from are watched from here on."""
