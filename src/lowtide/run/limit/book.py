@@ -72,6 +72,7 @@ class PlanBook:
             if sibling is not None and sibling.state is not State.REFUSED:
                 entry.graph, entry.borrowed, entry.facts = sibling.graph, True, sibling.facts
                 entry.forward_spans, entry.later_keys = sibling.forward_spans, sibling.later_keys
+                entry.kind = self._kinds[key[1:]] = sibling.kind  # it is planned for without being listened to
             if len(self.known) > MOST_ENTRIES:
                 del self.known[next(iter(self.known))]
             return entry

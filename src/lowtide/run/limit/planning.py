@@ -44,7 +44,7 @@ _SEARCH_SECONDS = 0.7
 _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
 
-_RAISED = 1.01
+_RAISED = 1.125
 """By how much the number is raised before that is said, and plans are made anew."""
 
 _LEAST_SECONDS = 0.05
