@@ -39,7 +39,7 @@ class Finding:
     Example:
         >>> print(Finding("compiler", "none", "no limits", "note", "apt-get install g++"))
         note     compiler: none
-                 slower
+                 no limits
                  to change that: apt-get install g++
     """
 

@@ -13,7 +13,7 @@ from torch import nn
 import lowtide
 from lowtide.compiled import compiled_handle
 from lowtide.meter import peak, resident_bytes
-from lowtide.private import dynamo
+from lowtide.private import compiling
 
 
 class Model(nn.Module):
@@ -38,10 +38,10 @@ def peak_of(compiled: Any, x: torch.Tensor) -> int:
 @pytest.fixture(params=[True, False], ids=["counted apart", "more room"])
 def room(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where PyTorch counts each backend's recompiles apart, and as where it counts all together."""
-    if request.param and not dynamo.counted_apart():
+    if request.param and not compiling.counted_apart():
         pytest.skip("this PyTorch counts recompiles of all backends together")
     if not request.param:
-        for module in (dynamo, compiled_handle):
+        for module in (compiling, compiled_handle):
             monkeypatch.setattr(module, "counted_apart", dict)
 
 

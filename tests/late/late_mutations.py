@@ -18,8 +18,10 @@ SOURCE = Path(__file__).parents[2] / "src" / "lowtide"
 PLACES = (
     "accelerator.py",
     "optim/background.py", "optim/checkpoint.py", "optim/clip.py", "optim/host.py", "optim/link.py",
-    "optim/pipeline.py", "optim/slots.py", "optim/stream.py", "run/transfers.py", "run/record/values.py",
-    "store/disk.py", "store/host.py", "store/lanes.py", "store/tier.py",
+    "optim/pipeline.py", "optim/slots.py", "optim/stream.py", "run/record/values.py",
+    "extensions/moves/engine.py",
+    "extensions/moves/store/disk.py", "extensions/moves/store/host.py", "extensions/moves/store/lanes.py",
+    "extensions/moves/store/tier.py",
 )  # fmt: skip
 """Where bytes move beside the program. Not optim/balance.py and plan/speeds.py: they only time."""
 

@@ -28,30 +28,37 @@ FAILS = {
     "optim/stream.py: GradientStream.zero: held.wait()": "gradients_zeroed_in_place",
     "optim/stream.py: GradientStream._fly: transfer.wait()": "gradients_in_flight",
     "optim/stream.py: GradientStream._fly: transfer.join()": "gradients_in_flight",
-    "engine.py: InTier.settle: writing.join()": "report",
-    "engine.py: InTier.get: reading.join()": "encoded",
-    "engine.py: TransferEngine.out: self._waiting.popleft()[1].settle()": "report",
-    "engine.py: TransferEngine.begin: self._waiting.popleft()[1].settle()": "report_wide",
+    "extensions/moves/engine.py: InTier.settle: writing.join()": "report",
+    "extensions/moves/engine.py: InTier.get: reading.join()": "encoded",
+    "extensions/moves/engine.py: TransferEngine.out: self._waiting.popleft()[1].settle()": "report",
+    "extensions/moves/engine.py: TransferEngine.begin: self._waiting.popleft()[1].settle()": "report_wide",
     "run/record/values.py: _followed: now.wait_stream(before)": "streams_of_the_user",
     "run/record/values.py: _followed: copy.record_stream(now)": "streams_of_the_user",
     "run/record/values.py: here: held.record_stream(now)": "three_streams_of_the_user",
-    "store/disk.py: _Staging.copy: self._lane.copy([(target, source)], held, [ready]).wait()": "offload_disk",
-    "store/host.py: Host.read: lane.streams.mark(lane.streams.current())": "offload_wide",
-    "store/lanes.py: Transfer.wait: self._done.wait()": "offload_disk",
-    "store/lanes.py: Transfer.join: self.wait()": "offload_disk",
+    "extensions/moves/store/disk.py: _Staging.copy: "
+    "self._lane.copy([(target, source)], held, [ready]).wait()": ("offload_disk"),
+    "extensions/moves/store/host.py: Host.read: lane.streams.mark(lane.streams.current())": "offload_wide",
+    "extensions/moves/store/lanes.py: Transfer.wait: self._done.wait()": "offload_disk",
+    "extensions/moves/store/lanes.py: Transfer.join: self.wait()": "offload_disk",
     "accelerator.py: Streams.mark: event.record(stream)": "offload_host",
     "accelerator.py: Streams.order: stream.wait_event(event)": "offload_host",
     "accelerator.py: Streams.synchronize: self._module.synchronize(self.device)": "updates_that_fail",
-    "store/lanes.py: StreamLane.copy: self.streams.mark(origin)": "offload_host",
-    "store/lanes.py: StreamLane.copy: self.streams.order(self.stream, event)": "offload_host",
-    "store/lanes.py: StreamLane.close: self.streams.mark(self.stream).synchronize()": "stores_closed",
-    "store/lanes.py: StreamLane.close: self.streams.mark(self.stream)": "stores_closed",
-    "store/lanes.py: Queued.__init__: lane.streams.mark(lane.stream)": "offload_host",
-    "store/lanes.py: Queued.wait: self.event.synchronize()": "offload_disk",
-    "store/lanes.py: Queued.join: self._streams.order(current, self.event)": "offload_host",
-    "store/lanes.py: Queued._release: self._streams.order(self._origin, self.event)": "tier_reused",
-    "store/tier.py: Tier._move: self.streams.mark(self.streams.current())": "offload_disk",
-    "store/tier.py: Tier._move.job: read_from.writing.wait()": "read_at_once",
+    "extensions/moves/store/lanes.py: StreamLane.copy: self.streams.mark(origin)": "offload_host",
+    "extensions/moves/store/lanes.py: StreamLane.copy: self.streams.order(self.stream, event)": (
+        "offload_host"
+    ),
+    "extensions/moves/store/lanes.py: StreamLane.close: self.streams.mark(self.stream).synchronize()": (
+        "stores_closed"
+    ),
+    "extensions/moves/store/lanes.py: StreamLane.close: self.streams.mark(self.stream)": "stores_closed",
+    "extensions/moves/store/lanes.py: Queued.__init__: lane.streams.mark(lane.stream)": "offload_host",
+    "extensions/moves/store/lanes.py: Queued.wait: self.event.synchronize()": "offload_disk",
+    "extensions/moves/store/lanes.py: Queued.join: self._streams.order(current, self.event)": "offload_host",
+    "extensions/moves/store/lanes.py: Queued._release: self._streams.order(self._origin, self.event)": (
+        "tier_reused"
+    ),
+    "extensions/moves/store/tier.py: Tier._move: self.streams.mark(self.streams.current())": "offload_disk",
+    "extensions/moves/store/tier.py: Tier._move.job: read_from.writing.wait()": "read_at_once",
 }
 
 ELSEWHERE = {
@@ -61,6 +68,8 @@ ELSEWHERE = {
         "CUDA copies at once into memory that is not page-locked; another device may not"
     ),
     "optim/stream.py: GradientStream.add.finish: one.wait()": "it is over: what went wrong is raised",
-    "engine.py: Gathered.get: gather.join()": "a collective: tests/extensions/moves/test_stores.py",
+    "extensions/moves/engine.py: Gathered.get: gather.join()": (
+        "a collective: tests/extensions/moves/test_stores.py"
+    ),
 }
 """Those that no stream of a single process can show, and why."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "run")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "run"), str(HERE.parent / "extensions" / "moves")]
 
 import late_cuda  # noqa: E402
 

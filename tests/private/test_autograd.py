@@ -166,3 +166,15 @@ def test_replicas_are_made_by_what_is_told() -> None:
     assert module._replicate_for_data_parallel() is other
     private.replicate_by(module, None)
     assert module._replicate_for_data_parallel().__dict__.keys() >= module.__dict__.keys()
+
+
+def test_what_autograd_holds_of_a_saved_tensor() -> None:
+    x = torch.ones(3, requires_grad=True)
+    with private.saving(lambda tensor: tensor + 1, lambda held: held):
+        y = x * x
+    y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [4.0, 4.0, 4.0]
+
+
+def test_a_model_without_data_parallel_around_it_averages_no_gradients() -> None:
+    assert not private.averages_gradients(torch.nn.Linear(2, 2))

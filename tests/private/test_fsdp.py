@@ -78,7 +78,7 @@ def test_units_begin_and_end_whatever_method_calls_them(model: Any) -> None:
         weights = [t for name, t in private.gathered(model) if name == "0.weight"]
         seen.append((when, bool(weights[0].untyped_storage().nbytes())))
 
-    with private.around_units(model, lambda: filled("begins"), lambda: filled("ended")):
+    with private.around_units(model, lambda *_: filled("begins"), lambda *_: filled("ended")):
         model[0].other(torch.ones(2, 4))
         model[0](torch.ones(2, 4))
     model[0].other(torch.ones(2, 4))

@@ -33,6 +33,6 @@ def ends(gone: bool) -> None:
 def test_replays_of_each_forward_of_a_step_count() -> None:
     watch = StepWatch(lambda watch: None, torch.device("cpu"))
     for seconds in (1.0, 2.0):
-        watch.follow(SimpleNamespace(seconds=seconds), several=False)
+        watch.follow(SimpleNamespace(seconds=seconds))
     assert watch.replay_seconds == 3
     watch.close()

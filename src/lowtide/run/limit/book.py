@@ -72,7 +72,9 @@ class PlanBook:
             if sibling is not None and sibling.state is not State.REFUSED:
                 entry.graph, entry.borrowed, entry.facts = sibling.graph, True, sibling.facts
                 entry.forward_spans, entry.later_keys = sibling.forward_spans, sibling.later_keys
-                entry.kind = self._kinds[key[1:]] = sibling.kind  # it is planned for without being listened to
+                entry.kind = self._kinds[key[1:]] = (
+                    sibling.kind
+                )  # it is planned for without being listened to
             if len(self.known) > MOST_ENTRIES:
                 del self.known[next(iter(self.known))]
             return entry
@@ -118,7 +120,9 @@ class PlanBook:
     def _how(self, entry: Entry, unseen: bool, shared: bool) -> How:
         if entry.graph is not None and entry.planned_for != self.maker.version:
             self._plan(entry)
-        listens = entry.is_listened or (entry.state is State.NEW and self.maker.asked.given is None)
+        listens = entry.is_listened or (
+            entry.state is State.NEW and (unseen or self.maker.asked.given is None)
+        )
         aside = unseen or shared
         if listens and not (aside and entry.state is State.PLANNED):
             return How.ASIDE if aside else How.LISTEN
