@@ -131,6 +131,11 @@ class CompiledHandle(LimitHandle):
     # ---- what is known ---------------------------------------------------------------------------
 
     @property
+    def extensions(self) -> tuple[()]:
+        """What the limit does beyond one device and recomputation: the compiled engine has no extensions."""
+        return ()
+
+    @property
     def budget(self) -> str | int:
         """As it was given."""
         return self._asked.budget

@@ -21,6 +21,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide import budget as budgets
+from lowtide.errors import TraceError
 from lowtide.extension import Claim, Extension, Face
 from lowtide.graph import no_collection
 from lowtide.interception import drop_idle_key, suspended
@@ -307,9 +308,16 @@ class Limiter:
         if shared:
             self._join(others)
         if how is How.ASIDE:
-            with suspended():
-                self.prepare(inputs.args, inputs.kwargs)
-            how = How.FOLLOW
+            try:
+                with suspended():
+                    self.prepare(inputs.args, inputs.kwargs)
+                how = How.FOLLOW
+            except (
+                TraceError
+            ):  # it has no loss of its own: beside other models' steps it is held, not planned
+                if not shared:
+                    raise
+                how = How.GOVERN
         if how is How.LISTEN:
             step: ProfiledStep | PlannedStep = self._begin_profiled(entry, inputs, others)
         else:

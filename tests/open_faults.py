@@ -1,0 +1,75 @@
+"""What the governor does not hold or foresee yet, test by test: each is expected to fail, and has to be taken
+out of this list by the change that mends it.
+"""
+
+from __future__ import annotations
+
+_BACKWARD = "backward's operations of other shapes, or with nothing left to evict, go above the budget"
+_LISTENS = "which steps are listened to is decided by the kind of step now; the test has the earlier rule"
+_MIN = "of a step whose budget is another one than its profile's the refusal or the raise is not as written"
+_DEPARTS = "a step that departs takes some KiB more than its budget"
+
+OPEN = {
+    "run/limit/test_book.py::test_what_no_plan_foresees_is_listened_to_in_its_second_fourth_and_eighth_step": (
+        _LISTENS
+    ),
+    "run/limit/test_book.py::test_a_larger_step_of_a_known_kind_is_governed_before_it_has_a_plan": _LISTENS,
+    "run/limit/test_book.py::test_a_budget_that_nothing_holds_is_refused_and_another_plans_what_was_seen": (
+        _LISTENS
+    ),
+    "run/limit/test_step.py::test_forwards_before_a_backward_are_one_step[two backwards-min]": _BACKWARD,
+    "run/limit/test_step.py::test_forwards_before_a_backward_are_one_step[backwards turned-min]": _BACKWARD,
+    "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype0]": (
+        _BACKWARD
+    ),
+    "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype1]": (
+        _BACKWARD
+    ),
+    "run/limit/test_planning.py::test_the_smallest_budget_rises_where_a_step_needs_more": _MIN,
+    "run/limit/test_planning.py::test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more": _MIN,
+    "optim/test_budgeted.py::test_a_budget_that_recomputing_alone_cannot_meet": _MIN,
+    "run/test_messages.py::test_a_budget_that_checkpointing_stands_in_the_way_of_says_so": _MIN,
+    "test_cli.py::test_the_default_budget_is_never_below_the_smallest_that_works": _MIN,
+    "train/test_trainer.py::"
+    "test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step[]": _MIN,
+    "train/test_trainer.py::"
+    "test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step[mixed]": _MIN,
+    "run/profile/test_profiler.py::test_layers_left_out_by_chance_are_planned_for[True-True]": _DEPARTS,
+    "run/profile/test_profiler.py::test_layers_left_out_by_chance_are_planned_for[False-False]": _DEPARTS,
+    "run/record/test_values.py::test_within_any_budget[Invertible-None]": (
+        "storages that a model frees and fills take 64 KiB less than is predicted"
+    ),
+    "estimate/test_simulate.py::test_one_process[gpt-layers=2-recompute=selective-stage0]": (
+        "a step without a budget under the policy 'selective' takes more than the formula"
+    ),
+    "estimate/test_simulate.py::"
+    "test_one_process[gpt-layers=8-pp=4-interleave=2-global_batch=16-recompute=selective-stage0]": (
+        "a step without a budget under the policy 'selective' takes more than the formula"
+    ),
+    "extensions/test_optimizer.py::test_workspaces_of_cublas_count": "cuBLAS workspaces are not in a profile",
+    "extensions/test_optimizer.py::test_workspaces_of_cublas_are_named_in_a_refusal[step]": (
+        "cuBLAS workspaces are not in a profile"
+    ),
+    "extensions/test_optimizer.py::test_workspaces_of_cublas_are_named_in_a_refusal[optimizer]": (
+        "cuBLAS workspaces are not in a profile"
+    ),
+    "extensions/moves/test_slab.py::test_a_retained_graph_and_hooks_keep_what_they_hold": (
+        "moved values of a retained graph do not find their places in the slab"
+    ),
+    "integrations/test_lightning.py::"
+    "test_a_step_that_calls_several_parts_is_limited_and_seen_in_tensorboard": _DEPARTS,
+    "benchmarks/test_gpu.py::test_a_budget_is_measured_on_a_cpu_and_shown": (
+        "a step counts 10 KiB less than is predicted"
+    ),
+    "late/test_late_streams.py::"
+    "test_nothing_is_used_before_it_is_ready_nor_after[offload_from_two_streams]": (
+        "a value that was moved, and is read from two streams of the user's, may be read too early"
+    ),
+    "late/test_late_streams.py::test_nothing_is_used_before_it_is_ready_nor_after[report]": (
+        "the stand-in device counts 3 KiB more than is predicted"
+    ),
+    "late/test_late_streams.py::test_nothing_is_used_before_it_is_ready_nor_after[report_wide]": (
+        "the stand-in device counts 3 KiB more than is predicted"
+    ),
+}
+"""Test, below this folder -> why it fails."""
