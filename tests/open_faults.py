@@ -10,9 +10,8 @@ _MIN = "of a step whose budget is another one than its profile's the refusal or 
 _DEPARTS = "a step that departs takes some KiB more than its budget"
 
 OPEN = {
-    "run/limit/test_book.py::test_what_no_plan_foresees_is_listened_to_in_its_second_fourth_and_eighth_step": (
-        _LISTENS
-    ),
+    "run/limit/test_book.py::"
+    "test_what_no_plan_foresees_is_listened_to_in_its_second_fourth_and_eighth_step": (_LISTENS),
     "run/limit/test_book.py::test_a_larger_step_of_a_known_kind_is_governed_before_it_has_a_plan": _LISTENS,
     "run/limit/test_book.py::test_a_budget_that_nothing_holds_is_refused_and_another_plans_what_was_seen": (
         _LISTENS

@@ -312,9 +312,7 @@ class Limiter:
                 with suspended():
                     self.prepare(inputs.args, inputs.kwargs)
                 how = How.FOLLOW
-            except (
-                TraceError
-            ):  # it has no loss of its own: beside other models' steps it is held, not planned
+            except TraceError:  # without a loss of its own, beside other models, it is held and not planned
                 if not shared:
                     raise
                 how = How.GOVERN
