@@ -45,13 +45,6 @@ OPEN = {
     "test_one_process[gpt-layers=8-pp=4-interleave=2-global_batch=16-recompute=selective-stage0]": (
         "a step without a budget under the policy 'selective' takes more than the formula"
     ),
-    "extensions/test_optimizer.py::test_workspaces_of_cublas_count": "cuBLAS workspaces are not in a profile",
-    "extensions/test_optimizer.py::test_workspaces_of_cublas_are_named_in_a_refusal[step]": (
-        "cuBLAS workspaces are not in a profile"
-    ),
-    "extensions/test_optimizer.py::test_workspaces_of_cublas_are_named_in_a_refusal[optimizer]": (
-        "cuBLAS workspaces are not in a profile"
-    ),
     "extensions/moves/test_slab.py::test_a_retained_graph_and_hooks_keep_what_they_hold": (
         "moved values of a retained graph do not find their places in the slab"
     ),

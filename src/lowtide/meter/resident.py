@@ -152,9 +152,8 @@ def resident_workspace_bytes(device: torch.device) -> int:
     """Allocate the cuBLAS workspaces of steps on this thread and the current stream, and return their bytes
     (`workspace_bytes`). They are resident then, and no part of what a later step is seen to allocate.
     """
-    if not accelerator.is_accelerator(device):
-        return 0
-    if count := workspace_bytes(device):
+    count = workspace_bytes(device)
+    if count and accelerator.is_accelerator(device):
         from .cuda import take_workspaces  # loaded where a card is
 
         take_workspaces(device)
