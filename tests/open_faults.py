@@ -27,7 +27,6 @@ OPEN = {
     "run/limit/test_planning.py::test_the_smallest_budget_rises_where_a_step_needs_more": _MIN,
     "run/limit/test_planning.py::test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more": _MIN,
     "optim/test_budgeted.py::test_a_budget_that_recomputing_alone_cannot_meet": _MIN,
-    "run/test_messages.py::test_a_budget_that_checkpointing_stands_in_the_way_of_says_so": _MIN,
     "test_cli.py::test_the_default_budget_is_never_below_the_smallest_that_works": _MIN,
     "train/test_trainer.py::"
     "test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step[]": _MIN,
@@ -50,9 +49,6 @@ OPEN = {
     ),
     "integrations/test_lightning.py::"
     "test_a_step_that_calls_several_parts_is_limited_and_seen_in_tensorboard": _DEPARTS,
-    "benchmarks/test_gpu.py::test_a_budget_is_measured_on_a_cpu_and_shown": (
-        "a step counts 10 KiB less than is predicted"
-    ),
     "late/test_late_streams.py::"
     "test_nothing_is_used_before_it_is_ready_nor_after[offload_from_two_streams]": (
         "a value that was moved, and is read from two streams of the user's, may be read too early"
