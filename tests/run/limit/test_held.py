@@ -179,7 +179,7 @@ def test_a_smaller_step_that_fits_recomputes_nothing() -> None:
     assert governor.evicted == governor.replayed == 0
 
 
-def test_what_cannot_be_held_is_refused_or_said_with_its_operation_and_bytes() -> None:
+def test_what_cannot_be_held_is_said_and_then_refused() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,7 +194,7 @@ def test_what_cannot_be_held_is_refused_or_said_with_its_operation_and_bytes() -
     texts = [said(lambda: model(batch()).backward()) for _ in range(2)]
     assert texts == [[], []]
     model.large = True
-    with pytest.raises(lowtide.BudgetError, match=r"aten\.mul"):  # this one is listened to
+    (text,) = said(lambda: model(batch()).backward())  # it ran as it is: the plan fits by far
+    assert "above the budget of 391 KiB" in text
+    with pytest.raises(lowtide.BudgetError, match=r"aten\.mul"):  # the next one is listened to
         model(batch()).backward()
-    (text,) = said(lambda: model(batch()).backward())
-    assert "above the budget of 391 KiB" in text and "aten.mul in backward" in text and "MiB" in text
