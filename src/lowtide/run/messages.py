@@ -23,9 +23,9 @@ a plan, and through which a backward runs now.
 """
 
 SHARED = (
-    "several limited models take part in one step: each is planned for its own part, and what they take "
-    "together is not held against a budget. To have one budget for all, put one limit on a module that runs "
-    "them"
+    "several limited models take part in one step: each is planned for its own part, and all of "
+    "them are held to the smallest of their budgets while they run. To have one plan for all, put one limit "
+    "on a module that runs them"
 )
 """The warning of a limited model that takes part in a step of another one."""
 
