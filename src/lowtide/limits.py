@@ -26,7 +26,7 @@ from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import own_checkpointing, says_it_checkpoints
-from lowtide.run.profile.costs import load_ahead
+from lowtide.run.profile.profiler import load_ahead
 from lowtide.run.record.special import Verify, check_verify
 
 if TYPE_CHECKING:

@@ -53,6 +53,7 @@ _LOOSE = {  # a workspace or table, parts of which are never written and never r
     "aten._ctc_loss.default": (1,),
     "aten._ctc_loss.Tensor": (1,),
 }
+_READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _NEVER_WRITTEN = ("unused",)
 """Names of attention's results that no kernel writes."""
 _OF_DROPOUT = ("rng_state", "philox_seed", "philox_offset")
@@ -128,6 +129,7 @@ class OpInfo:
         waits: it returns its argument, once what is under way on it is done, or in a wrapper that waits.
         state_positions: which arguments are the dropout's probability and training mode, where it draws from
             a state of its own that it overwrites.
+        reads_values: what it returns, or a shape, depends on values: so may what user code does next.
         where: positions of arguments that say where in a tensor it writes, and not how much.
         sends: it sends to another rank or receives from one, which may come to it only after what this rank
             does next: it is never waited for.
@@ -151,6 +153,7 @@ class OpInfo:
     waits: bool = False
     sends: bool = False
     state_positions: tuple[int, int] | None = None
+    reads_values: bool = False
     where: tuple[int, ...] = ()
 
     @property
@@ -159,23 +162,16 @@ class OpInfo:
         return self.written == (0,) and self.returns_written and not self.fills
 
     @property
-    def replays_undropped(self) -> bool:
-        """Whether a replay is the same call, where a dropout inside it is off."""
+    def replays_plainly(self) -> bool:
+        """Whether a replay is the same call with the same arguments, or a copy of one that it updates, where
+        a dropout inside it is off.
+
+        Everything else is Python's (`lowtide.run.record.special`); the C++ recorder leaves it alone.
+        """
         special = self.written and not self.updates
         special = special or self.running_statistics or self.collective or self.reason
         random = self.random and self.dropout_position is None
         return not special and not random and self.state_positions is None
-
-    @property
-    def replays_plainly(self) -> bool:
-        """Whether a replay is the same call with the same arguments, or a copy of one that it updates.
-
-        Everything else is Python's (`lowtide.run.record.special`); the C++ recorder leaves it
-        alone.
-        """
-        special = self.written and not self.updates
-        special = special or self.running_statistics or self.collective or self.loose or self.reason
-        return not special and not self.random and self.state_positions is None
 
     def draws(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments draws random numbers: attention without dropout does not."""
@@ -237,6 +233,7 @@ def op_info(func: private.OpOverload) -> OpInfo:
         waits=name in _WAITS,
         sends=name in _BETWEEN_TWO,
         state_positions=(places["dropout"], places["train"]) if places.keys() >= _WITH_STATE else None,
+        reads_values=not _READS_VALUES.isdisjoint(func.tags),
         where=tuple(
             place
             for place, argument in enumerate(schema.arguments)

@@ -27,7 +27,13 @@ _SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 
 
 class CountingAllocator:
-    """The compiled allocator's functions. One per process: get it from `counting_allocator`."""
+    """The compiled allocator's functions. One per process: get it from `counting_allocator`.
+
+    Attributes:
+        calls: the functions.
+        register_addresses: where C++ finds what opens a register, says its peak and its live bytes, and
+            closes it.
+    """
 
     def __init__(self, path: str) -> None:
         # PyDLL: calls of nanoseconds are not worth giving up the interpreter lock for
@@ -36,6 +42,8 @@ class CountingAllocator:
             getattr(self.calls, f"lt_{name}").restype = ctypes.c_int64
         numbers = ctypes.POINTER(ctypes.c_int64)
         self.calls.lt_log_read.argtypes = [ctypes.c_int64, ctypes.c_int64, numbers, numbers]
+        of_registers = [getattr(self.calls, f"lt_mark_{name}") for name in ("open", "peak", "live", "close")]
+        self.register_addresses = [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in of_registers]
 
     def install(self) -> None:
         """Count allocations from now on, or join whoever installed before.
@@ -66,12 +74,6 @@ class CountingAllocator:
     def live_bytes(self) -> int:
         """Bytes live now, of those allocated while it was installed."""
         return self.calls.lt_live()
-
-    @property
-    def register_addresses(self) -> list[int]:
-        """Where C++ finds what opens a register, says its peak and its live bytes, and closes it."""
-        calls = (getattr(self.calls, f"lt_mark_{name}") for name in ("open", "peak", "live", "close"))
-        return [ctypes.cast(call, ctypes.c_void_p).value or 0 for call in calls]
 
 
 @lru_cache(maxsize=1)
@@ -227,9 +229,7 @@ class AllocatorPeak(Peak):
         return calls.lt_mark_peak(self._mark), calls.lt_mark_live(self._mark)
 
     def live_source(self) -> LiveSource:
-        address = ctypes.cast(self._allocator.calls.lt_mark_live, ctypes.c_void_p).value
-        assert address is not None
-        return address, self._mark
+        return self._allocator.register_addresses[2], self._mark
 
     def _close(self) -> tuple[tuple[int, int], Moments]:
         bytes_ = self._read()

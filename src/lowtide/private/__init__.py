@@ -8,8 +8,10 @@ may change, and attributes that torch's own users read: ``_version``, ``_base``,
 """
 
 import importlib
+import sys
 import typing
 
+import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
 
 from lowtide.private.dispatch import (
@@ -87,7 +89,6 @@ from lowtide.private.measuring import (
     stop_cuda_history,
     take_blas_workspaces,
 )
-from lowtide.private.ranks import is_schedule, may_shard
 from lowtide.private.storages import (
     base_of,
     before_storage_resizes,
@@ -162,6 +163,19 @@ _LATER = ("compiling", "distributed", "fsdp")
 """Files that are loaded when a name of theirs is first used: a process without ranks, which compiles nothing,
 needs none.
 """
+
+
+def may_shard() -> bool:
+    """Whether a model may be sharded in this process: it has a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def is_schedule(item: object) -> bool:
+    """Whether this is a schedule of a pipeline."""
+    module: typing.Any = sys.modules.get(
+        "torch.distributed.pipelining.schedules"
+    )  # imported, if there is one
+    return module is not None and isinstance(item, module._PipelineSchedule)
 
 
 def __getattr__(name: str) -> typing.Any:

@@ -20,19 +20,18 @@ class _Mark:
     """A sentinel in the metadata of autograd's nodes: when it dies, the last of these nodes is gone."""
 
 
-def weakly(method: Callable[..., object], *first: object) -> Callable[..., None]:
+def weakly(method: Callable[..., Any], *first: object) -> Callable[..., Any]:
     """A function that calls a bound method, with the arguments ``first`` before its own, and does not hold
-    the method's object: it does nothing once that is gone.
+    the method's object: it does nothing once that is gone, and returns ``None``.
 
     For callbacks that autograd's graph holds. A model may keep its own outputs, and with them their graph; a
     circle through that graph is one that Python's collector does not see.
     """
     reference: Any = weakref.WeakMethod(method)
 
-    def call(*rest: object) -> None:
+    def call(*rest: object) -> Any:
         alive = reference()
-        if alive is not None:
-            alive(*first, *rest)
+        return None if alive is None else alive(*first, *rest)
 
     return call
 

@@ -413,10 +413,6 @@ class Tracer:
         finally:
             self.opaque -= 1
 
-    def note_meeting(self, index: int) -> None:
-        """In this operation autograd's engine added gradients of two nodes."""
-        self.meetings.add(index)
-
     def _add_operation(
         self,
         name: str,

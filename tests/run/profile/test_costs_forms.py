@@ -13,7 +13,8 @@ from torch import nn
 
 import lowtide
 from lowtide.graph import StepGraph
-from lowtide.run.profile import costs
+from lowtide.run.profile.profiler import Profiler
+from lowtide.trace.tracer import Tracer
 
 
 class Loop(nn.Module):
@@ -43,11 +44,16 @@ def profiled(
 ) -> tuple[StepGraph, list[torch.Tensor], int, Any]:
     """The step without times and blocks, its gradients, how many operations Python ran, and the handle."""
     ran: list[str] = []
-    learn = costs.Forms.learn
+    start, read_by = Profiler.start, Tracer.read_by
+
+    def starts(profiler: Any) -> None:
+        profiler.cpp = profiler.core if cpp else None  # without it Python runs all
+        start(profiler)
+
     with monkeypatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        learns = learn if cpp else lambda *_: None  # what C++ has not learnt, Python runs
-        patch.setattr(costs.Forms, "learn", lambda *a: (ran.append(a[1].info.name), learns(*a))[1])
+        patch.setattr(Profiler, "start", starts)
+        patch.setattr(Tracer, "read_by", lambda *a: (ran.append(a[1].info.name), read_by(*a))[1])
         handle = lowtide.limit_memory(model, "100%", verify="first")
         torch.manual_seed(1)
         model(
@@ -65,7 +71,7 @@ def test_cpp_writes_a_step_down_as_python_does(monkeypatch: pytest.MonkeyPatch) 
     same, others, few, handle = profiled(monkeypatch, True, Loop())
     assert same == graph and len(graph.operations) > 400
     assert all(map(torch.equal, gradients, others)) and len(gradients) == 5
-    assert all_of_it >= len(graph.operations) > 8 * few
+    assert all_of_it >= len(graph.operations) and few == 0
     assert not handle.plan.notes
 
 
@@ -85,7 +91,7 @@ def test_what_is_read_is_compared_there_too(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_operations_of_many_shapes_are_measured_and_verified_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python runs each kind of operation once, whatever the shapes; scratch is measured alike."""
+    """Scratch is measured alike."""
 
     class Widths(nn.Module):
         def __init__(self) -> None:
@@ -103,7 +109,7 @@ def test_operations_of_many_shapes_are_measured_and_verified_there(monkeypatch: 
     same, others, few, handle = profiled(monkeypatch, True, Widths())
     assert same == graph and any(op.scratch_bytes for op in graph.operations)
     assert all(map(torch.equal, gradients, others)) and len(gradients) == 24
-    assert all_of_it > 4 * few and not handle.plan.notes
+    assert all_of_it and few == 0 and not handle.plan.notes
 
 
 @pytest.mark.parametrize("in_place", [False, True])

@@ -200,7 +200,21 @@ class Inputs:
         for extension in self._extensions:
             if (found := extension.key(self._model)) is not None:
                 keys.append(found)
-        return _step_key(self.members, *self._flat, hash(tuple(keys)) if keys else 0)
+        members, (leaves, structure) = self.members, self._flat
+        device = members.device.type
+        trainable, gradients, types = members.parameter_states()
+        return StepKey(
+            shapes=_shapes(leaves),
+            inputs=tuple(map(_leaf, leaves)),
+            structure=str(structure),
+            training=hash(members.training),
+            autocast=torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            trainable=hash(trainable),
+            # a model may be cast, or its embeddings resized, between two steps
+            parameters=types,
+            gradients=hash(gradients) if any(gradients) else 0,
+            extensions=hash(tuple(keys)) if keys else 0,
+        )
 
     def resident_bytes(self, own: bool = False) -> int:
         """Bytes that are there before the step: of the model's parameters, buffers and gradients, and, unless
@@ -213,21 +227,3 @@ class Inputs:
         """Whether something among the arguments has no part in the key: a number, or an object."""
         shown = (torch.Tensor, str, bool, type(None))
         return not all(isinstance(leaf, shown) for leaf in self._flat[0])
-
-
-def _step_key(members: Members, leaves: list[Any], structure: Any, extensions: int) -> StepKey:
-    """The key of a step of a model with these members, arguments and keys of extensions, now."""
-    device = members.device.type
-    trainable, gradients, types = members.parameter_states()
-    return StepKey(
-        shapes=_shapes(leaves),
-        inputs=tuple(map(_leaf, leaves)),
-        structure=str(structure),
-        training=hash(members.training),
-        autocast=torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-        trainable=hash(trainable),
-        # a model may be cast, or its embeddings resized, between two steps
-        parameters=types,
-        gradients=hash(gradients) if any(gradients) else 0,
-        extensions=extensions,
-    )

@@ -97,6 +97,7 @@ class Limiter:
             where a step is one forward, and its caller runs backward.
     """
 
+    _planned_step: Callable[..., PlannedStep] = PlannedStep
     forwards: Forwards | None = None
     compiles = True  # `torch.compile` around the model is taken to the compiled engine
 
@@ -386,10 +387,6 @@ class Limiter:
             step.planned.history.read_clock(step.planned.step_graph.overhead_seconds)
         self._expect_measured(step)
         return step
-
-    def _planned_step(self, *given: Any) -> PlannedStep:
-        """What `_begin_planned` makes; ``given`` is what `PlannedStep` takes."""
-        return PlannedStep(*given)
 
     @cached_property
     def _forms(self) -> Any:

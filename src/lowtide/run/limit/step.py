@@ -291,11 +291,16 @@ class PlannedStep(StepWatch):
         return self._run_forward(forward, inputs)
 
     def _run_forward(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        if self.recorder is None:
+        recorder = self.recorder
+        if recorder is None:
             with govern(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
-            result = self._run_recorded(self.recorder, forward, inputs)
+            if not recorder.is_active:
+                recorder.start()
+            call = partial(forward, *inputs.args, **inputs.kwargs)
+            result, seconds = self._run_within(recorder, call, inputs)
+            self.recording_seconds += time.perf_counter() - inputs.begin - seconds
         self.forward_ends(tensors_returned(result))
         return result
 
@@ -321,14 +326,6 @@ class PlannedStep(StepWatch):
     def compares(self) -> bool:
         """Whether what this step does for the first time is compared with the original."""
         return self.first and self._verify != "never"
-
-    def _run_recorded(self, recorder: Recorder, forward: Callable[..., Any], inputs: Inputs) -> Any:
-        if not recorder.is_active:
-            recorder.start()
-        call = partial(forward, *inputs.args, **inputs.kwargs)
-        result, seconds = self._run_within(recorder, call, inputs)
-        self.recording_seconds += time.perf_counter() - inputs.begin - seconds
-        return result
 
     def _run_within(self, recorder: Recorder, call: Callable[[], Any], inputs: Inputs) -> tuple[Any, float]:
         """Run a forward within the recorder: what it returns, and how long it took by itself."""

@@ -2,49 +2,27 @@
 
 In: a call that is about to run. Out: a `MeasuredCost`, which calls share that cost the same: the median of a
 few runs says how long they take, the most of any how much they allocate beside their results.
-
-`Forms` tells the C++ recorder (`run/record/cpp/listen.h`) which calls it takes over. A form is an operation
-with arguments of the same shapes, strides, types and numbers: its calls cost the same. A pattern is one
-with arguments of the same types: its calls are written down alike. Python runs the first call of each
-pattern. C++ runs the others: it measures and verifies the first ones of each form as Python does, records
-them and writes them down, and what they read is still compared with what was written.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import cache, cached_property
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from lowtide import accelerator, private
-from lowtide.graph import Storage
-from lowtide.interception import proceed, register_ahead, unseen
-from lowtide.meter import Peak, counting_allocator, measurable, peaks
+from lowtide.interception import proceed, unseen
+from lowtide.meter import Peak, measurable, peaks
 from lowtide.meter.allocator import Moments
-from lowtide.ops import (
-    SAYS_WHERE,
-    WRITES_PART,
-    Call,
-    enter,
-    has_plain_storage,
-    is_wrapper,
-    op_info,
-    written_tensors,
-)
-from lowtide.run.profile.saved import ProfiledTape, SavedTensors
-from lowtide.run.record.engine import engine
-from lowtide.run.tensor_bytes import digest_address
-from lowtide.run.watch import weakly
+from lowtide.ops import Call, enter, has_plain_storage, is_wrapper, op_info, written_tensors
 from lowtide.trace.clock import Clock
-from lowtide.trace.modules import calling_line
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.tracer import CostFigures, TracedOperation, TracedStorage, TracedValue, Tracer
+from lowtide.trace.tracer import CostFigures
 
 RUNS = 5
 """How many runs of calls that cost the same are measured: more of them say little more."""
@@ -71,7 +49,7 @@ class MeasuredCost:
         blocks: what a run asks CUDA's allocator for (`lowtide.graph.Operation.blocks`); empty elsewhere.
         reproduced: how many second runs gave the same bytes as the first.
 
-    The C++ recorder (`run/record/cpp/listen.h`) adds runs, too: their seconds.
+    The C++ recorder (`run/record/cpp/listen.h`) adds runs: their seconds.
     """
 
     __slots__ = (
@@ -134,11 +112,15 @@ class CostMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.left_bytes = 0
-        self.clock = Clock(device)
         # bytes come and go in the memory of the step's device: its own meter reads them
         self._meters = measurable(device)
         self._lists = accelerator.is_accelerator(device) and accelerator.allocator() == "native"
         self._known: dict[Any, MeasuredCost] = {}
+
+    @cached_property
+    def clock(self) -> Clock:
+        """Times the calls."""
+        return Clock(self.device)
 
     @cached_property
     def _peaks(self) -> Callable[[bool], Peak]:
@@ -330,111 +312,6 @@ def _form(item: Any) -> Any:
     return item if isinstance(item, (int, float, bool, str, torch.dtype)) else type(item)
 
 
-_READS_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-
-
-@cache
-def reads_values(func: Any) -> bool:
-    """Whether an operation asks for values: what user code does next may depend on them."""
-    return not _READS_VALUES.isdisjoint(func.tags)
-
-
 def may_be_meeting(call: Call) -> bool:
     """Whether a call in a backward may be autograd's engine's: it adds the gradients of two nodes."""
     return call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs
-
-
-def load_ahead(device: torch.device) -> None:
-    """Do now what the first limited step of a process would wait for, a tenth of a second. On a machine where
-    the C++ recorder has to be compiled first, that is left to the step.
-    """
-    if register_ahead():
-        _cpp_profile()
-        digest_address()
-        measurable(device)
-
-
-@cache
-def _cpp_profile() -> Any:
-    """The C++ recorder, which knows the classes of a profiled step, or ``None``."""
-    module = engine()
-    module.know_traced(  # all that it reads of Python's objects are slots of these (`cpp/listen.h`)
-        tracer=Tracer,
-        reference=TracedStorage,
-        storage=Storage,
-        version=TracedValue,
-        operation=TracedOperation,
-        cost=MeasuredCost,
-        calling_line=calling_line,
-        says_where=list(SAYS_WHERE),
-        writes_part=list(WRITES_PART),
-    )
-    return module
-
-
-class Forms:
-    """The forms that C++ knows of one profiled step.
-
-    Args:
-        tape: of the step.
-        tracer: writes the step down.
-        collectives: its collectives.
-        saved: what autograd holds of the step.
-        notes: functions of the profiler that C++ calls, by their names in ``cpp/listen.h``.
-        governor: as of `Profiler`.
-        pack: packs what autograd saves.
-
-    Attributes:
-        cpp: runs calls of these forms, on the CPU; elsewhere Python runs all.
-    """
-
-    def __init__(
-        self,
-        tape: ProfiledTape,
-        tracer: Tracer,
-        collectives: OpenCollectives,
-        saved: SavedTensors,
-        notes: Mapping[str, Callable[..., object]],
-        governor: Any,
-        pack: Callable[[torch.Tensor], Any],
-    ) -> None:
-        self._verified = tape.verify
-        self.cpp: Any = _cpp_profile().ProfileRecorder(
-            tape=tape.core,
-            governor=governor,
-            pack=weakref.WeakMethod(pack),
-            tracer=tracer,
-            begun=collectives.begun,
-            written=saved.written,
-            note_overwritten=weakly(saved.note_overwritten),
-            keep_overwritten=weakly(saved.keep_overwritten),
-            register_storage=tracer.register,
-            end_storage=tracer.end_storage,
-            **notes,
-            note_finding=weakly(tape.note_finding),
-            digest=digest_address() if tape.verify else 0,
-            meter=counting_allocator().register_addresses if tracer.device.type == "cpu" else [],
-            runs=RUNS,
-        )
-
-    def learn(
-        self, call: Call, results: list[Any], cost: MeasuredCost, operation: TracedOperation, recorded: bool
-    ) -> None:
-        """Python has run a call: if it need not run others of its pattern, C++ does.
-
-        Args:
-            call, results: the call, and what it returned as a flat list.
-            cost: of the calls of this form.
-            operation: as it was written down.
-            recorded: it has a node on the tape.
-        """
-        info = call.info
-        if not info.replays_plainly or call.others:
-            return
-        if recorded:  # what is not of ATen may depend on more than its arguments: each call runs twice
-            once = not self._verified or info.name.startswith("aten.")
-            if info.uninitialized or reads_values(call.func) or not once:
-                return
-        if not all(has_plain_storage(result) for result in results if isinstance(result, torch.Tensor)):
-            return
-        self.cpp.learn(operation, cost, operation.phase == "backward" and may_be_meeting(call))

@@ -4,8 +4,8 @@ In: a model's forward and its arguments; the caller computes the loss and calls 
 when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same
 bytes. So only user code itself holds the tensors, and a storage ends when user code releases it. A governor
 holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at equal
-sizes: that verifies its replay, and times it warm. Python runs the first call of each operation; the C++
-recorder runs most others, on the same tape and the same lists (`run/record/cpp/listen.h`).
+sizes: that verifies its replay, and times it warm. On the CPU the C++ recorder runs whatever replays plainly
+(`run/record/cpp/listen.h`), and Python the rest, on the same tape and the same lists.
 """
 
 from __future__ import annotations
@@ -16,37 +16,48 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from lowtide import accelerator, private
 from lowtide.errors import PlanError
-from lowtide.graph import StepGraph, collect_rarely, no_collection
-from lowtide.interception import Interceptor, interceptors, proceed, unseen, watch_writes
+from lowtide.graph import StepGraph, Storage, collect_rarely, no_collection
+from lowtide.interception import Interceptor, interceptors, proceed, register_ahead, unseen, watch_writes
+from lowtide.meter import counting_allocator, measurable
 from lowtide.meter.resident import plain_parts, resident_workspace_bytes
-from lowtide.ops import Call, has_plain_storage, is_nested_without_layout, is_sparse, is_wrapper
+from lowtide.ops import (
+    SAYS_WHERE,
+    WRITES_PART,
+    Call,
+    has_plain_storage,
+    is_nested_without_layout,
+    is_sparse,
+    is_wrapper,
+)
 from lowtide.plan.data import module_in_words
 from lowtide.run.forwards import Forwards, left_alone
 from lowtide.run.messages import unsupported_forward
-from lowtide.run.profile.costs import (
-    CostMeter,
-    Forms,
-    MeasuredCost,
-    OpenCollectives,
-    may_be_meeting,
-    reads_values,
-)
+from lowtide.run.profile.costs import RUNS, CostMeter, MeasuredCost, OpenCollectives, may_be_meeting
 from lowtide.run.profile.saved import ProfiledTape, SavedTensor, SavedTensors
-from lowtide.run.record.engine import EVICTED, NONE
+from lowtide.run.record.engine import EVICTED, NONE, engine
 from lowtide.run.record.handles import Attributed, Wrapped, kept, unpack
 from lowtide.run.record.recorder import CAPTURED
 from lowtide.run.record.special import flat_results, run_first
 from lowtide.run.record.tape import Node
-from lowtide.run.tensor_bytes import Geometry, digest_of_shown
+from lowtide.run.tensor_bytes import Geometry, digest, digest_address, digest_of_shown
 from lowtide.run.watch import StepWatch, weakly
+from lowtide.trace.modules import calling_line
 from lowtide.trace.results import tensors_inside, tensors_returned
-from lowtide.trace.tracer import CostFigures, Tracer
+from lowtide.trace.tracer import (
+    OUTSIDE,
+    CostFigures,
+    TracedOperation,
+    TracedStorage,
+    TracedValue,
+    Tracer,
+)
 from lowtide.trace.untouched import Gradients
 
 _ELSEWHERE = "it reads a tensor that is neither strided nor was resident before the step"
@@ -146,14 +157,29 @@ class Profiler(Interceptor):
         self._reentrant_calls: set[Any] = set()
         self._nodes: dict[int, Any] = {}  # operation: the autograd node whose turn it was
         self._opaque: dict[Any, MeasuredCost] = {}  # of calls whose operations nobody saw
-        named = {note.__name__: weakly(note) for note in (self.note_node, self.note_meeting)}
         # the last but one, since it opens a meter
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
         self.governor = governor(self.watch.live_source()) if self.watch.is_measured else None
-        self._forms = Forms(
-            self.tape, self.tracer, self.collectives, self.saved, named, self.governor, self.pack
+        self.cpp = self.core = _engine().ProfileRecorder(
+            tape=self.tape.core,
+            governor=self.governor,
+            pack=weakref.WeakMethod(self.pack),
+            tracer=self.tracer,
+            begun=self.collectives.begun,
+            written=self.saved.written,
+            register_storage=self.tracer.register,
+            end_storage=self.tracer.end_storage,
+            note_node=weakly(self.note_node),
+            note_meeting=weakly(self.note_meeting),
+            note_others=weakly(self.note_others),
+            note_overwritten=weakly(self.saved.note_overwritten),
+            keep_overwritten=weakly(self.saved.keep_overwritten),
+            note_finding=weakly(self.tape.note_finding),
+            digest=digest,
+            few_digest=digest_address(),
+            meter=counting_allocator().register_addresses if device.type == "cpu" else [],
+            runs=RUNS,
         )
-        self.cpp = self.core = self._forms.cpp
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the forward, which can be planned. What its caller does until backward has ended belongs to the
@@ -222,18 +248,9 @@ class Profiler(Interceptor):
     @contextmanager
     def _forward(self) -> Iterator[None]:
         """What runs in the block is a forward that can be planned."""
-        begin = len(self.tracer.operations)
-        try:
-            with self._recorded():
-                yield
-        finally:
-            self.forward_spans.append((begin, len(self.tracer.operations)))
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
         tracer = self.tracer
         with tracer.forward(), ExitStack() as stack:
-            stack.callback(self._watch_writes)
+            stack.callback(self._forward_ends, len(tracer.operations))
             stack.enter_context(tracer.following_modules())
             if (model := tracer.model) is not None:
                 if private.may_shard():
@@ -248,8 +265,11 @@ class Profiler(Interceptor):
             stack.callback(setattr, self.core, "in_forward", False)
             yield
 
-    def _watch_writes(self) -> None:
-        """The forward is over: writes to what replays start from are watched from here on."""
+    def _forward_ends(self, begin: int) -> None:
+        """The forward is over, which began with this operation: writes to what replays start from are watched
+        from here on.
+        """
+        self.forward_spans.append((begin, len(self.tracer.operations)))
         if self._has_scopes:  # whose operations wait to run again, whether anybody needs them or not
             self.tape.core.forget_unasked()
         else:
@@ -291,7 +311,7 @@ class Profiler(Interceptor):
             return self.collectives.waits(call, proceed(func, args, kwargs))
         self.collectives.operation_begins()
         if tracer.in_forward:
-            self.may_differ |= reads_values(func)
+            self.may_differ |= call.info.reads_values
             self._note_checkpoint()
         reads, cost = tracer.read_by(call), self.costs.of(call)
         evicted = tracer.evicted_by_scope(call) if tracer.scopes else None
@@ -319,8 +339,6 @@ class Profiler(Interceptor):
                 self.note_meeting(index, args[0])
         if call.written:
             self.saved.note_overwritten(call.written)
-        if not records or ran.node is not None:
-            self._forms.learn(call, ran.flat, cost, tracer.operations[index], records)
         return ran.result
 
     def _run(self, call: Call, cost: MeasuredCost, warm: bool) -> _Outcome:
@@ -377,32 +395,37 @@ class Profiler(Interceptor):
         fresh = [(position, flat[position]) for position in call.fresh(flat)]
         made, returned = [tensor for _, tensor in fresh], True
         if len(made) < len(flat):
-            made += self._sparse_parts(call, flat)
-            self._note_nested(call, flat)
+            self._note_nested(call.info.name, () if call.info.is_view else flat)
+            if parts := self._parts_of_sparse(flat):
+                given = (part for one in call.others if is_sparse(one) for part in plain_parts(one))
+                call.keys |= set(map(private.storage_key, given))
+                made += [parts[position] for position in call.fresh(parts)]
             returned = bool(made) or any(isinstance(t, torch.Tensor) and has_plain_storage(t) for t in flat)
         return _Outcome(result, flat, fresh, made, returned, node)
 
-    def _sparse_parts(self, call: Call, flat: list[Any]) -> list[torch.Tensor]:
+    def note_others(self, name: str, results: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What an operation of that name made that C++ has run, from those results that are no plain tensors
+        to it.
+        """
+        self._note_nested(name, results)
+        return [*filter(has_plain_storage, results), *self._parts_of_sparse(results)]
+
+    def _parts_of_sparse(self, results: Iterable[Any]) -> list[torch.Tensor]:
         """The parts of the sparse tensors that an operation returned, as storages that it made. In the
         forward there are none: an operation that makes sparse tensors alone is none of a plan's, since the
         recorder passes it by.
         """
-        sparse = [t for t in flat if isinstance(t, torch.Tensor) and is_sparse(t)]
-        if not sparse:
-            return []
+        sparse = [t for t in results if isinstance(t, torch.Tensor) and is_sparse(t)]
         parts = [part for tensor in sparse for part in plain_parts(tensor)]
         self.tape.note_sparse(parts)
-        if self.tracer.in_forward and not private.in_backward():
-            return []
-        call.keys |= {private.storage_key(p) for t in call.others if is_sparse(t) for p in plain_parts(t)}
-        return [parts[position] for position in call.fresh(parts)]
+        return [] if self.tracer.in_forward and not private.in_backward() else parts
 
-    def _note_nested(self, call: Call, flat: list[Any]) -> None:
-        if self.nested or call.info.is_view or private.in_backward():
+    def _note_nested(self, name: str, results: Iterable[Any]) -> None:
+        if self.nested or private.in_backward():
             return
-        if any(isinstance(t, torch.Tensor) and is_nested_without_layout(t) for t in flat):
+        if any(isinstance(t, torch.Tensor) and is_nested_without_layout(t) for t in results):
             modules = self.tracer.modules
-            self.nested = f"{call.info.name}, {module_in_words(modules[-1] if modules else '')}"
+            self.nested = f"{name}, {module_in_words(modules[-1] if modules else '')}"
 
     def _note_checkpoint(self) -> None:
         around = private.torch_checkpoint()
@@ -430,7 +453,7 @@ class Profiler(Interceptor):
             producer = tracer.values[reads[0]].producer if reads else None
             made = None if producer is None else self._nodes.get(producer)
             if made not in (None, node) and private.base_of(first) is first:
-                tracer.note_meeting(index)
+                tracer.meetings.add(index)
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
         """Run code whose operations are not intercepted (a compiled submodule). Each tensor that the code
@@ -482,10 +505,10 @@ class Profiler(Interceptor):
         key = private.storage_key(tensor)
         if storage is None or storage.resized or tape.core.is_blank(key):
             return kept(tensor)
-        value = tape.core.replayable(key)
-        if value is not None and tape.is_as_written(value, tensor):
-            return self.core.save(tensor)
-        if value is not None:
+        packed = self.core.save(tensor)
+        if packed is not None:
+            return packed
+        if (value := tape.core.replayable(key)) is not None:
             tape.written_unseen(value, tensor)
         return kept(tape.apart(tensor) if droppable and storage.phase else tensor)
 
@@ -556,3 +579,32 @@ class Profiler(Interceptor):
         with no_collection():
             graph = self.tracer.graph(cost_of)
         return replace(graph, resident_bytes=graph.resident_bytes + self._workspace_bytes)
+
+
+@cache
+def _engine() -> Any:
+    """The C++ recorder, which knows the classes of a profiled step."""
+    module = engine()
+    module.know_traced(  # all that it reads of Python's objects are slots of these
+        tracer=Tracer,
+        reference=TracedStorage,
+        storage=Storage,
+        version=TracedValue,
+        operation=TracedOperation,
+        cost=MeasuredCost,
+        calling_line=calling_line,
+        says_where=list(SAYS_WHERE),
+        writes_part=list(WRITES_PART),
+        outside=OUTSIDE,
+    )
+    return module
+
+
+def load_ahead(device: torch.device) -> None:
+    """Do now what the first limited step of a process would wait for, a tenth of a second. On a machine where
+    the C++ recorder has to be compiled first, that is left to the step.
+    """
+    if register_ahead():
+        _engine()
+        digest_address()
+        measurable(device)

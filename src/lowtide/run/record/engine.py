@@ -59,21 +59,26 @@ def _where() -> str:
     return line
 
 
-def _facts(name: str, overload: str) -> tuple[bool, bool, list[int], list[int], int, int]:
-    """What C++ has to know of an operation: whether a replay is the same call; whether nobody records it; the
-    arguments that it overwrites, always and in training; which argument says that it trains, and which is a
-    probability of dropout, or -1.
-    """
+def _facts(name: str, overload: str) -> Any:
+    """What C++ has to know of an operation (``Fact`` of ``cpp/recorder.h``)."""
     func = operation_named(f"{name.replace('::', '.')}.{overload or 'default'}")
     if not isinstance(func, private.OpOverload):
-        return False, False, [], [], -1, -1
+        return engine().Fact(name)
     info = op_info(func)
     places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
-    writes = [where if isinstance(where, int) else places[where] for where in info.written]
-    training = -1 if info.training_position is None else info.training_position
-    dropout = -1 if info.dropout_position is None else info.dropout_position
-    plain = info.replays_undropped and not info.uninitialized
-    return plain, info.is_view or info.waits, writes, list(info.running_statistics), training, dropout
+    return engine().Fact(
+        info.name,
+        plain=info.replays_plainly and not info.uninitialized,
+        ignored=info.is_view or info.waits,
+        uninitialized=info.uninitialized,
+        reads_values=info.reads_values,
+        of_aten=info.name.startswith("aten."),
+        writes=[where if isinstance(where, int) else places[where] for where in info.written],
+        statistics=info.running_statistics,
+        training=-1 if info.training_position is None else info.training_position,
+        dropout=-1 if info.dropout_position is None else info.dropout_position,
+        loose=info.loose + info.loose_undropped,
+    )
 
 
 def program_of(steps: Sequence[ProgramStep]) -> Any:

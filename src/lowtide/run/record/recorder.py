@@ -73,14 +73,11 @@ class Recorder(Interceptor):
         self._ran = [0, 0]
         self._program: Sequence[ProgramStep] = ()
         self._smaller = False
-        self.core = self._make_core()
+        self.core = engine().Recorder(
+            tape=self.tape.core, governor=governor, pack=weakref.WeakMethod(self.pack), program=None
+        )
         if director is None and not self.check:
             self.cpp = self.core
-
-    def _make_core(self) -> Any:
-        return engine().Recorder(
-            tape=self.tape.core, governor=self.governor, pack=weakref.WeakMethod(self.pack), program=None
-        )
 
     @property
     def check(self) -> bool:

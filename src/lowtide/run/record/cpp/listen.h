@@ -1,12 +1,9 @@
 // The recorder of a profiled step: it writes operations down, too, as lowtide.trace.tracer.Tracer.add_writer.
-// Python runs the first call of each pattern (an operation with arguments of the same types), and has it
-// learn what later calls share. It measures and verifies the first calls of each form (with the same shapes,
-// strides and numbers) as lowtide.run.profile.costs does.
+// It measures and verifies the first calls of each form (an operation with arguments of the same shapes,
+// strides, types and numbers) as lowtide.run.profile.costs does.
 #pragma once
 
 #include <torch/csrc/DynamicTypes.h>
-
-#include <string_view>
 
 #include "recorder.h"
 #include "traced.h"
@@ -18,9 +15,11 @@ struct ProfilerCalls {  // functions of Python, which do not hold the profiler
   py::object end_storage;       // which has ended
   py::object note_node;         // the operation with that index runs in a backward
   py::object note_meeting;      // and perhaps adds to a first tensor the gradient of another node
+  py::object note_others;       // results that are no plain tensors: what was made of plain ones
   py::object note_overwritten;  // a list of tensors
   py::object keep_overwritten;  // what is saved of these, before anything else runs
   py::object note_finding;      // the name of an operation that does not reproduce, and why
+  py::object digest;            // of a tensor's first bytes
 };
 
 class ProfileRecorder : public Recorder {
@@ -28,15 +27,16 @@ class ProfileRecorder : public Recorder {
   using Digest = int64_t (*)(const void*, int64_t);
 
   // Of a profiler in Python: its tracer; collectives under way; writes to what was saved, which are to be
-  // looked at; its functions. `digest` is the address of a function of bytes and how many; 0 where nothing is
-  // verified. Of calls of one form so many `runs` are measured, and run twice. measures: main memory's meter
-  // says what a call takes.
+  // looked at; its functions. digest: the address of a function of few bytes of main memory and how many, or 0.
+  // Of calls of one form so many `runs` are measured, and run twice, where the tape verifies. meter: says what
+  // a call takes, in main memory.
   ProfileRecorder(std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
                   py::object tracer, py::dict begun, py::list written, const ProfilerCalls& profiler,
                   uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
       : Recorder(std::move(tape), std::move(governor), std::move(pack), nullptr, false),
         digest_(reinterpret_cast<Digest>(digest)),
         meter_(meter),
+        on_cpu_(py::str(tracer.attr("device").attr("type")).equal(py::str("cpu"))),
         runs_(runs),
         parts_(std::make_unique<Parts>(std::move(tracer), std::move(begun), std::move(written), profiler)) {}
 
@@ -52,54 +52,34 @@ class ProfileRecorder : public Recorder {
     py::gil_scoped_acquire gil;
     Unseen unseen;  // Python copies what replays start from
     Parts& p = *parts_;
-    forget_call();
     if (PyList_GET_SIZE(p.written.ptr())) p.profiler.keep_overwritten();
     backward_ = torch::autograd::get_current_graph_task_id() != -1;
-    bool forward = is_true(traced->tracer.in_forward(p.tracer));
-    if ((forward && (backward_ || !is_on_top())) || !p.is_quiet()) return false;
-    first_ = stack->size() - op.schema().arguments().size();
-    tensors_.clear();
-    note(pattern_, forward + 2 * backward_);
-    if (!note_call(op.schema(), *stack)) return forget_call();
-    auto found = p.patterns.find(pattern_);
-    if (found == p.patterns.end()) {
-      asked_ = std::this_thread::get_id();
-      return false;
-    }
-    p.like = found->second;
+    forward_ = is_true(traced->tracer.in_forward(p.tracer));
+    const Fact& fact = facts.of(op);
+    first_ = stack->size() - fact.arguments;
+    if (!is_ours(fact, *stack) || !p.is_quiet() || !note_call(op.schema(), *stack)) return false;
     py::object& cost = p.costs[form_];
     if (!cost) cost = traced->cost.type();
     p.cost = cost;
-    const Fact& known = facts.of(op);
-    find_reads(known);
-    bool records = forward || (backward_ && c10::GradMode::is_enabled() && governor());
-    bool took = records && (forward || is_recorded_in_backward(known))
-        ? record(known, nullptr, op, keys, stack, backward_)
-        : run_aside(op, keys, stack);
+    find_reads(fact, op, *stack);
+    bool records = forward_ || (backward_ && c10::GradMode::is_enabled() && governor());
+    bool took = records && (forward_ || is_recorded_in_backward(fact))
+        ? record(fact, nullptr, op, keys, stack, backward_)
+        : run_aside(fact, op, keys, stack);
     p.overwritten.clear();
     p.first.reset();
     second_.clear();
-    if (took && forward) ++ran_[c10::GradMode::is_enabled()];
-    forget_call();
+    if (took && forward_) ++ran_[c10::GradMode::is_enabled()];
     return took;
-  }
-
-  // Python has just run the first call of its pattern, which was written down as `operation`; all of its form
-  // cost the same. They may add up the gradients of two nodes.
-  void learn(py::object operation, py::object cost, bool adds_up) {
-    if (pattern_.empty() || asked_ != std::this_thread::get_id()) return;
-    parts_->patterns.emplace(pattern_, Pattern{std::move(operation), adds_up});
-    parts_->costs.emplace(form_, std::move(cost));
-    forget_call();
   }
 
   std::pair<py::object, py::object> hooks() override { return {pack_hook, Recorder::hooks().second}; }
 
   bool learns() const override { return false; }  // they run twice
 
-  void turn(bool on_now) override {
-    forget_call();
-    Recorder::turn(on_now);
+  py::object save(const Tensor& tensor) override {  // null, too, where the value was overwritten unseen
+    Value* value = tape().replayable(storage_key(tensor));
+    return value == nullptr || is_as_written(*value, tensor) ? Recorder::save(tensor) : py::object();
   }
 
  protected:
@@ -112,23 +92,30 @@ class ProfileRecorder : public Recorder {
   int64_t extent_of(const Tensor& tensor) override { return reach(tensor); }
 
   void registered(Value& value, const Tensor& tensor) override {
-    if (!digest_) return;
-    value.digest = digest_(tensor.storage().data(), value.extent);
+    if (!tape().verify) return;
+    value.digest = digest_of(tensor, value.extent);
     value.has_digest = true;
   }
 
-  void write_down(const Tensors& results, const Places& places) override {
+  void write_down(const Fact& fact, const Tensors& results, const Places& places) override {
     Parts& p = *parts_;
     auto& o = traced->operation;
+    std::vector<Tensor> others = made_of_others(fact, results);
+    if (places.empty() && others.empty() && p.overwritten.empty()) return;
     py::int_ index(PyList_GET_SIZE(p.operations.ptr()));
     c10::SmallVector<py::object, 4> writes;
-    for (size_t at : places) {
-      if (py::object made = p.register_storage(results[at], index)) writes.push_back(std::move(made));
-    }
+    auto note_made = [&](const Tensor& tensor) {
+      if (py::object made = p.register_storage(tensor, phase(), index)) writes.push_back(std::move(made));
+    };
+    for (size_t at : places) note_made(results[at]);
+    for (const Tensor& tensor : others) note_made(tensor);
     for (const Tensor& tensor : p.overwritten) writes.push_back(p.next_version(tensor, index));
     py::object made = fresh(o.type);
-    for (const Slot* slot : {&o.name, &o.phase, &o.random, &o.reason, &o.region})
-      slot->set(made, py::reinterpret_borrow<py::object>((*slot)(p.like.operation)));
+    o.name.set(made, fact.name);
+    o.phase.set(made, phase());
+    o.random.set(made, py::bool_(false));
+    o.reason.set(made, forward_ ? traced->nothing : traced->outside);
+    o.region.set(made, py::none());
     o.reads.set(made, tuple_of(p.reads));
     o.writes.set(made, tuple_of(writes));
     o.module.set(made, p.module(backward_));
@@ -146,11 +133,6 @@ class ProfileRecorder : public Recorder {
   }
 
  private:
-  struct Pattern {
-    py::object operation;
-    bool adds_up = false;
-  };
-
   static bool is_true(PyObject* object) { return PyObject_IsTrue(object) == 1; }
 
   struct Parts {  // goes where the interpreter's lock is held
@@ -164,10 +146,8 @@ class ProfileRecorder : public Recorder {
         operations{of(traced->tracer.operations)}, storages{of(traced->tracer.storages)},
         values{of(traced->tracer.values)}, events{of(traced->tracer.events)},
         signatures{of(traced->tracer.signatures)};
-    std::unordered_map<std::string, Pattern> patterns;
     std::unordered_map<std::string, py::object> costs;  // by form
     // Of the call that runs:
-    Pattern like;
     py::object cost;                        // of its form
     c10::SmallVector<py::object, 4> reads;  // ids of the values that it reads
     Tensors overwritten;
@@ -208,15 +188,17 @@ class ProfileRecorder : public Recorder {
     }
 
     // Notes a storage that an operation has made; the id of its value, or null where it is known.
-    py::object register_storage(const Tensor& tensor, const py::int_& index) {
+    py::object register_storage(const Tensor& tensor, const py::object& phase, const py::int_& index) {
       auto& r = traced->reference;
       auto& s = traced->storage;
       py::int_ key(storage_key(tensor));
       if (entry_of(known, key)) return {};
+      if (!tensor.is_cpu())  // its bytes are none of the step's
+        return py::reinterpret_borrow<py::object>(
+            traced->reference.value(profiler.register_storage(wrapped(tensor), index)));
       auto storage = owned(THPStorage_Wrap(tensor.storage()));
       auto made = owned(PyObject_CallFunctionObjArgs(r.type.ptr(), storage.ptr(), profiler.end_storage.ptr(),
                                                      nullptr));
-      auto phase = py::reinterpret_borrow<py::object>(traced->operation.phase(like.operation));
       py::int_ number(PyList_GET_SIZE(storages.ptr()));
       py::object whole = fresh(s.type);
       s.id.set(whole, number);
@@ -257,25 +239,51 @@ class ProfileRecorder : public Recorder {
     }
   };
 
+  const py::object& phase() const { return backward_ ? traced->backward : traced->forward; }
+
+  // Whether a call is written down here. In the forward Python writes down what user code asks for values, and
+  // what may depend on more than its arguments, so that each call of it is verified.
+  bool is_ours(const Fact& fact, const Stack& stack) const {
+    if (!on_cpu_ || fact.ignored || fact.drops_out(stack, first_)) return false;
+    if (!forward_) return fact.plain || fact.uninitialized;
+    return fact.plain && !fact.reads_values && (fact.of_aten || !tape().verify) && !backward_ && is_on_top();
+  }
+
   // Whether nothing that it overwrites is unknown to the tape.
   bool is_recorded_in_backward(const Fact& fact) const {
     return fact.plain && (fact.writes.empty() || target_of(fact) != nullptr);
   }
 
-  bool run_aside(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {  // it is not recorded
-    measure(true, [&] { run_governed(op, keys, stack); });
+  bool run_aside(const Fact& fact, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    measure(true, [&] { run_governed(op, keys, stack); });  // it is not recorded
     Tensors results = flat_results(*stack, first_);
-    Places places = new_among(results);
-    if (!places.empty() || !parts_->overwritten.empty()) write_down(results, places);
+    write_down(fact, results, new_among(results));
     return true;
   }
 
-  void find_reads(const Fact& known) {
+  // What a call made beside plain tensors, as Python takes it apart.
+  std::vector<Tensor> made_of_others(const Fact& fact, const Tensors& results) {
+    py::list others;
+    for (const Tensor& result : results) {
+      if (result.defined() && !plain(result)) others.append(wrapped(result));
+    }
+    if (!PyList_GET_SIZE(others.ptr())) return {};
+    return parts_->profiler.note_others(fact.name, others).cast<std::vector<Tensor>>();
+  }
+
+  // Whether autograd's engine may call: it adds the gradients of two nodes.
+  bool may_be_meeting(const OperatorHandle& op, const Stack& stack) const {
+    static const OperatorHandle& add =
+        *new OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor"));
+    return backward_ && op == add && stack.back().isInt() && stack.back().toInt() == 1 && tensors_.size() == 2;
+  }
+
+  void find_reads(const Fact& known, const OperatorHandle& op, const Stack& stack) {
     Parts& p = *parts_;
     p.reads.clear();
     p.overwritten.clear();  // an operation may have failed
     p.first.reset();
-    if (p.like.adds_up) p.first = *tensors_[0].tensor;
+    if (may_be_meeting(op, stack)) p.first = *tensors_[0].tensor;
     c10::SmallVector<long, 4> ids;
     for (auto& one : tensors_) {
       bool written = std::find(known.writes.begin(), known.writes.end(), one.argument) != known.writes.end();
@@ -311,7 +319,7 @@ class ProfileRecorder : public Recorder {
       Measured measured(meter_);
       call();
       seconds = measured.seconds();
-      scratch = measured.scratch_bytes();
+      scratch = measured.scratch_bytes() + number_bytes_;
     }
     py::reinterpret_borrow<py::list>(runs).append(seconds);
     if (!warm && !is_first) return;
@@ -323,7 +331,7 @@ class ProfileRecorder : public Recorder {
   double run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
                       const TensorArgument* target) override {
     second_.clear();
-    if (digest_ && PyLong_AsLong(traced->cost.reproduced(parts_->cost)) < runs_) {
+    if (tape().verify && PyLong_AsLong(traced->cost.reproduced(parts_->cost)) < runs_) {
       second_.assign(stack->begin() + static_cast<std::ptrdiff_t>(first_), stack->end());
       if (target != nullptr) {
         const Tensor& now = *target->tensor;
@@ -349,9 +357,11 @@ class ProfileRecorder : public Recorder {
       measure(true, [&] { op.callBoxed(second_); });
       Tensors again = flat_results(second_, 0);
       bool same = again.size() == results.size() && (!copy.defined() || same_bytes(updated, copy));
-      for (size_t at = 0; same && at < results.size(); ++at)
+      for (size_t at = 0; same && at < results.size(); ++at) {
+        if (known.is_loose(at)) continue;
         same = results[at].defined() == again[at].defined() &&
             (!results[at].defined() || same_bytes(results[at], again[at]));
+      }
       if (!same) why = "a second run with equal inputs gave other bytes";
     } catch (const c10::Error& error) {
       why = std::string("its second run raised RuntimeError: ") + error.what_without_backtrace();
@@ -362,7 +372,7 @@ class ProfileRecorder : public Recorder {
       reproduced.set(parts_->cost, py::int_(PyLong_AsLong(reproduced(parts_->cost)) + 1));
       return true;
     }
-    parts_->profiler.note_finding(py::handle(traced->operation.name(parts_->like.operation)), why);
+    parts_->profiler.note_finding(known.name, why);
     return false;
   }
 
@@ -375,6 +385,7 @@ class ProfileRecorder : public Recorder {
   static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.tensor_bytes.same_bytes
     if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
     Tensor one = a.contiguous(), other = b.contiguous();
+    if (one.nbytes() > FEW_BYTES) return at::equal(one.view({-1}).view(at::kByte), other.view({-1}).view(at::kByte));
     return one.numel() == 0 || !std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes());
   }
 
@@ -387,8 +398,13 @@ class ProfileRecorder : public Recorder {
     return (last + 1) * tensor.element_size();
   }
 
+  int64_t digest_of(const Tensor& tensor, int64_t extent) const {
+    if (digest_ != nullptr && tensor.is_cpu() && extent <= FEW_BYTES) return digest_(tensor.storage().data(), extent);
+    return parts_->profiler.digest(wrapped(tensor), extent).cast<int64_t>();
+  }
+
   bool is_as_written(const Value& value, const Tensor& tensor) const {
-    return !digest_ || !value.has_digest || digest_(tensor.storage().data(), value.extent) == value.digest;
+    return !tape().verify || !value.has_digest || digest_of(tensor, value.extent) == value.digest;
   }
 
   bool is_on_top() const {  // our hooks are the innermost
@@ -399,13 +415,8 @@ class ProfileRecorder : public Recorder {
   // ---- forms -------------------------------------------------------------------------------------
 
   template <class T>
-  static void note(std::string& text, const T& number) {
-    text.append(reinterpret_cast<const char*>(&number), sizeof(number));
-  }
-
-  template <class T>
   void note(const T& number) {
-    note(form_, number);
+    form_.append(reinterpret_cast<const char*>(&number), sizeof(number));
   }
 
   void note(at::IntArrayRef numbers) {
@@ -413,29 +424,16 @@ class ProfileRecorder : public Recorder {
     form_.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
   }
 
-  void both(char tag) {
-    note(tag);
-    note(pattern_, tag);
-  }
-
-  bool forget_call() {
-    form_.clear();
-    pattern_.clear();
-    return false;
-  }
-
-  // Notes form and pattern of a call; false where there is more to it than is noted here.
+  // Notes the form of a call; false where there is more to it than is noted here.
   bool note_call(const c10::FunctionSchema& schema, const Stack& stack) {
+    tensors_.clear();
+    form_.clear();
+    number_bytes_ = 0;
     note(&schema);
-    note(pattern_, &schema);
     for (size_t at = first_; at < stack.size(); ++at) {
       const IValue& argument = stack[at];
       bool whole = argument.isInt() || argument.isNone();
       if (whole && says_where(schema, at - first_)) continue;
-      auto type = schema.arguments()[at - first_].real_type()->kind();
-      bool names = type == c10::TypeKind::LayoutType || type == c10::TypeKind::ScalarTypeType ||
-          type == c10::TypeKind::OptionalType;
-      if (argument.isInt() && names) note(pattern_, argument.toInt());
       if (!note_argument(argument, at - first_, 0)) return false;
     }
     return true;
@@ -456,36 +454,37 @@ class ProfileRecorder : public Recorder {
     if (argument.isTensor()) return note_tensor(argument.toTensor(), place, item);
     if (argument.isList()) {
       at::ArrayRef<IValue> items = argument.toListRef();
-      both('[');
+      note('[');
       note(items.size());
       for (size_t at = 0; at < items.size(); ++at) {
         if (!note_argument(items[at], place, at)) return false;
       }
       return true;
     }
-    if (argument.isNone()) return both('-'), true;
-    if (argument.isInt()) return both('i'), note(argument.toInt()), true;
-    if (argument.isDouble()) return both('d'), note(argument.toDouble()), true;
-    if (argument.isBool()) return both(argument.toBool() ? '1' : '0'), true;
-    if (argument.isComplexDouble()) return both('c'), note(argument.toComplexDouble()), true;
-    if (argument.isDevice()) return both('D'), form_.append(argument.toDevice().str()), true;
+    if (argument.isNone()) return note('-'), true;
+    if (argument.isInt()) return note('i'), note(argument.toInt()), true;
+    if (argument.isDouble()) return note('d'), note(argument.toDouble()), true;
+    if (argument.isBool()) return note(argument.toBool() ? '1' : '0'), true;
+    if (argument.isComplexDouble()) return note('c'), note(argument.toComplexDouble()), true;
+    if (argument.isDevice()) return note('D'), form_.append(argument.toDevice().str()), true;
     if (!argument.isString()) return false;
-    both('s');
+    note('s');
     note(argument.toStringView().size());
     form_.append(argument.toStringView());
     return true;
   }
 
   bool note_tensor(const Tensor& tensor, size_t place, size_t item) {
-    if (!tensor.defined()) return both('_'), true;
-    both(static_cast<char>(tensor.scalar_type()));
+    if (!tensor.defined()) return note('_'), true;
+    note(static_cast<char>(tensor.scalar_type()));
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
-      both('#');
+      note('#');
       form_.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.element_size());
+      number_bytes_ += static_cast<int64_t>(tensor.storage().nbytes());
       return true;
     }
-    if (!plain(tensor) || !tensor.is_cpu() || tensor.storage().nbytes() > FEW_BYTES) return false;
-    both('t');
+    if (!plain(tensor) || !tensor.is_cpu()) return false;
+    note('t');
     note(tensor.sizes());
     note(tensor.strides());
     tensors_.push_back({place, item, &tensor, storage_key(tensor)});
@@ -496,11 +495,12 @@ class ProfileRecorder : public Recorder {
 
   const Digest digest_;
   const Meter meter_;
+  const bool on_cpu_;  // the step runs there
   const Py_ssize_t runs_;
-  std::string form_, pattern_;  // of the call that runs, or that Python is about to run
-  Stack second_;             // the arguments of its second run
-  std::thread::id asked_;
-  bool backward_ = false;
+  std::string form_;          // of the call that runs
+  int64_t number_bytes_ = 0;  // of tensors in place of numbers (`x * 0.5`), which PyTorch made for the call
+  Stack second_;      // the arguments of its second run
+  bool forward_ = false, backward_ = false;
   std::unique_ptr<Parts> parts_;
 };
 

@@ -269,6 +269,17 @@ PYBIND11_MODULE(lowtide_recorder, m) {
         auto& one = *governor.excess;
         return py::make_tuple(one.operation, one.need_bytes, one.above_bytes, one.first_call, one.where);
       });
+  py::class_<Fact>(m, "Fact")
+      .def(py::init([](py::str name, bool plain, bool ignored, bool uninitialized, bool reads_values, bool of_aten,
+                       std::vector<size_t> writes, std::vector<size_t> statistics, long training, long dropout,
+                       std::vector<size_t> loose) {
+             return Fact{name, plain, ignored, uninitialized, reads_values, of_aten, writes, statistics, training, dropout,
+                         loose};
+           }),
+           "name"_a, py::kw_only(), "plain"_a = false, "ignored"_a = false, "uninitialized"_a = false,
+           "reads_values"_a = false, "of_aten"_a = false, "writes"_a = std::vector<size_t>(),
+           "statistics"_a = std::vector<size_t>(), "training"_a = -1, "dropout"_a = -1,
+           "loose"_a = std::vector<size_t>());
   py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
       .def("add", &Program::add, "name"_a, "overload"_a, "replayed"_a, "python"_a, "stored"_a);
@@ -308,20 +319,21 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def(py::init([](std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
                        py::object tracer, py::dict begun, py::list written, py::object register_storage,
                        py::object end_storage, py::object note_node, py::object note_meeting,
-                       py::object note_overwritten, py::object keep_overwritten, py::object note_finding,
-                       uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
-             ProfilerCalls profiler{register_storage, end_storage,      note_node,   note_meeting,
-                                    note_overwritten, keep_overwritten, note_finding};
+                       py::object note_others, py::object note_overwritten, py::object keep_overwritten,
+                       py::object note_finding, py::object digest, uintptr_t few_digest,
+                       const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
+             ProfilerCalls profiler{register_storage, end_storage,      note_node,    note_meeting, note_others,
+                                    note_overwritten, keep_overwritten, note_finding, digest};
              auto made = std::make_shared<ProfileRecorder>(tape, governor, pack, tracer, begun, written, profiler,
-                                                           digest, meter, runs);
+                                                           few_digest, meter, runs);
              made->step()->recorder = std::static_pointer_cast<Recorder>(made);
              return made;
            }),
            py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "tracer"_a, "begun"_a, "written"_a,
-           "register_storage"_a, "end_storage"_a, "note_node"_a, "note_meeting"_a, "note_overwritten"_a,
-           "keep_overwritten"_a, "note_finding"_a, "digest"_a, "meter"_a, "runs"_a)
-      .def_readwrite("pack_hook", &ProfileRecorder::pack_hook)
-      .def("learn", &ProfileRecorder::learn);
+           "register_storage"_a, "end_storage"_a, "note_node"_a, "note_meeting"_a, "note_others"_a,
+           "note_overwritten"_a, "keep_overwritten"_a, "note_finding"_a, "digest"_a, "few_digest"_a, "meter"_a,
+           "runs"_a)
+      .def_readwrite("pack_hook", &ProfileRecorder::pack_hook);
 
   m.def("activate", [](std::shared_ptr<Recorder> recorder) {
     current = recorder;
@@ -333,11 +345,12 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   }, py::kw_only(), "here"_a, "fingerprint"_a, "overwritten"_a, "unpack"_a, "facts"_a, "where"_a, "current"_a);
   m.def("know_traced", [](py::object tracer, py::object reference, py::object storage, py::object version,
                           py::object operation, py::object cost, py::object calling_line,
-                          std::vector<std::string> says_where, std::vector<std::string> writes_part) {
+                          std::vector<std::string> says_where, std::vector<std::string> writes_part,
+                          py::object outside) {
     traced = new Traced{{tracer}, {reference}, {storage}, {version}, {operation}, {cost}, calling_line,
-                        std::move(says_where), std::move(writes_part)};
+                        std::move(says_where), std::move(writes_part), outside};
   }, py::kw_only(), "tracer"_a, "reference"_a, "storage"_a, "version"_a, "operation"_a, "cost"_a,
-     "calling_line"_a, "says_where"_a, "writes_part"_a);
+     "calling_line"_a, "says_where"_a, "writes_part"_a, "outside"_a);
   m.def("before_change", [](uintptr_t key, bool emptied) {
     watched.each([&](Tape& tape) { tape.before_change(key, emptied ? Change::Emptied : Change::Written); });
   });

@@ -15,13 +15,23 @@
 namespace lowtide {
 
 struct Fact {  // about an operation, read off its schema once: lowtide.ops.OpInfo
+  py::object name;
   bool plain = false;              // a replay is the same call
   bool ignored = false;            // a view, or it waits for a collective
+  bool uninitialized = false;      // its results are memory that nothing has written yet
+  bool reads_values = false;       // and shows them: user code may depend on them
+  bool of_aten = false;
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
   long training = -1;              // which argument says so; -1 for none
   long dropout = -1;               // which argument is a probability of dropout: random unless that is 0
+  std::vector<size_t> loose;       // results that are partly whatever was in memory, where it draws nothing
   size_t arguments = 0;
+
+  bool drops_out(const Stack& stack, size_t first) const {
+    return dropout >= 0 && stack[first + static_cast<size_t>(dropout)].toDouble() != 0;
+  }
+  bool is_loose(size_t result) const { return std::find(loose.begin(), loose.end(), result) != loose.end(); }
 };
 
 class Facts {
@@ -32,11 +42,9 @@ class Facts {
       if (auto found = facts_.find(op); found != facts_.end()) return *found->second;
     }
     py::gil_scoped_acquire gil;
-    auto [plain, ignored, writes, statistics, training, dropout] =
-        functions->facts(op.schema().name(), op.schema().overload_name())
-            .cast<std::tuple<bool, bool, std::vector<size_t>, std::vector<size_t>, long, long>>();
-    auto made = std::make_unique<Fact>(
-        Fact{plain, ignored, writes, statistics, training, dropout, op.schema().arguments().size()});
+    const auto& schema = op.schema();
+    auto made = std::make_unique<Fact>(functions->facts(schema.name(), schema.overload_name()).cast<Fact>());
+    made->arguments = schema.arguments().size();
     std::unique_lock lock(mutex_);
     return *facts_.try_emplace(op, std::move(made)).first->second;
   }
@@ -141,7 +149,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     const Program::Operation* known = backward ? nullptr : next();
     if (known != nullptr && !(known->op && *known->op == op)) known = nullptr;
     if ((known != nullptr && known->python) || !fact.plain) return false;
-    if (fact.dropout >= 0 && (*stack)[first_ + static_cast<size_t>(fact.dropout)].toDouble() != 0) return false;
+    if (fact.drops_out(*stack, first_)) return false;
     bool node = governor() || program_ == nullptr || departed_ || (known != nullptr && known->replayed);
     bool took = node ? record(fact, known, op, keys, stack, backward) : pass(fact, known, op, keys, stack);
     if (took) ++ran_[c10::GradMode::is_enabled()];
@@ -173,7 +181,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   }
 
   // A handle of a tensor whose value has a node; or null.
-  py::object save(const Tensor& tensor) {
+  virtual py::object save(const Tensor& tensor) {
     Value* shown = tape().replayable(storage_key(tensor));
     if (shown == nullptr) return {};
     ValuePtr value = ValuePtr::reclaim_copy(shown);
@@ -273,8 +281,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // profiled step makes one.
   virtual bool reproduces(const OperatorHandle&, const Fact&, const Tensors&, const Tensor&) { return true; }
 
-  // An operation has run, and wrote something.
-  virtual void write_down(const Tensors&, const Places&) {}
+  // An operation has run.
+  virtual void write_down(const Fact&, const Tensors&, const Places&) {}
 
   // How many bytes of a result's storage were written; only a profiled step needs it.
   virtual int64_t extent_of(const Tensor& tensor) { return static_cast<int64_t>(tensor.storage().nbytes()); }
@@ -334,9 +342,10 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     node->seconds = run_recorded(op, keys, stack, target);
     Tensors results = flat_results(*stack, first_);
     Places places = new_among(results);
-    if (places.empty() && target == nullptr) return true;
-    bool again = reproduces(op, fact, results, updated);
-    write_down(results, places);
+    bool wrote = !places.empty() || target != nullptr;
+    bool again = wrote && reproduces(op, fact, results, updated);
+    write_down(fact, results, places);
+    if (!wrote) return true;
     if (known != nullptr) ++at_;
     else if (!backward) depart();
     if (!again) {
@@ -349,7 +358,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     node->grad = c10::GradMode::is_enabled();
     for (size_t at = 0; at < places.size(); ++at) {
       const Tensor& result = results[places[at]];
-      ValuePtr made = tape().registered(node, result, extent_of(result), plan_of(known, at, writes));
+      int64_t extent = fact.is_loose(places[at]) ? 0 : extent_of(result);
+      ValuePtr made = tape().registered(node, result, extent, plan_of(known, at, writes));
       registered(*made, result);
       node->outputs.emplace_back(static_cast<uint32_t>(places[at]), WeakValue(made));
     }

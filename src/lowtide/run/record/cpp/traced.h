@@ -47,7 +47,8 @@ struct Traced {  // the classes of what is written down, and slots of lowtide.tr
   } cost;
   py::object calling_line;
   std::vector<std::string> says_where, writes_part;  // tables of lowtide.ops
-  py::str op{"op"}, nothing{""};
+  py::object outside;  // why an operation is not replayable that is not the forward's
+  py::str op{"op"}, nothing{""}, forward{"forward"}, backward{"backward"};
 };
 inline Traced* traced = nullptr;  // set once per process
 
