@@ -119,7 +119,7 @@ class Tracer:
         files: of code that was met, its file (`calling_line`).
         scopes: directors of the checkpointing scopes that are open.
 
-    The C++ recorder (`run/record/cpp/profile.h`) reads the slots.
+    The C++ recorder (`run/record/cpp/listen.h`) reads the slots.
     """
 
     __slots__ = (

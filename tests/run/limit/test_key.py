@@ -81,7 +81,7 @@ def test_a_model_that_is_cast_between_steps_is_another_kind_of_step() -> None:
             lambda: peak_of(lambda: model(tokens).float().sum().backward(), [model], tokens)
         )
         assert handle.budget_bytes is not None
-        above = [one for one in said if "first call" in str(one.message)]
+        above = [one for one in said if "above the budget" in str(one.message)]
         assert len(above) == (peak > handle.budget_bytes), number
         assert number == 2 or not said, number
     assert len(handle.plans) == 2

@@ -112,6 +112,41 @@ def test_operations_of_many_shapes_are_measured_and_verified_there(monkeypatch: 
     assert all_of_it and few == 0 and not handle.plan.notes
 
 
+class Attends(nn.Module):
+    """Attention, whose kernel leaves a part of its results unwritten where it drops nothing out."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.parts, self.dropout = nn.Linear(8, 24), dropout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            q, k, v = self.parts(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            mixed = nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+            x = x + mixed.transpose(1, 2).flatten(2)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("rows", [20, 16384])
+def test_attention_and_large_tensors_are_written_down_there(
+    monkeypatch: pytest.MonkeyPatch, rows: int, dropout: float
+) -> None:
+    model = Attends(dropout) if rows == 20 else nn.Sequential(nn.Linear(8, 8), nn.Dropout(dropout), Mean())
+    graph, gradients, all_of_it, _ = profiled(monkeypatch, False, model, rows)
+    model.zero_grad()
+    same, others, few, handle = profiled(monkeypatch, True, model, rows)
+    assert same == graph and all_of_it
+    assert bool(few) is bool(dropout)  # what draws is Python's
+    assert all(map(torch.equal, gradients, others)) and not handle.plan.notes
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.exp() + 1).mul_(0.5).square().mean()
+
+
 @pytest.mark.parametrize("in_place", [False, True])
 def test_an_operation_that_does_not_reproduce_is_found_there(
     monkeypatch: pytest.MonkeyPatch, in_place: bool
