@@ -6,7 +6,6 @@ from __future__ import annotations
 
 _BACKWARD = "backward's operations of other shapes, or with nothing left to evict, go above the budget"
 _LISTENS = "which steps are listened to is decided by the kind of step now; the test has the earlier rule"
-_MIN = "of a step whose budget is another one than its profile's the refusal or the raise is not as written"
 _DEPARTS = "a step that departs takes some KiB more than its budget"
 
 OPEN = {
@@ -24,14 +23,6 @@ OPEN = {
     "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype1]": (
         _BACKWARD
     ),
-    "run/limit/test_planning.py::test_the_smallest_budget_rises_where_a_step_needs_more": _MIN,
-    "run/limit/test_planning.py::test_a_share_is_of_the_step_of_the_optimizer_where_that_takes_more": _MIN,
-    "optim/test_budgeted.py::test_a_budget_that_recomputing_alone_cannot_meet": _MIN,
-    "test_cli.py::test_the_default_budget_is_never_below_the_smallest_that_works": _MIN,
-    "train/test_trainer.py::"
-    "test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step[]": _MIN,
-    "train/test_trainer.py::"
-    "test_a_default_that_is_raised_to_the_smallest_that_works_is_held_in_every_step[mixed]": _MIN,
     "run/profile/test_profiler.py::test_layers_left_out_by_chance_are_planned_for[True-True]": _DEPARTS,
     "run/profile/test_profiler.py::test_layers_left_out_by_chance_are_planned_for[False-False]": _DEPARTS,
     "run/record/test_values.py::test_within_any_budget[Invertible-None]": (

@@ -480,3 +480,14 @@ def test_a_profiled_step_collects_no_garbage_of_its_own() -> None:
     finally:
         gc.callbacks.remove(note)
         gc.set_threshold(*before)
+
+
+@needs_meter
+def test_a_profiled_step_that_is_over_holds_nothing_of_its_inputs() -> None:
+    """Small ones are held while it lasts, so that what starts from them can come back."""
+    net = Net(lambda _, x: x)
+    lowtide.limit_memory(net, budget="100%")
+    with meter.peak("cpu") as seen:
+        net(torch.randn(2, 32)).backward()
+        gradients = sum(parameter.nbytes for parameter in net.parameters())
+        assert seen.live_bytes == gradients

@@ -236,7 +236,8 @@ class PlanBook:
             self._plan(entry)
         except BudgetError as error:
             limit = maker.budget_bytes
-            if limit is None or governed_bytes is None or governed_bytes > limit:
+            is_held = limit is not None and governed_bytes is not None and governed_bytes <= limit
+            if not is_held or maker.refusal(limit) is not None:
                 refusal = error  # else the governor has held the step, and holds later ones
             entry.exceeded = True  # a plan of an earlier step is no reason to let one run as it is
         for extension in maker.extensions:

@@ -44,7 +44,7 @@ _SEARCH_SECONDS = 0.7
 _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
 
-_RAISED = 1.125
+_RAISED = 1.05
 """By how much the number is raised before that is said, and plans are made anew."""
 
 _LEAST_SECONDS = 0.05
@@ -243,7 +243,7 @@ class PlanMaker:
         """What the extensions take beside a step, now."""
         return Claim.of(self.extensions) if self.extensions else Claim()
 
-    def _refusal(self, limit: int | None) -> BudgetError | None:
+    def refusal(self, limit: int | None) -> BudgetError | None:
         """Why what an extension claims cannot be held within the budget; ``None`` where all can."""
         if limit is None:
             return None
@@ -348,7 +348,7 @@ class PlanMaker:
                 extension.make_room(
                     lambda fewer: problem.with_resident(-fewer).extra_seconds(most), problem.shared
                 )
-        refusal = self._refusal(limit)
+        refusal = self.refusal(limit)
         for extension in self.extensions:
             refusal = extension.agree(refusal)
         share = whole_peak if str(budget).rstrip().endswith("%") else None

@@ -564,6 +564,7 @@ class Profiler(Interceptor):
             self.watch.close()
             self._stack.close()
             self.tape.core.forget_unasked()
+            self.core.pack_hook = None  # a cycle that the garbage collector does not see
             if self.governor is not None:
                 self.governor.leave()
 
