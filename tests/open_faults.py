@@ -5,16 +5,9 @@ out of this list by the change that mends it.
 from __future__ import annotations
 
 _BACKWARD = "backward's operations of other shapes, or with nothing left to evict, go above the budget"
-_LISTENS = "which steps are listened to is decided by the kind of step now; the test has the earlier rule"
 _DEPARTS = "a step that departs takes some KiB more than its budget"
 
 OPEN = {
-    "run/limit/test_book.py::"
-    "test_what_no_plan_foresees_is_listened_to_in_its_second_fourth_and_eighth_step": (_LISTENS),
-    "run/limit/test_book.py::test_a_larger_step_of_a_known_kind_is_governed_before_it_has_a_plan": _LISTENS,
-    "run/limit/test_book.py::test_a_budget_that_nothing_holds_is_refused_and_another_plans_what_was_seen": (
-        _LISTENS
-    ),
     "run/limit/test_step.py::test_forwards_before_a_backward_are_one_step[two backwards-min]": _BACKWARD,
     "run/limit/test_step.py::test_forwards_before_a_backward_are_one_step[backwards turned-min]": _BACKWARD,
     "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype0]": (

@@ -69,19 +69,24 @@ def test_a_step_that_may_run_other_operations_is_recorded_though_it_fits() -> No
 
 
 def test_what_no_plan_foresees_is_listened_to_in_its_second_fourth_and_eighth_step() -> None:
-    lowtide.limit_memory(model := Gated(), 400_000)
-    counts = [1, 4, 4, 3, 2, 3, 4, 2, 1, 3, 2, 4]
-    hows, states = ways(model, *[(torch.ones(400, 16), count) for count in counts])
-    assert hows[0] is How.LISTEN and 2 <= hows.count(How.LISTEN) <= 4
+    """The plan in force is that of the step that was written down last, and foresees those with as many
+    layers. A step that is written down is none that no plan foresees.
+    """
+    lowtide.limit_memory(model := Gated(), 500_000)
+    listened = {0: 1, 2: 4, 5: 3, 11: 4}
+    others = {1: 4, 3: 3, 4: 2, 6: 4, 7: 2, 8: 1, 9: 3, 10: 2, 12: 4, 13: 1, 14: 2, 15: 3, 16: 1}
+    counts = sorted((listened | others).items())
+    hows, states = ways(model, *[(torch.ones(400, 16), count) for _, count in counts])
+    assert {step for step, how in enumerate(hows) if how is How.LISTEN} == listened.keys()
     assert set(hows) == {How.LISTEN, How.FOLLOW} and set(states) == {State.PLANNED}
 
 
 @needs_meter
 def test_a_larger_step_of_a_known_kind_is_governed_before_it_has_a_plan() -> None:
-    handle = lowtide.limit_memory(model := small(dropout=0.0), 200_000)
+    handle = lowtide.limit_memory(model := small(dropout=0.0), 150_000)
     hows, states = ways(model, batch(50), batch(50), batch(60))
     assert hows == [How.LISTEN, How.FOLLOW, How.GOVERN] and states[-1] is State.NEW
-    assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= 200_000
+    assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= 150_000
 
 
 def test_a_smaller_step_has_the_plan_of_a_larger_one() -> None:

@@ -142,7 +142,7 @@ class PlanBook:
         """
         maker = self.maker
         if entry.planned_for != maker.version:
-            entry.planned = None  # what was made for another budget is followed no longer
+            entry.planned, entry.exceeded = None, False  # they were of another budget
         entry.planned_for = maker.version
         try:
             planned = self._made(entry, maker.budget)
