@@ -31,8 +31,6 @@ OPEN = {
     "extensions/moves/test_slab.py::test_a_retained_graph_and_hooks_keep_what_they_hold": (
         "moved values of a retained graph do not find their places in the slab"
     ),
-    "integrations/test_lightning.py::"
-    "test_a_step_that_calls_several_parts_is_limited_and_seen_in_tensorboard": _DEPARTS,
     "late/test_late_streams.py::"
     "test_nothing_is_used_before_it_is_ready_nor_after[offload_from_two_streams]": (
         "a value that was moved, and is read from two streams of the user's, may be read too early"

@@ -22,7 +22,7 @@ import torch
 from lowtide import accelerator, private
 from lowtide import budget as budgets
 from lowtide.errors import TraceError
-from lowtide.extension import Claim, Extension, Face
+from lowtide.extension import Extension, Face
 from lowtide.graph import no_collection
 from lowtide.interception import drop_idle_key, suspended
 from lowtide.meter.resident import model_device
@@ -349,7 +349,8 @@ class Limiter:
         self.extend(self.maker.budget)
         verify, ended = self.book.is_to_verify(entry), self._profile_ended
         governor = partial(self._governor, entry, inputs, others)
-        step = ProfiledStep(entry, inputs, verify, ended, self.forwards, governor)
+        claimed = self.maker.claim.present_bytes
+        step = ProfiledStep(entry, inputs, verify, ended, self.forwards, governor, claimed)
         self._expect_measured(step.profiler.watch)
         return step
 
@@ -371,7 +372,6 @@ class Limiter:
         if entry.planned is not None and how is not How.GOVERN:
             for extension in self.maker.extensions:
                 extension.prepare(entry.planned.plan, inputs.members.device)
-        claim = self.maker.claim if self.maker.extensions else Claim()
         step = self._planned_step(
             entry,
             how,
@@ -379,7 +379,7 @@ class Limiter:
             self.verify,
             self._step_ended,
             partial(self._governor, entry, inputs, others),
-            claim.resident_bytes - claim.to_come_bytes,
+            self.maker.claim.present_bytes,
             shared,
             self.maker.asked,
         )
@@ -453,7 +453,7 @@ class Limiter:
         inputs = Inputs(self.model, args, kwargs, False, self.maker.extensions)
         entry = self.book.find(inputs.key)
         if self.book.begin(entry, prepared=True) is How.ASIDE:
-            own = inputs.resident_bytes()
+            own, claimed = inputs.resident_bytes(), self.maker.claim.present_bytes
             with self.engagement.paused(), self.inside():
                 profiler, graph = profile_aside(
                     [self.model],
@@ -463,7 +463,7 @@ class Limiter:
                     kwargs,
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
-                    governor=lambda live: self._governor(entry, inputs, (), live, own),
+                    governor=lambda live: self._governor(entry, inputs, (), live, own + claimed),
                 )
             profiler.may_differ |= inputs.has_unkeyed_arguments
             unused = unused_bytes(self.model, graph, Members(self.model).resident_bytes())
@@ -487,15 +487,14 @@ class Limiter:
         often = "each operation ran twice, until it had reproduced five times"
         twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
-        claim, peak = self.maker.claim, profiler.peak_bytes
+        peak = profiler.peak_bytes
         with no_collection():  # of the many small objects that describe the step, none is garbage
             graph = profiler.graph()
-            resident = step.resident_bytes + claim.resident_bytes - claim.to_come_bytes
             unused = unused_bytes(self.model, graph, Members(self.model).resident_bytes())
-            outside = max(0, graph.resident_bytes + unused - step.resident_bytes)
-            self.measured_bytes = None if peak is None else resident + outside + peak
+            own, later = step.own_bytes, step.later_keys
+            outside = max(0, graph.resident_bytes + unused - own)
+            self.measured_bytes = None if peak is None else step.resident_bytes + outside + peak
             governed = None if step.governor is None else self.measured_bytes
-            own, later = step.resident_bytes, step.later_keys
             self.book.see_graph(entry, profiler, graph, own, unused, later, governed)
         if step.governor is not None:  # else it was no more than looked at
             self._warn_above(step.governor, entry)

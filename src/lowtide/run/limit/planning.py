@@ -44,8 +44,8 @@ _SEARCH_SECONDS = 0.7
 _SEARCH_STEPS = 10
 """The same in plain steps, where that is more."""
 
-_RAISED = 1.05
-"""By how much the number is raised before that is said, and plans are made anew."""
+_RAISED = 1.125
+"""By how much a share is raised before that is said, and plans are made anew."""
 
 _LEAST_SECONDS = 0.05
 """How long a search may take that other ranks wait for; a plain step, where that is more."""
@@ -201,7 +201,7 @@ class PlanMaker:
                 return
         self.budget_bytes = max(before or 0, limit_bytes)
         told, self._told_bytes = self._told_bytes or self.budget_bytes, self.budget_bytes
-        if self.budget_bytes <= told * _RAISED:
+        if self.budget_bytes <= told * (1 if self.asked.word == "min" else _RAISED):
             self._told_bytes = told
             return
         old, new = budgets.format_bytes(told), budgets.format_bytes(self.budget_bytes)

@@ -75,9 +75,11 @@ class ProfiledStep:
             ``on_end`` must not hold the model.
         forwards: as of `Profiler`.
         governor: makes what holds the budget, from where live bytes are read and the bytes that are there.
+        claimed_bytes: what extensions have on the device.
 
     Attributes:
-        resident_bytes: what was there before the step (`Inputs.resident_bytes`).
+        own_bytes: what was there before the step of the model and its inputs (`Inputs.resident_bytes`).
+        resident_bytes: the same, and what extensions have.
         model: refers weakly to the limited model.
         profiler: writes the step down.
         others: other limited models that take part in the step.
@@ -92,9 +94,11 @@ class ProfiledStep:
         on_end: Callable[[Any], None],
         forwards: Forwards | None = None,
         governor: Callable[[Any, int], Any] = lambda live, resident: None,
+        claimed_bytes: int = 0,
     ) -> None:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
-        self.resident_bytes = inputs.resident_bytes()
+        self.own_bytes = inputs.resident_bytes()
+        self.resident_bytes = self.own_bytes + claimed_bytes
         self.others: WeakSet[Sharing] = WeakSet()
         self.later_keys: list[StepKey] = []
         model, device = inputs.members.modules[0], inputs.members.device
