@@ -1,7 +1,7 @@
-"""Run a step under a plan.
+"""Run a step within its memory.
 
-In: a model and a budget, or a plan; out: the same step within the plan's memory, bit for bit. Read upwards,
-each of these knows only those before it: `transfers.py` (values that leave the device), `record` (what is
-evicted, and its replay), `scope` and `apply.py` (two uses of the recorder), `profile` (a first step, on a
-tape of segments), `limit` (`lowtide.limit_memory`). The other files here serve several of them and know none.
+In: a model and a budget, or a plan; out: the same step within that memory, bit for bit. Read upwards, each
+of these knows only those before it: `record` (what is recorded, evicted and replayed), `watch.py` (one step:
+its backwards, peak and time), `profile` (a step that is written down), `limit` (`lowtide.limit_memory`). The
+other files here serve several of them and know none.
 """

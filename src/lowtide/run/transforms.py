@@ -2,7 +2,7 @@
 
 In: a step graph. Out: the same with bytes and seconds in it that the profile does not show (`with_...`, which
 `PlanMaker.transform` applies); or a number: the bytes of checkpoints' random states and of what the step does
-not use, and what steps that run other operations need (seconds for a byte, and by how much live bytes rise).
+not use, and the share of a budget that a plan leaves free.
 """
 
 from __future__ import annotations

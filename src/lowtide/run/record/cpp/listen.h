@@ -27,9 +27,9 @@ class ProfileRecorder : public Recorder {
   using Digest = int64_t (*)(const void*, int64_t);
 
   // Of a profiler in Python: its tracer; collectives under way; writes to what was saved, which are to be
-  // looked at; its functions. digest: the address of a function of few bytes of main memory and how many, or 0.
-  // Of calls of one form so many `runs` are measured, and run twice, where the tape verifies. meter: says what
-  // a call takes, in main memory.
+  // looked at; its functions. digest: the address of a function of few bytes of main memory and how many, or
+  // 0. Of calls of one form so many `runs` are measured, and run twice, where the tape verifies. meter: says
+  // what a call takes, in main memory.
   ProfileRecorder(std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
                   py::object tracer, py::dict begun, py::list written, const ProfilerCalls& profiler,
                   uintptr_t digest, const std::vector<uintptr_t>& meter, Py_ssize_t runs)
@@ -241,8 +241,8 @@ class ProfileRecorder : public Recorder {
 
   const py::object& phase() const { return backward_ ? traced->backward : traced->forward; }
 
-  // Whether a call is written down here. In the forward Python writes down what user code asks for values, and
-  // what may depend on more than its arguments, so that each call of it is verified.
+  // Whether a call is written down here. In the forward Python writes down what user code asks for values,
+  // and what may depend on more than its arguments, so that each call of it is verified.
   bool is_ours(const Fact& fact, const Stack& stack) const {
     if (!on_cpu_ || fact.ignored || fact.drops_out(stack, first_)) return false;
     if (!forward_) return fact.plain || fact.uninitialized;
@@ -275,7 +275,8 @@ class ProfileRecorder : public Recorder {
   bool may_be_meeting(const OperatorHandle& op, const Stack& stack) const {
     static const OperatorHandle& add =
         *new OperatorHandle(c10::Dispatcher::singleton().findSchemaOrThrow("aten::add", "Tensor"));
-    return backward_ && op == add && stack.back().isInt() && stack.back().toInt() == 1 && tensors_.size() == 2;
+    if (!backward_ || op != add || tensors_.size() != 2) return false;
+    return stack.back().isInt() && stack.back().toInt() == 1;  // as it is by default
   }
 
   void find_reads(const Fact& known, const OperatorHandle& op, const Stack& stack) {
@@ -385,7 +386,8 @@ class ProfileRecorder : public Recorder {
   static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.tensor_bytes.same_bytes
     if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
     Tensor one = a.contiguous(), other = b.contiguous();
-    if (one.nbytes() > FEW_BYTES) return at::equal(one.view({-1}).view(at::kByte), other.view({-1}).view(at::kByte));
+    auto as_bytes = [](const Tensor& all) { return all.view({-1}).view(at::kByte); };
+    if (one.nbytes() > FEW_BYTES) return at::equal(as_bytes(one), as_bytes(other));
     return one.numel() == 0 || !std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes());
   }
 
@@ -399,7 +401,8 @@ class ProfileRecorder : public Recorder {
   }
 
   int64_t digest_of(const Tensor& tensor, int64_t extent) const {
-    if (digest_ != nullptr && tensor.is_cpu() && extent <= FEW_BYTES) return digest_(tensor.storage().data(), extent);
+    bool few = digest_ != nullptr && tensor.is_cpu() && extent <= FEW_BYTES;
+    if (few) return digest_(tensor.storage().data(), extent);
     return parts_->profiler.digest(wrapped(tensor), extent).cast<int64_t>();
   }
 

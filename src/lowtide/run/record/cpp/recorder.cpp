@@ -271,10 +271,10 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       });
   py::class_<Fact>(m, "Fact")
       .def(py::init([](py::str name, bool plain, bool ignored, bool uninitialized, bool reads_values, bool of_aten,
-                       std::vector<size_t> writes, std::vector<size_t> statistics, long training, long dropout,
-                       std::vector<size_t> loose) {
-             return Fact{name, plain, ignored, uninitialized, reads_values, of_aten, writes, statistics, training, dropout,
-                         loose};
+                       std::vector<size_t> writes, std::vector<size_t> statistics, long training,
+                       long dropout, std::vector<size_t> loose) {
+             return Fact{name,   plain,      ignored,  uninitialized, reads_values, of_aten,
+                         writes, statistics, training, dropout,       loose};
            }),
            "name"_a, py::kw_only(), "plain"_a = false, "ignored"_a = false, "uninitialized"_a = false,
            "reads_values"_a = false, "of_aten"_a = false, "writes"_a = std::vector<size_t>(),
