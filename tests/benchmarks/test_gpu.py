@@ -205,7 +205,8 @@ def test_a_budget_is_measured_on_a_cpu_and_shown(results: runner.Results) -> Non
     (part,) = (part for part in PARTS if part.name == "Llama, eager")
     row = child.outcome(part.open(Where("cpu", small=True)), "60 %")
     assert row["state"] == "done" and row["same_gradients"] and row["plain_repeats"]
-    assert row["counted_bytes"] == row["predicted_peak_bytes"] <= row["budget_bytes"]
+    predicted = row["predicted_peak_bytes"]
+    assert 0.99 * predicted <= row["counted_bytes"] <= predicted <= row["budget_bytes"]
     assert row["recomputed"]
     results.add(part.name, "60 %", row)
     results.add("tests", "tests/gpu", {"state": "skipped", "error": "needs a CUDA device"})

@@ -39,7 +39,7 @@ def test_the_look_leaves_compiled_submodules_without_hooks() -> None:
 
 
 def test_steps_that_add_to_gradients_raise_a_share_once(caplog: pytest.LogCaptureFixture) -> None:
-    model = mlp()
+    model = mlp(width=128)  # of whose longer step gradients are more than an eighth
     handle = lowtide.limit_memory(model, "90%")
     with caplog.at_level(logging.INFO, "lowtide"):
         _, said = said_by(lambda: [step(model, number) for number in range(4)])

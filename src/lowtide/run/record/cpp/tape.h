@@ -260,6 +260,12 @@ inline bool can_start_from(const Value& source) {
 enum class Change { Written, Swapped, Emptied };  // of a storage, or of a tensor's storage for another
 
 class Tape {
+  struct Shown {  // by a storage
+    ValuePtr value;
+    WeakStorage storage;
+  };
+  using ByStorage = ska::flat_hash_map<uintptr_t, Shown>;
+
  public:
   explicit Tape(bool verify) : verify(verify) {}
 
@@ -276,7 +282,7 @@ class Tape {
     auto found = shown_.find(key);
     if (found == shown_.end()) return nullptr;
     if (found->second.storage.expired()) {
-      shown_.erase(found);
+      erase(found);
       return nullptr;
     }
     return found->second.value.get();
@@ -376,7 +382,7 @@ class Tape {
   }
 
   void forget(uintptr_t key) {
-    shown_.erase(key);
+    erase(shown_.find(key));
     blank_.erase(key);
   }
 
@@ -389,27 +395,36 @@ class Tape {
     std::sort(order.rbegin(), order.rend());
     for (auto& [_, key] : order) {
       auto found = shown_.find(key);
-      if (found->second.value.use_count() == 1 || found->second.storage.expired()) shown_.erase(found);
+      if (found == shown_.end()) continue;
+      if (found->second.value.use_count() == 1 || found->second.storage.expired()) erase(found);
     }
   }
 
   // The same for values whose storages have ended: no operation will read or save them. What nobody else holds
   // goes, and with it the nodes that waited to run again for it.
   void forget_ended() {
-    for (auto one = shown_.begin(); one != shown_.end();) {
-      if (one->second.storage.expired()) one = shown_.erase(one);
-      else ++one;
-    }
+    std::vector<Shown> ended;
+    do {
+      ended.clear();  // with these, others' storages may end
+      for (auto one = shown_.begin(); one != shown_.end();) {
+        if (!one->second.storage.expired()) {
+          ++one;
+          continue;
+        }
+        ended.push_back(std::move(one->second));
+        one = shown_.erase(one);
+      }
+    } while (!ended.empty());
   }
 
   void forget_ended(const Value& value) {  // it has one reader less
     if (!value.storage.expired()) return;
     auto found = shown_.find(reinterpret_cast<uintptr_t>(value.storage._unsafe_get_target()));
-    if (found != shown_.end() && found->second.value.get() == &value) shown_.erase(found);
+    if (found != shown_.end() && found->second.value.get() == &value) erase(found);
   }
 
   void forget_all() {
-    shown_.clear();
+    auto gone = std::exchange(shown_, {});
     blank_.clear();
   }
 
@@ -496,20 +511,25 @@ class Tape {
  private:
   void drop_shared(Value& value);
 
-  struct Shown {  // by a storage
-    ValuePtr value;
-    WeakStorage storage;
-  };
-
   void enter(uintptr_t key, ValuePtr value, WeakStorage storage) {
     if (shown_.size() > most_) {
       forget_ended();
       most_ = 64 + 2 * shown_.size();
     }
-    shown_.insert_or_assign(key, Shown{std::move(value), std::move(storage)});
+    Shown entry{std::move(value), std::move(storage)};
+    if (auto found = shown_.find(key); found != shown_.end()) std::swap(found->second, entry);
+    else shown_.emplace(key, std::move(entry));
   }
 
-  ska::flat_hash_map<uintptr_t, Shown> shown_;
+  // A value may end with its entry, and with it what autograd holds of others: that comes here again. So the
+  // map is whole before the value goes.
+  void erase(ByStorage::iterator found) {
+    if (found == shown_.end()) return;
+    Shown gone = std::move(found->second);
+    shown_.erase(found);
+  }
+
+  ByStorage shown_;
   std::unordered_map<uintptr_t, WeakStorage> blank_;
   size_t most_ = 64;
   Walk walk_;
@@ -575,7 +595,7 @@ inline void Tape::before_change(uintptr_t key, Change how) {
     } else {
       value->spoiled = true;
     }
-    shown_.erase(key);
+    erase(shown_.find(key));
     return;
   }
   if (value->readers == 0 || how == Change::Emptied) return;
@@ -590,7 +610,7 @@ inline void Tape::before_change(uintptr_t key, Change how) {
     else if (program) value->shown = bytes_of(program);
   }
   if (shares) drop_shared(*value);
-  shown_.erase(key);
+  erase(shown_.find(key));
 }
 
 }  // namespace lowtide
