@@ -10,7 +10,7 @@ import torch
 from names_seen import Names
 
 from lowtide import private
-from lowtide.interception import any_watched, watch_writes
+from lowtide.interception import any_watched
 from lowtide.run.record.tape import Tape
 
 
@@ -29,7 +29,6 @@ def watched(tensor: torch.Tensor) -> tuple[Tape, Any]:
     tape.core.pin(node, [], None)
     tape.node = node  # type: ignore[attr-defined]
     tape.core.watch()
-    watch_writes()
     return tape, value
 
 

@@ -42,11 +42,6 @@ class Claim(NamedTuple):
     step_bytes: int = 0
     peak_bytes: int = 0
 
-    @property
-    def present_bytes(self) -> int:
-        """Of what is resident, what is there now."""
-        return self.resident_bytes - self.to_come_bytes
-
     @classmethod
     def of(cls, extensions: Iterable[Extension]) -> Claim:
         """What several claim together."""

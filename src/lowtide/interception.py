@@ -151,13 +151,6 @@ def cpp_here() -> Any:
     return thread.cpp if thread is not None else None
 
 
-def watch_writes() -> None:
-    """From here on writes of this thread to what replays start from are seen, and those of backwards that it
-    begins.
-    """
-    _include(_WRITES, True)
-
-
 def any_watched() -> bool:
     """Whether any tape may have to be told of a write."""
     return bool(_registration.cache_info().currsize) and _registration().native.any_watched()
@@ -373,7 +366,7 @@ class _Registered:
     Attributes:
         libraries: hold our kernels, by namespace.
         known: overloads that have been looked at.
-        definitions: as of `_definitions` when they were.
+        definitions: what was defined then (`_register`).
         native: the C++ recorder; it has kernels of its own, which call those in Python for what they do not
             take.
     """
@@ -415,18 +408,14 @@ def cpp_module() -> Any:
         return _registration().native
 
 
-def _definitions() -> tuple[Any, ...]:
-    """What changes where operations may have been added: to list them all takes milliseconds. Python defines
-    them in `torch.library`, C++ in libraries that come with a module or by name.
-    """
-    return len(sys.modules), len(torch.ops.loaded_libraries), *private.defined_operations()
-
-
 def _register() -> None:
     """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor
     made of others. What an interruption left out is done by the next call.
     """
-    registered, definitions = _registration(), _definitions()
+    registered = _registration()
+    # These change where operations may have been added: to list them all takes milliseconds. Python defines
+    # them in `torch.library`, C++ in libraries that come with a module or by name.
+    definitions = len(sys.modules), len(torch.ops.loaded_libraries), *private.defined_operations()
     if registered.definitions == definitions:
         return
     for key in (_KEY, WRITES_KEY):

@@ -349,7 +349,7 @@ class Limiter:
         self.extend(self.maker.budget)
         verify, ended = self.book.is_to_verify(entry), self._profile_ended
         governor = partial(self._governor, entry, inputs, others)
-        claimed = self.maker.claim.present_bytes
+        claimed = self.maker.claimed_bytes
         step = ProfiledStep(entry, inputs, verify, ended, self.forwards, governor, claimed)
         self._expect_measured(step.profiler.watch)
         return step
@@ -379,7 +379,7 @@ class Limiter:
             self.verify,
             self._step_ended,
             partial(self._governor, entry, inputs, others),
-            self.maker.claim.present_bytes,
+            self.maker.claimed_bytes,
             shared,
             self.maker.asked,
         )
@@ -453,7 +453,7 @@ class Limiter:
         inputs = Inputs(self.model, args, kwargs, False, self.maker.extensions)
         entry = self.book.find(inputs.key)
         if self.book.begin(entry, prepared=True) is How.ASIDE:
-            own, claimed = inputs.resident_bytes(), self.maker.claim.present_bytes
+            own, claimed = inputs.resident_bytes(), self.maker.claimed_bytes
             with self.engagement.paused(), self.inside():
                 profiler, graph = profile_aside(
                     [self.model],

@@ -243,6 +243,12 @@ class PlanMaker:
         """What the extensions take beside a step, now."""
         return Claim.of(self.extensions) if self.extensions else Claim()
 
+    @property
+    def claimed_bytes(self) -> int:
+        """What the extensions have on the device now."""
+        claim = self.claim
+        return claim.resident_bytes - claim.to_come_bytes
+
     def refusal(self, limit: int | None) -> BudgetError | None:
         """Why what an extension claims cannot be held within the budget; ``None`` where all can."""
         if limit is None:

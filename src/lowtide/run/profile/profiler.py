@@ -24,7 +24,7 @@ import torch
 from lowtide import accelerator, private
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph, Storage, collect_rarely, no_collection
-from lowtide.interception import Interceptor, interceptors, proceed, register_ahead, unseen, watch_writes
+from lowtide.interception import Interceptor, interceptors, proceed, register_ahead, unseen
 from lowtide.meter import counting_allocator, measurable
 from lowtide.meter.resident import plain_parts, resident_workspace_bytes
 from lowtide.ops import (
@@ -275,7 +275,6 @@ class Profiler(Interceptor):
         else:
             self.tape.core.forget_ended()
         self.tape.core.watch()
-        watch_writes()
 
     def _note_gathered(self, gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note storages that weights are gathered into, with the names of the weights."""

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide.errors import PlanError
-from lowtide.interception import Interceptor, proceed, unseen, watch_writes
+from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import Call, OpInfo, has_plain_storage, is_wrapper, op_info
 from lowtide.plan.data import ProgramStep
 from lowtide.run.record.engine import EVICTED, EVICTED_FIRST, NONE, STORED, engine, program_of
@@ -158,7 +158,6 @@ class Recorder(Interceptor):
         else:
             self.tape.core.forget_ended()
         self.tape.core.watch()
-        watch_writes()
 
     @property
     def ran(self) -> tuple[int, int]:

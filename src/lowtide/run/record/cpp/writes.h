@@ -12,10 +12,12 @@ class Watched {  // the tapes of the process
  public:
   std::atomic<bool> any{false};
 
+  // From here on writes of this thread, and of backwards that it begins, are told to the tape.
   void add(const std::shared_ptr<Tape>& tape) {
     std::lock_guard<std::mutex> guard(mutex_);
     tapes_.push_back(tape);
     any = true;
+    c10::impl::tls_set_dispatch_key_included(WRITES, true);
   }
 
   // Calls `with` for each tape that lives. Under the interpreter's lock.
