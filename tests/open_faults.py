@@ -8,8 +8,6 @@ _BACKWARD = "backward's operations of other shapes, or with nothing left to evic
 _DEPARTS = "a step that departs takes some KiB more than its budget"
 
 OPEN = {
-    "run/limit/test_step.py::test_forwards_before_a_backward_are_one_step[two backwards-min]": _BACKWARD,
-    "run/limit/test_step.py::test_forwards_before_a_backward_are_one_step[backwards turned-min]": _BACKWARD,
     "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype0]": (
         _BACKWARD
     ),

@@ -296,8 +296,8 @@ class Governor {
     int64_t above = live() + need - room_;
     if (above > 0 && (!nothing_free_ || ++since_ >= PATIENCE)) {
       since_ = 0;
-      for (bool cheap : {true, false}) {
-        while (above > 0 && evict(above + (room_ >> MORE), cheap)) above = live() + need - room_;
+      for (int64_t most : {room_ / 4, std::numeric_limits<int64_t>::max()}) {
+        while (above > 0 && evict(above + (room_ >> MORE), most)) above = live() + need - room_;
       }
       nothing_free_ = above > 0;  // until there is another copy, or some operations later: owners let go
     }
@@ -354,8 +354,9 @@ class Governor {
   using Priced = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
   static constexpr int MORE = 7, PATIENCE = 4;
 
-  // Evicts the cheapest copies for so many bytes; whether any went. Cheap ones bring few others back on the way.
-  bool evict(int64_t bytes, bool cheap) {
+  // Evicts copies for so many bytes, the cheapest first: of those that bring at most so many bytes of others
+  // back on the way. Whether any went.
+  bool evict(int64_t bytes, int64_t most_missing) {
     ++searches;
     std::vector<ValuePtr> values = living();
     double newest = 0;
@@ -369,7 +370,6 @@ class Governor {
     for (size_t at = 0; at < copies_.size(); ++at) heap_.push_back({price(copies_[at], *values[at]), at, 0});
     std::make_heap(heap_.begin(), heap_.end(), std::greater<>());
     size_t gone = 1;
-    const int64_t most_missing = cheap ? room_ / 4 : room_ / 2;
     while (!heap_.empty() && bytes > 0) {
       std::pop_heap(heap_.begin(), heap_.end(), std::greater<>());
       auto [known, at, asked] = heap_.back();
