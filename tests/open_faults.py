@@ -26,18 +26,5 @@ OPEN = {
     "test_one_process[gpt-layers=8-pp=4-interleave=2-global_batch=16-recompute=selective-stage0]": (
         "a step without a budget under the policy 'selective' takes more than the formula"
     ),
-    "extensions/moves/test_slab.py::test_a_retained_graph_and_hooks_keep_what_they_hold": (
-        "moved values of a retained graph do not find their places in the slab"
-    ),
-    "late/test_late_streams.py::"
-    "test_nothing_is_used_before_it_is_ready_nor_after[offload_from_two_streams]": (
-        "a value that was moved, and is read from two streams of the user's, may be read too early"
-    ),
-    "late/test_late_streams.py::test_nothing_is_used_before_it_is_ready_nor_after[report]": (
-        "the stand-in device counts 3 KiB more than is predicted"
-    ),
-    "late/test_late_streams.py::test_nothing_is_used_before_it_is_ready_nor_after[report_wide]": (
-        "the stand-in device counts 3 KiB more than is predicted"
-    ),
 }
 """Test, below this folder -> why it fails."""

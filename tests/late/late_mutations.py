@@ -21,7 +21,7 @@ PLACES = (
     "optim/pipeline.py", "optim/slots.py", "optim/stream.py", "run/record/values.py",
     "extensions/moves/engine.py",
     "extensions/moves/store/disk.py", "extensions/moves/store/host.py", "extensions/moves/store/lanes.py",
-    "extensions/moves/store/tier.py",
+    "extensions/moves/store/slab.py", "extensions/moves/store/tier.py",
 )  # fmt: skip
 """Where bytes move beside the program. Not optim/balance.py and plan/speeds.py: they only time."""
 

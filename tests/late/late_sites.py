@@ -28,6 +28,11 @@ FAILS = {
     "optim/stream.py: GradientStream.zero: held.wait()": "gradients_zeroed_in_place",
     "optim/stream.py: GradientStream._fly: transfer.wait()": "gradients_in_flight",
     "optim/stream.py: GradientStream._fly: transfer.join()": "gradients_in_flight",
+    "extensions/moves/engine.py: read_here: part.record_stream(stream)": "offload_into_memory_of_its_own",
+    "extensions/moves/store/slab.py: Slab.take: self._streams.order(current, self._streams.mark(reader))": (
+        "offload_from_two_streams"
+    ),
+    "extensions/moves/store/slab.py: Slab.take: self._streams.mark(reader)": "offload_from_two_streams",
     "extensions/moves/engine.py: InTier.settle: writing.join()": "report",
     "extensions/moves/engine.py: InTier.get: reading.join()": "encoded",
     "extensions/moves/engine.py: TransferEngine.out: self._waiting.popleft()[1].settle()": "report",

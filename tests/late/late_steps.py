@@ -155,6 +155,12 @@ def offload_from_two_streams() -> Run:
     return _sides(policies.offload("host", min_bytes=1, window_bytes=20_000, slab=True))
 
 
+@scenario
+def offload_into_memory_of_its_own() -> Run:
+    """The same without a slab: memory that is taken on one stream is read on another."""
+    return _sides(policies.offload("host", min_bytes=1, window_bytes=26_000, slab=False))
+
+
 class Third(nn.Module):
     """Three streams: what is made on the first is read on the second, and that on the third, whose backward
     recomputes it from the first's. Then nobody holds that, and the first stream uses its memory again.

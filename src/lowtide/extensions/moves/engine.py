@@ -25,10 +25,21 @@ from lowtide.extensions.moves.store.tier import Tier
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage
 from lowtide.plan.data import Compress, Move, Plan, Shard, form_and_tier
+from lowtide.run.record.values import current_stream
 from lowtide.run.tensor_bytes import digest, reach, words_of
 
 Destination = Callable[[Sequence[int]], list[torch.Tensor]]
 """From sizes in bytes to flat tensors of so many bytes, into which the parts of a value come back."""
+
+
+def read_here(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The parts, which this thread's stream reads from now on: what lies in memory that was taken on another
+    one keeps it until then.
+    """
+    for part in parts:
+        if (stream := current_stream(part.device)) is not None:
+            part.record_stream(stream)
+    return parts
 
 
 class OnDevice:
@@ -47,7 +58,7 @@ class OnDevice:
 
     def get(self) -> list[torch.Tensor]:
         """The parts."""
-        return self._parts
+        return read_here(self._parts)
 
 
 class InTier:
@@ -94,7 +105,7 @@ class InTier:
         coming, self._coming = self._coming, []
         for _, reading in coming:
             reading.join()
-        return [target for target, _ in coming]
+        return read_here([target for target, _ in coming])
 
 
 class Gathered:
@@ -115,7 +126,7 @@ class Gathered:
         coming, self._coming = self._coming, None
         whole, gather = coming or self._gather()
         gather.join()
-        return [whole]
+        return read_here([whole])
 
     def _gather(self) -> tuple[torch.Tensor, Gather]:
         (part,) = self._source.get()
@@ -344,13 +355,17 @@ class TransferEngine:
         fetch = Fetch(self.out(number, tensor), self)
         core = tape.core.node(fetch, [], False)
         core.order -= 0.5
-        core.exact = fetch.stored.exact
+        core.exact, core.moved = fetch.stored.exact, True
         value = tape.register(core, tensor, 0 if is_loose else reach(tensor))
         if not fetch.stored.exact:
             value.digest = None
 
     def begin(self) -> None:
-        """Backward has begun: wait for the copies out that are under way."""
+        """A saved tensor is asked for, on this thread's stream. When backward begins, wait for the copies out
+        that are under way.
+        """
+        if self.stores.slab is not None:
+            self.stores.slab.read_here()
         if self._began or not private.in_backward():
             return
         self._began = True

@@ -17,10 +17,12 @@ import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
+from lowtide import accelerator
 from lowtide.extensions.moves.store.lanes import Transfer
 
 
@@ -144,18 +146,32 @@ class Slab:
         self.memory = torch.empty(bytes_, dtype=torch.uint8, device=device)
         self._arena = Arena()
         self._lock = threading.Lock()
+        self._streams = accelerator.streams_of(device)
+        self._readers: set[Any] = set()
+
+    def read_here(self) -> None:
+        """What lies here may be read on this thread's stream from now on."""
+        if self._streams is not None:
+            with self._lock:
+                self._readers.add(self._streams.current())
 
     def take(self, start: int, sizes: Sequence[int]) -> list[torch.Tensor] | None:
         """Flat bytes of these sizes for transfers to write to, from ``start`` on, or ``None`` where some are
-        in use. Each of the tensors holds the place, until `hand_out` gives it to another one.
+        in use. Each of the tensors holds the place, until `hand_out` gives it to another one. This thread's
+        stream goes on after what other streams may still read there.
         """
         offsets, total = offsets_of(sizes, _PART_ALIGN)
         if start + total > self.memory.numel():
             return None
         with self._lock:
             lease = self._arena.at(start, start + total)
+            others = set(self._readers)
         if lease is None:
             return None
+        if self._streams is not None:
+            current = self._streams.current()
+            for reader in others - {current}:
+                self._streams.order(current, self._streams.mark(reader))
         found = [self.memory[start + at : start + at + size] for at, size in zip(offsets, sizes, strict=True)]
         for target in found:
             target.lease = lease  # type: ignore[attr-defined]

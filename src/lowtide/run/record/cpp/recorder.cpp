@@ -169,6 +169,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                              [](const Value& value) { return version_now(value); });
   py::class_<Node, NodePtr>(m, "Node")
       .def_readwrite("exact", &Node::exact)
+      .def_readwrite("moved", &Node::moved)
       .def_readwrite("order", &Node::order)
       .def_readwrite("seconds", &Node::seconds)
       .def_readwrite("collective", &Node::collective)

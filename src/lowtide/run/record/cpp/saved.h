@@ -76,11 +76,13 @@ class Evicted {
     Tensor base = value_->shown;
     if (!base.defined()) base = here(value_);
     if (!base.defined()) base = replayed();
-    if (!torch::autograd::get_current_graph_task_keep_graph()) count_off();
+    if (!torch::autograd::get_current_graph_task_keep_graph() || is_moved()) count_off();
     return geometry_.over(base);
   }
 
  private:
+  bool is_moved() const { return value_->node && value_->node->moved; }
+
   Tensor replayed() {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();

@@ -88,7 +88,7 @@ struct Value : c10::intrusive_ptr_target {
     }
   }
 
-  // A source of so few bytes is held from the first: it costs less than what starts from it.
+  // A source of so few bytes is held by who reads it from the first: it costs less than what starts from it.
   static constexpr int64_t FEW_BYTES = 4096;
 
   void went(const c10::intrusive_ptr<Ledger>& book) {  // it is evicted now
@@ -116,6 +116,7 @@ struct Value : c10::intrusive_ptr_target {
 struct Node : c10::intrusive_ptr_target {
   double order = 0, seconds = 0;
   bool waits = false, exact = true, grad = true, collective = false;
+  bool moved = false;  // it fetches, for each who asks: a retained graph keeps no copy on the device
   c10::SmallVector<ValuePtr, 4> inputs;
   std::optional<RecordedCall> call;
   py::object special;  // else: an object of Python with a method `run(bases, alone)`
@@ -314,14 +315,14 @@ class Tape {
 
   void note_blank(const Tensor& tensor) { blank_.insert_or_assign(storage_key(tensor), weak_storage(tensor)); }
 
-  // The value that a tensor shows. One that the tape has not met is a source.
+  // The value that a tensor shows, for who reads it. One that the tape has not met is a source.
   ValuePtr value_of(const Tensor& tensor) {
-    uintptr_t key = storage_key(tensor);
-    if (Value* known = shown(key)) {
-      if (known->node) return ValuePtr::reclaim_copy(known);
-      if (is_unchanged(*known) && !known->emptied.defined()) return ValuePtr::reclaim_copy(known);
-    }
-    return source(tensor);
+    Value* known = shown(storage_key(tensor));
+    if (known != nullptr && known->node) return ValuePtr::reclaim_copy(known);
+    bool is_known = known != nullptr && is_unchanged(*known) && !known->emptied.defined();
+    ValuePtr value = is_known ? ValuePtr::reclaim_copy(known) : source(tensor);
+    if (value->nbytes <= Value::FEW_BYTES && !value->gathered) hold(*value);
+    return value;
   }
 
   ValuePtr source(const Tensor& tensor, bool made_here = false) {
@@ -336,7 +337,6 @@ class Tape {
     value->unit = unit;
     value->run = run;
     enter(storage_key(tensor), value, value->storage);
-    if (value->nbytes <= Value::FEW_BYTES && !value->gathered) hold(*value);
     return value;
   }
 
