@@ -5,7 +5,6 @@ a plan says. Begin with `flow.py`; the others in the order in which a step comes
 
 `api.py`      `lowtide.compile`, and `compile_options`
 `flow.py`     the steps of a model: captured, recorded, planned for, run
-`step_states.py`  what becomes of a step, as a table
 `capture.py`  a graph that Dynamo has captured, and what compiles it
 `joint.py`    forward and backward of a graph as the planner sees them
 `timeline.py` a recorded step: what ran in which order, and what was live beside it

@@ -27,7 +27,6 @@ from lowtide.compiled.dynamic import Numbers
 from lowtide.compiled.moving import Way
 from lowtide.compiled.planning import Beside, Found, RecordedStep, WholeStep, plan_step
 from lowtide.compiled.shelf import open_shelf
-from lowtide.compiled.step_states import TABLE, Action, Evidence, Fact, State
 from lowtide.compiled.timeline import Recording
 from lowtide.errors import BudgetError, PlanError
 from lowtide.extensions.scopes.marked_regions import wishes_of
@@ -120,19 +119,19 @@ class _CurrentStep:
     """The step that runs.
 
     Attributes:
-        state: how it runs.
         shapes, bytes: of what it was given.
-        recording: takes it down, if it is recorded.
+        recording: takes it down, while it is recorded: its calls run in the least memory.
+        follows: its calls have run as they were planned for, by now; else they run in the least memory.
         turns: how its calls run, if it was planned for.
         sizes: of the calls that there were.
         forwards, backwards: how many of the model there were.
         last: of the latest forward.
     """
 
-    state: State = State.IDLE
     shapes: Shapes = ()
     bytes: int = 0
     recording: Recording | None = None
+    follows: bool = False
     turns: list[_Turn] = field(default_factory=list)
     sizes: list[Sizes] = field(default_factory=list)
     forwards: int = 1
@@ -313,21 +312,13 @@ class Flow:
 
     # ---- a step ----------------------------------------------------------------------------------
 
-    def _take(self, evidence: Evidence, facts: dict[Fact, bool] | None = None) -> Action:
-        """Move the step that runs to its next state."""
-        true: list[Fact] = [fact for fact, holds in (facts or {}).items() if holds]
-        row = TABLE.row(self._step.state, evidence, true)
-        self._step.state = row.then or self._step.state
-        return row.action
-
     def begin(self, args: Any) -> None:
         """A forward of the model begins."""
         if not torch.is_grad_enabled():
             return
         step, known = self._step, self._known
-        unfinished = 0 < len(step.sizes) < len(step.turns)
-        facts: dict[Fact, bool] = {"waits": step.waits, "unfinished": unfinished}
-        if self._take(Evidence.FORWARD_BEGINS, facts) is Action.GO_ON:
+        unfinished = step.follows and 0 < len(step.sizes) < len(step.turns)
+        if step.waits and (step.recording is not None or unfinished):  # another one of the same step
             step.forwards += 1
             return
         self.over()
@@ -336,8 +327,8 @@ class Flow:
             step.shapes, step.bytes = self._describe(args)
         wanted = known.wanted or step.shapes in known.missed or step.bytes > known.largest
         known.wanted &= not wanted
-        facts = {"wanted": wanted, "unmeasurable": wanted and not measurable(self.device)}
-        if self._take(Evidence.STEP_BEGINS, facts) is Action.RECORD:
+        step.follows = not (wanted and measurable(self.device))
+        if not step.follows:
             gc.collect()  # garbage of before would be freed in between
             resident = self._beside.resident() + step.bytes
             step.recording = Recording(
@@ -359,14 +350,12 @@ class Flow:
         if at == 0 and graph in self._known.planned:
             step.turns = self._known.planned[graph].turns
         turn = step.turns[at] if at < len(step.turns) else None
-        planned = turn is not None and turn.serves(graph, sizes)
-        unmeasurable = not (planned or measurable(self.device))
-        action = self._take(Evidence.GRAPH_CALLED, {"planned for": planned, "unmeasurable": unmeasurable})
-        if turn is not None and action is Action.RUN_PLANNED:
+        if step.follows and turn is not None and turn.serves(graph, sizes):
             return graph.run_as(turn.way)
-        if action is Action.MISS:
-            self._known.missed.add(step.shapes)
-        elif action is Action.WARN:
+        strays, step.follows = step.follows, False
+        if strays and measurable(self.device):
+            self._known.missed.add(step.shapes)  # the next step like this one is recorded
+        elif strays:
             self._warn_once(
                 "unmeasured",
                 f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
@@ -379,7 +368,8 @@ class Flow:
         """A forward of the model has ended; ``limit_hit``: Dynamo's recompile limit was reached in it."""
         if self._step.recording is not None:
             gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
-        self._finish(self._take(Evidence.FORWARD_ENDED, {"uncalled": not self._step.sizes}))
+        if not self._step.sizes:  # it has called no graph
+            self._end_recording()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 if limit_hit:
@@ -393,7 +383,7 @@ class Flow:
     def _backward_begins(self) -> None:
         self._step.backwards += 1
         more = self._step.backwards > max(self._known.forwards, 1)
-        if self._take(Evidence.BACKWARD_BEGINS, {"more backwards": more}) is Action.RECORD_NEXT:
+        if more and self._step.recording is None:
             self._known.several = self._known.wanted = True
         if captured.keeps_graph():
             self._warn_once(
@@ -403,36 +393,41 @@ class Flow:
             )
 
     def _backward_ended(self) -> None:
-        self._finish(self._take(Evidence.BACKWARD_ENDED))
+        """A backward has ended, and every call of the recorded step has had its own."""
+        self._finish()
 
     def over(self) -> None:
         """No forward of the step comes any more."""
-        recording = self._step.recording
-        seen = recording is not None and recording.backwards > 0
-        self._finish(self._take(Evidence.OVER, {"backward seen": seen}))
+        self._finish()
+        self._step.follows = False
 
     def stop(self) -> None:
         """The step was left by an error, or is not to be planned for."""
-        self._finish(self._take(Evidence.FAILED))
+        self._end_recording()
+        self._step.follows = False
 
-    def _finish(self, action: Action) -> None:
-        """Do what follows where a recorded step is over.
+    def _end_recording(self) -> Recording | None:
+        """Nothing is taken down of the step from here on."""
+        recording, self._step.recording = self._step.recording, None
+        if recording is not None:
+            recording.close()
+        return recording
+
+    def _finish(self) -> None:
+        """Plan for a recorded step that is over, where a backward of it has run.
 
         Raises:
             BudgetError: no plan of it is found that fits.
         """
         step, known = self._step, self._known
-        if step.recording is None or step.state is State.RECORDED:
+        if (recording := self._end_recording()) is None:
             return
-        step.recording.close()
-        timeline, step.recording = step.recording.timeline, None
-        if action is not Action.DROP:
-            known.missed.add(step.shapes)  # until it is planned for
-        if action is not Action.PLAN:
+        known.missed.add(step.shapes)  # until it is planned for
+        if not recording.backwards:
             return
         known.forwards = step.forwards
         made, after = self._beside.gradients(), self._beside.after()
-        found = RecordedStep(self.asked, timeline, [*step.sizes], made, self.gradients_bytes, after)
+        found = RecordedStep(self.asked, recording.timeline, [*step.sizes], made, self.gradients_bytes, after)
         if not self._serves(found):
             self._plan_recorded(found)
         known.missed.discard(step.shapes)
