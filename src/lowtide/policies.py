@@ -13,11 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound
 from lowtide.plan.data import Links, Moving, Plan
 from lowtide.plan.policies import Policy, build, full, keep_all, optimal, scope, selective, sqrt
-from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.simulate.simulator import Simulator, simulator_of
 
 if TYPE_CHECKING:
     from lowtide.extensions.moves.by_rule import compress, offload, partition
@@ -78,18 +79,19 @@ def make_plan(
         BudgetError: the plan's peak is above the budget.
         PlanError: a value cannot be moved, or an argument is something else.
     """
-    given = {
-        "stored": stored,
-        "policy": policy,
-        "budget": budget,
-        "bound": bound,
-        "notes": notes,
-        "simulator": simulator,
-    }
     if moves is None and slab is None:
-        return build.make_plan(graph, **given)
-    from lowtide.extensions.moves import plans  # loads no tier yet
+        return build.make_plan(
+            graph, stored=stored, policy=policy, budget=budget, bound=bound, notes=notes, simulator=simulator
+        )
+    from lowtide.extensions.moves.layout import with_slab  # neither loads a tier yet
+    from lowtide.extensions.moves.plans import NO_BOUND, simulate_moving
 
-    return plans.make_plan(
-        graph, **given, moves=moves, window_bytes=window_bytes, links=links, codecs=codecs, slab=slab
-    )
+    if slab not in (None, True, False):
+        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
+    build.check_wish(graph, stored, budget)
+    sim = simulator or simulator_of(graph)
+    simulation, moved, window = simulate_moving(sim, stored, moves, window_bytes, links, codecs)
+    if bound is None and moved:
+        bound, notes = Bound(0.0, 0), (*notes, NO_BOUND)
+    plan = build.plan_of(sim, simulation, policy, budget, bound, notes, moved, window)
+    return plan if slab is False else with_slab(sim, plan, required=slab is True)

@@ -1,13 +1,10 @@
-"""From a wish to a plan, where values move: as `lowtide.plan.policies.make_plan`, and what moves is closed,
-simulated and laid out, too.
-"""
+"""What moves in a plan: closed and simulated, for `lowtide.policies.make_plan`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lowtide.errors import PlanError, expect
-from lowtide.extensions.moves.layout import with_slab
+from lowtide.errors import expect
 from lowtide.extensions.moves.placements import (
     Codec,
     close_with_moves,
@@ -16,37 +13,28 @@ from lowtide.extensions.moves.placements import (
     simulated_moves,
 )
 from lowtide.extensions.moves.simulate import with_moves
-from lowtide.graph import StepGraph
-from lowtide.plan.bound import Bound
-from lowtide.plan.data import Links, Moving, Plan
-from lowtide.plan.policies.build import check_wish, plan_of
-from lowtide.plan.simulate.simulator import Simulator, simulator_of
+from lowtide.plan.data import Links, Move, Moving
+from lowtide.plan.simulate.simulator import Simulation, Simulator
 
-_NO_BOUND = "no lower bound is stated for a plan that moves values: the linear program knows only recomputing"
+NO_BOUND = "no lower bound is stated for a plan that moves values: the linear program knows only recomputing"
 
 
-def make_plan(
-    graph: StepGraph,
-    *,
+def simulate_moving(
+    sim: Simulator,
     stored: Collection[int],
-    policy: str = "own",
-    budget: int | None = None,
-    bound: Bound | None = None,
-    notes: tuple[str, ...] = (),
-    simulator: Simulator | None = None,
-    moves: Mapping[int, Moving] | None = None,
-    window_bytes: int = 0,
-    links: Links | None = None,
-    codecs: Sequence[Codec] = (),
-    slab: bool | None = None,
-) -> Plan:
-    """The plan that stores ``stored`` and moves ``moves``; see `lowtide.policies.make_plan`."""
-    if slab not in (None, True, False):
-        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
-    check_wish(graph, stored, budget)
+    moves: Mapping[int, Moving] | None,
+    window_bytes: int,
+    links: Links | None,
+    codecs: Sequence[Codec],
+) -> tuple[Simulation, tuple[Move, ...], int]:
+    """The step that stores ``stored`` and moves ``moves``, closed to a feasible set; what moves in it; and
+    the window in bytes. The arguments are those of `lowtide.policies.make_plan`.
+
+    Raises:
+        PlanError: a value cannot be moved.
+    """
     placed = moves is None or isinstance(moves, Mapping)
     expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")
-    sim = simulator or simulator_of(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)
     closed, moved = close_with_moves(
@@ -54,8 +42,4 @@ def make_plan(
     )
     window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
     simulation = sim.simulate(closed, with_moves(sim, moved.values(), window, links))
-    if bound is None and moved:
-        bound, notes = Bound(0.0, 0), (*notes, _NO_BOUND)
-    rows = simulated_moves(graph, moved, simulation)
-    plan = plan_of(sim, simulation, policy, budget, bound, notes, rows, window)
-    return plan if slab is False else with_slab(sim, plan, required=slab is True)
+    return simulation, simulated_moves(sim.graph, moved, simulation), window

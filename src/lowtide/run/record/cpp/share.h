@@ -47,7 +47,8 @@ inline at::Tensor shared(const at::Tensor& tensor) {
       c10::StorageImpl::use_byte_size_t(), storage->nbytes(),
       c10::DataPtr(own.get(), both, &SharedBytes::end, own.device()), storage->allocator(), false);
   c10::InferenceMode outside(tensor.is_inference());  // else the tensor would take no version counter
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(twin), tensor.key_set(), tensor.dtype());
+  c10::Storage over(twin);
+  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(over), tensor.key_set(), tensor.dtype());
   auto* impl = made.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
   if (!tensor.is_inference()) impl->set_version_counter(tensor.unsafeGetTensorImpl()->version_counter());

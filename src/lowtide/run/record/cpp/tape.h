@@ -313,7 +313,9 @@ class Tape {
 
   void fill(uintptr_t key) { blank_.erase(key); }
 
-  void note_blank(const Tensor& tensor) { blank_.insert_or_assign(storage_key(tensor), weak_storage(tensor)); }
+  void note_blank(const Tensor& tensor) {
+    blank_.insert_or_assign(storage_key(tensor), weak_storage(tensor));
+  }
 
   // The value that a tensor shows, for who reads it. One that the tape has not met is a source.
   ValuePtr value_of(const Tensor& tensor) {
@@ -400,8 +402,8 @@ class Tape {
     }
   }
 
-  // The same for values whose storages have ended: no operation will read or save them. What nobody else holds
-  // goes, and with it the nodes that waited to run again for it.
+  // The same for values whose storages have ended: no operation will read or save them. What nobody else
+  // holds goes, and with it the nodes that waited to run again for it.
   void forget_ended() {
     std::vector<Shown> ended;
     do {
@@ -538,7 +540,8 @@ class Tape {
 inline Tensor own_bytes(const Tensor& tensor) {  // over a copy of its storage
   c10::InferenceMode tracked(false);
   int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  Tensor copy = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1}).clone();
+  Tensor all = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1});
+  Tensor copy = all.clone();
   return Geometry(tensor).over(copy);
 }
 
@@ -549,8 +552,8 @@ inline bool share_bytes(const Tensor& one, const Tensor& other) {
   return at(one) == at(other);
 }
 
-// Autograd's handles of the value show what is written, as in a plain step: where their version counters do not
-// tell of it, it lies beside what they show (chunks of one storage), or came through `.data`.
+// Autograd's handles of the value show what is written, as in a plain step: where their version counters do
+// not tell of it, it lies beside what they show (chunks of one storage), or came through `.data`.
 inline void Tape::before_update(Value& old, const Tensor& tensor) {
   bool shares = old.cached.defined() && share_bytes(old.cached, tensor);
   bool whole = tensor.numel() * static_cast<int64_t>(tensor.element_size()) == old.nbytes;
@@ -579,14 +582,15 @@ inline void Tape::before_change(uintptr_t key, Change how) {
       if (value->held.defined() && value->readers > 0 && !value->emptied.defined() && is_unchanged(*value))
         value->emptied = functions->fingerprint(wrapped(value->held), value->nbytes).cast<Tensor>();
       else if (!value->emptied.defined())
-        value->spoiled = true;  // what is filled in may be other bytes: nothing is evicted that starts from it
+        value->spoiled = true;  // what is filled in may be other bytes: nothing that starts from it goes
       return;
     }
     if (value->emptied.defined()) return;  // it is filled again by writes
     if (value->held.defined() && value->readers > 0 && is_unchanged(*value)) {
-      Tensor copy = how == Change::Swapped ? Tensor(value->held.unsafeGetTensorImpl()->shallow_copy_and_detach(
-                                                 c10::VariableVersion(0), false))
-                                           : own_bytes(value->held);
+      auto* held = value->held.unsafeGetTensorImpl();
+      Tensor copy = how == Change::Swapped
+          ? Tensor(held->shallow_copy_and_detach(c10::VariableVersion(0), false))
+          : own_bytes(value->held);
       value->counter = copy.unsafeGetTensorImpl()->version_counter();
       value->version = static_cast<uint32_t>(copy._version());
       value->storage = weak_storage(copy);  // the program's shows other bytes from now on

@@ -1,5 +1,6 @@
 // Tells the tapes of steps whose forward is over before an operation writes to what their replays start from.
-// A dispatch key of lowtide's own is let in for that, above autograd: only operations that write have a kernel.
+// A dispatch key of lowtide's own is let in for that, above autograd: only operations that write have a
+// kernel.
 #pragma once
 
 #include <mutex>
