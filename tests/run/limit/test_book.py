@@ -56,7 +56,7 @@ def test_the_first_step_is_listened_to_and_the_next_follows_its_plan() -> None:
 
 
 def test_a_step_that_fits_by_a_tenth_passes_as_it_is() -> None:
-    handle = lowtide.limit_memory(model := small(), "10MiB")
+    handle: Any = lowtide.limit_memory(model := small(), "10MiB")
     hows, _ = ways(model, *[batch()] * 3)
     assert hows == [How.LISTEN, How.PASS, How.PASS]
     assert handle._limiter.local.step.recorder is None

@@ -336,15 +336,13 @@ class LeavesOut(nn.Module):
     ],
 )
 def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same: Callable[..., bool]) -> None:
-    """The plan is for the longest step that was looked at; a longer one says so where it takes more than the
-    budget.
-    """
+    """Whichever run, they are held; at most four steps are written down, one after the other."""
     torch.manual_seed(0)
     plain, x = LeavesOut(low, stays), torch.randn(200, 32)
     model = copy.deepcopy(plain)
     budget = 735_000  # the longest step takes 1,309,576 bytes when nothing is evicted
     handle = lowtide.limit_memory(model, budget)
-    longest, told, most = [], [], []
+    graphs, told = list[Any](), list[str]()
     for seed in range(40):
         losses: list[torch.Tensor] = []
 
@@ -357,26 +355,19 @@ def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same:
 
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            taken = (
-                meter.resident_bytes(model)
-                + x.nbytes
-                + meter.measure(lambda: step(model), timeline=False).peak_bytes
-            )
+            resident = meter.resident_bytes(model) + x.nbytes
+            peak = meter.measure(lambda: step(model), timeline=False).peak_bytes
+        assert resident + peak <= budget, seed
         step(plain)
         assert same(*losses)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert same(a.grad, b.grad)
             a.grad = b.grad = None
-        assert (
-            seed == 0 or taken <= budget or any("a planned step took" in str(one.message) for one in warned)
-        ), seed
-        assert handle.graph is not None
-        longest.append(sum(operation.name == "aten.gelu.default" for operation in handle.graph.operations))
-        told.append(len(warned))
-        most.append(taken)
-    assert longest == sorted(longest) and longest[-1] > 2
-    assert sum(told) <= 4 and sum(taken > budget for taken in most) <= 4
-    assert len(handle.plans) == 1
+        told += [str(one.message) for one in warned]
+        if handle.graph is not None and handle.graph not in graphs:
+            graphs.append(handle.graph)
+    assert all("no tensor that backward begins from" in text for text in told) and len(told) <= 1
+    assert 1 < len(graphs) <= 4 and len(handle.plans) == 1
 
 
 class Looks(nn.Module):

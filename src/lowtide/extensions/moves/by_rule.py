@@ -14,13 +14,13 @@ from lowtide.extensions.moves.placements import (
     move_of,
     placements_of,
 )
+from lowtide.extensions.moves.plans import make_plan
 from lowtide.extensions.moves.simulate import with_moves
 from lowtide.graph import StepGraph
 from lowtide.plan.blocks import entering_blocks, full_stored
 from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.simulate.simulator import simulator_of
-from lowtide.policies import make_plan
 
 
 def offload(

@@ -30,6 +30,7 @@ from lowtide.extensions.moves.placements import (
     missing_links,
     placements_of,
 )
+from lowtide.extensions.moves.plans import make_plan
 from lowtide.extensions.moves.simulate import with_moves
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import A_COLUMN, A_SECOND, Bound, Effort, Floats
@@ -38,7 +39,6 @@ from lowtide.plan.local_search import Candidate
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.policies.chosen import ENDED_EARLY, obey_scopes
 from lowtide.plan.search import Search, search_of
-from lowtide.policies import make_plan
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""

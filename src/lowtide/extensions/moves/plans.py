@@ -1,10 +1,11 @@
-"""What moves in a plan: closed and simulated, for `lowtide.policies.make_plan`."""
+"""From a wish to a plan, where values may move, too: what moves is closed, simulated and laid out."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from lowtide.errors import expect
+from lowtide.errors import PlanError, expect
+from lowtide.extensions.moves.layout import with_slab
 from lowtide.extensions.moves.placements import (
     Codec,
     close_with_moves,
@@ -13,28 +14,65 @@ from lowtide.extensions.moves.placements import (
     simulated_moves,
 )
 from lowtide.extensions.moves.simulate import with_moves
-from lowtide.plan.data import Links, Move, Moving
-from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.graph import StepGraph
+from lowtide.plan.bound import Bound
+from lowtide.plan.data import Links, Moving, Plan
+from lowtide.plan.policies import build
+from lowtide.plan.simulate.simulator import Simulator, simulator_of
 
-NO_BOUND = "no lower bound is stated for a plan that moves values: the linear program knows only recomputing"
+_NO_BOUND = "no lower bound is stated for a plan that moves values: the linear program knows only recomputing"
 
 
-def simulate_moving(
-    sim: Simulator,
+def make_plan(
+    graph: StepGraph,
+    *,
     stored: Collection[int],
-    moves: Mapping[int, Moving] | None,
-    window_bytes: int,
-    links: Links | None,
-    codecs: Sequence[Codec],
-) -> tuple[Simulation, tuple[Move, ...], int]:
-    """The step that stores ``stored`` and moves ``moves``, closed to a feasible set; what moves in it; and
-    the window in bytes. The arguments are those of `lowtide.policies.make_plan`.
+    policy: str = "own",
+    budget: int | None = None,
+    bound: Bound | None = None,
+    notes: tuple[str, ...] = (),
+    simulator: Simulator | None = None,
+    moves: Mapping[int, Moving] | None = None,
+    window_bytes: int = 0,
+    links: Links | None = None,
+    codecs: Sequence[Codec] = (),
+    slab: bool | None = None,
+) -> Plan:
+    """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
+
+    Args:
+        graph: the step.
+        stored: ids of the values that stay; every other droppable saved value is evicted where that is
+            possible.
+        policy: the name that the plan carries.
+        budget: the most live bytes allowed, or ``None``.
+        bound: lower bounds that are known already; without them they are computed (a linear program: seconds
+            on large graphs), where nothing moves.
+        notes: anything worth telling.
+        simulator: of ``graph``, where one was made already.
+        moves: value id -> where it goes, for values that wait elsewhere or in another form.
+        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched
+            ahead; 0 for as much as the largest moved value.
+        links: how fast the tiers are; without it transfers take no time.
+        codecs: codecs of the user's own that ``moves`` name.
+        slab: whether moved values come back into a slab on the device that is allocated once
+            (docs/stores.md); ``None`` for where the budget allows it, or without a budget where it
+            costs nothing.
 
     Raises:
-        PlanError: a value cannot be moved.
+        BudgetError: the plan's peak is above the budget.
+        PlanError: a value cannot be moved, or an argument is something else.
     """
+    if moves is None and slab is None:
+        return build.make_plan(
+            graph, stored=stored, policy=policy, budget=budget, bound=bound, notes=notes, simulator=simulator
+        )
+    if slab not in (None, True, False):
+        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
+    build.check_wish(graph, stored, budget)
     placed = moves is None or isinstance(moves, Mapping)
     expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")
+    sim = simulator or simulator_of(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)
     closed, moved = close_with_moves(
@@ -42,4 +80,8 @@ def simulate_moving(
     )
     window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
     simulation = sim.simulate(closed, with_moves(sim, moved.values(), window, links))
-    return simulation, simulated_moves(sim.graph, moved, simulation), window
+    if bound is None and moved:
+        bound, notes = Bound(0.0, 0), (*notes, _NO_BOUND)
+    rows = simulated_moves(graph, moved, simulation)
+    plan = build.plan_of(sim, simulation, policy, budget, bound, notes, rows, window)
+    return plan if slab is False else with_slab(sim, plan, required=slab is True)
