@@ -10,7 +10,7 @@ from lowtide.errors import BudgetError, expect
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.local_search import Candidate
-from lowtide.plan.policies.build import Policy, make_plan
+from lowtide.plan.policies.build import Policy, plan_of
 from lowtide.plan.search import Search, search_of
 
 ENDED_EARLY = "the search ended early, and a longer one may find a plan with less extra time"
@@ -78,11 +78,8 @@ def _least_time(
         limit = _least(search, seconds, at_once).simulation.peak_bytes if budget is None else budget
         best = search.solve(limit, seconds, at_once)
         early = search.ended_early(best, limit) or (at_once and budget is None)
-        return make_plan(
-            graph, stored=best.stored, policy="optimal", budget=budget,
-            notes=(ENDED_EARLY,) if early else (),
-            simulator=search.sim, bound=search.relaxation.bound(limit),
-        )  # fmt: skip
+        bound, notes = search.relaxation.bound(limit), (ENDED_EARLY,) if early else ()
+        return plan_of(search.sim, best.simulation, "optimal", budget, bound, notes)
 
 
 def _least(search: Search, seconds: float | None, at_once: bool) -> Candidate:

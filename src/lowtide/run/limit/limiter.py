@@ -2,7 +2,7 @@
 
 In: a call of the model (`Limiter.__call__`). Out: what the model returns. A call that is no training step
 runs plainly. Else (`Limiter.limited`) the last step is finished, the entry of this one is found, and it
-runs: profiled, or under its plan, as the state machine says (`Limiter._run_next`).
+runs: profiled, under its plan, or under the governor alone, as the book says (`Limiter._run_next`).
 """
 
 from __future__ import annotations
