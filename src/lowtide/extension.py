@@ -166,7 +166,7 @@ class Extension:
         """
         return Claim()
 
-    def make_room(self, extra_seconds: Callable[[int], float], shared: bool) -> None:
+    def make_room(self, extra_seconds: Callable[[int], float], shares_plan: bool) -> None:
         """Take less, where that costs less time than recomputing more.
 
         Optimizer: some of its state moves to the host.
@@ -174,7 +174,7 @@ class Extension:
         Args:
             extra_seconds: what a plan adds to a step where so many bytes less are resident; infinite where no
                 plan fits.
-            shared: ranks share the plan.
+            shares_plan: ranks share the plan.
         """
 
     def refusal(self, limit_bytes: int) -> BudgetError | None:

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 
 GRAPH_FORMAT = 7
 
-OUTSIDE = "outside"
+GAP_OP = "outside"
 """Name of the operation that stands for what runs between the compiled graphs of a step."""
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "gathered", "forward", "backward"]

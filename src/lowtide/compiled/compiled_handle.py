@@ -22,7 +22,7 @@ from lowtide.extensions.advice.refusal import compiled_in_words
 from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.extensions.optimizer.need import optimizer_need
 from lowtide.extensions.scopes.marked_regions import honour_regions
-from lowtide.graph import OUTSIDE, StepGraph
+from lowtide.graph import GAP_OP, StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost, model_device, resident_workspace_bytes, workspace_bytes
 from lowtide.plan.data import Plan
@@ -170,7 +170,7 @@ class CompiledHandle(LimitHandle):
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they cannot run again, with the reason."""
         operations = self.graph.operations if self.graph is not None else ()
-        return {one.name: one.reason for one in operations if one.reason and one.name != OUTSIDE}
+        return {one.name: one.reason for one in operations if one.reason and one.name != GAP_OP}
 
     @property
     def variants(self) -> list[int]:

@@ -90,7 +90,7 @@ class _Known:
     """What is known of steps.
 
     Attributes:
-        alone: the plans of graphs that are a whole step.
+        whole_steps: the plans of graphs that are a whole step.
         step_graphs: the step graphs that these were made for, by `Plan.graph`.
         held: structure of a graph -> sizes up to which its largest plan within the budget holds;
             `search_range` reads it, and adds to it.
@@ -103,7 +103,7 @@ class _Known:
         several: whether backward began more often in a step than the last recorded step had forwards.
     """
 
-    alone: list[Plan] = field(default_factory=list)
+    whole_steps: list[Plan] = field(default_factory=list)
     step_graphs: dict[str, StepGraph] = field(default_factory=dict)
     held: dict[str, Numbers] = field(default_factory=dict)
     planned: dict[PartGraph, _StepPlan] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Flow:
     @property
     def plans(self) -> list[Plan]:
         """The plans that were made."""
-        return self._known.alone + [one.found.plan for one in self._known.planned.values()]
+        return self._known.whole_steps + [one.found.plan for one in self._known.planned.values()]
 
     @property
     def step_graphs(self) -> dict[str, StepGraph]:
@@ -247,7 +247,7 @@ class Flow:
         more = gradients_bytes - self.gradients_bytes
         if more <= 0:
             return True
-        planned = self._known.alone
+        planned = self._known.whole_steps
         open_sizes = any(self._known.held.values())  # which grow until there is no room left
         above = any(one.predicted_peak_bytes + more > (one.budget_bytes or 0) for one in planned)
         if not self.plans or open_sizes or above:
@@ -284,10 +284,10 @@ class Flow:
                 beside, known = self._beside, self._known
                 resident = beside.resident() + max(0, self.gradients_bytes - beside.gradients())
                 graph = CapturedGraph(captured.Captured(module, inputs), self.options, wishes_of(module))
-                alone = Beside(self.asked, self.options, resident, beside.after(), known.held)
-                if (found := self._plan(WholeStep(graph, alone))) is None:
+                context = Beside(self.asked, self.options, resident, beside.after(), known.held)
+                if (found := self._plan(WholeStep(graph, context))) is None:
                     return graph.run_plain()
-                known.alone.append(found.plan)
+                known.whole_steps.append(found.plan)
                 if found.chosen is not None:
                     known.step_graphs[found.plan.graph] = found.chosen.graph
                 work.done(in_one_line(found.plan))
@@ -302,7 +302,7 @@ class Flow:
             graph = PartGraph(seen, self.options, self._choose, lambda: self._step.recording, self.device)
         if graph.candidates is not None:  # else no part of a step
             self.graphs.append(graph)
-            self.mixed |= bool(self._known.alone)
+            self.mixed |= bool(self._known.whole_steps)
         return graph
 
     def outside_step(self) -> AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from torch import fx
 
 from lowtide.compiled.joint import CallCost, Joint, JointCall, Key, lazily
 from lowtide.compiled.timeline import Moment, Timeline
-from lowtide.graph import OUTSIDE, Event, EventKind, Operation, Saved, StepGraph, Storage, Value
+from lowtide.graph import GAP_OP, Event, EventKind, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
 
 Phase = Literal["forward", "backward"]
@@ -187,7 +187,7 @@ class _Writer:
         live = self._new(level - self.least, phase, index)
         self._live = self.values[live].storage
         writes = [live, *(self._enter(place, phase, index) for place in self.shared.inputs_of(moment))]
-        self._operation(OUTSIDE, (), tuple(writes), phase, reason=OUTSIDE)
+        self._operation(GAP_OP, (), tuple(writes), phase, reason=GAP_OP)
         self._ending = {
             key: self._there.pop(number) for (_, key), number in own.items() if number in self._there
         }

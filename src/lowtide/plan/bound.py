@@ -321,20 +321,20 @@ class Relaxation:
             self.solve(budget)
         return Bound(self.floors[budget] + self.sim.graph.overhead_seconds, self.least_peak)
 
-    def solve(self, budget: int, beside: Bytes | None = None) -> tuple[float, Floats]:
+    def solve(self, budget: int, margins: Bytes | None = None) -> tuple[float, Floats]:
         """The least extra seconds within ``budget`` (infinite when nothing fits), and the relaxed decisions.
         Memory rows are added as they are found violated; stopping early leaves rows out, so the answer stays
-        a lower bound. With ``beside``, bytes that are taken at each event as well, the answer is no bound.
+        a lower bound. With ``margins``, bytes that are taken at each event as well, the answer is no bound.
         """
-        if beside is None and budget in self._answers:
+        if margins is None and budget in self._answers:
             return self._answers[budget]
         if budget != self._budget:
             self._begin(budget)
-        held = self.fixed if beside is None else self.fixed + beside
+        held = self.fixed if margins is None else self.fixed + margins
         for event, row in self._moments.items():
             self.linear_program.right[row] = (budget - float(held[event])) / max(1, budget)
         seconds = self._add_rows_and_solve(budget, held)
-        if beside is None:
+        if margins is None:
             self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
             if not self.effort.over:  # else it may have ended early
                 self._answers[budget] = seconds, self._point

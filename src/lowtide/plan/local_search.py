@@ -170,9 +170,9 @@ class LocalSearch:
         evicted = [[v] for _, _, v in sorted(evictable)]
         kept = [(size, graph.operations[i].writes[0], values) for i, size, values in self._to_store(best)]
         stored = [values for _, _, values in sorted(kept)]
-        alone = any(not short for short, _, _ in evictable)
+        one_will_do = any(not short for short, _, _ in evictable)
         for change, rows in ((best.stored.difference, evicted), (best.stored.union, stored)):
-            count = 1 if alone and rows is evicted else many
+            count = 1 if one_will_do and rows is evicted else many
             while count > 1:
                 first = rows[:count]
                 yield change(v for values in first for v in values), len(first)

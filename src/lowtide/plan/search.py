@@ -243,13 +243,13 @@ def _correct(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterato
     """Rounded plans for ``budget`` bytes from the linear program, each corrected by the exact simulation of
     the one before; none where nothing fits.
     """
-    beside = np.zeros(len(relaxation.fixed), dtype=np.int64)
+    margins = np.zeros(len(relaxation.fixed), dtype=np.int64)
     for number in range(_ROUNDS):
-        seconds, point = relaxation.solve(budget, beside if number else None)
+        seconds, point = relaxation.solve(budget, margins if number else None)
         if seconds == float("inf"):
             if not number:
                 return
-            beside //= 2
+            margins //= 2
             continue
         rounded = _round(relaxation, local, point)
         low = local.lower(rounded, budget)
@@ -258,7 +258,7 @@ def _correct(relaxation: Relaxation, local: LocalSearch, budget: int) -> Iterato
         counted = relaxation.fixed + relaxation.occupancy(point)
         missed = np.maximum(0, low.simulation.top_bytes - counted).astype(np.int64)
         # halfway: the replays of one answer are not those of the next
-        beside = (beside + missed) // 2 if number else missed
+        margins = (margins + missed) // 2 if number else missed
 
 
 @lru_cache(maxsize=2)

@@ -22,7 +22,7 @@ ABANDONED = (
 a plan, and through which a backward runs now.
 """
 
-SHARED = (
+CO_LIMITED = (
     "several limited models take part in one step: each is planned for its own part, and all of "
     "them are held to the smallest of their budgets while they run. To have one plan for all, put one limit "
     "on a module that runs them"

@@ -251,7 +251,7 @@ class Fetch:
         """Whether operations may be replayed from it: it is close enough to what was stored."""
         return self.stored.replayable_from
 
-    def run(self, bases: list[torch.Tensor], alone: list[bool]) -> list[torch.Tensor]:
+    def run(self, bases: list[torch.Tensor], sole_reader: list[bool]) -> list[torch.Tensor]:
         """The bytes, now."""
         self.engine.note_use(self.stored)
         return [self.stored.fetch()]

@@ -371,7 +371,7 @@ def with_slab(sim: Simulator, plan: Plan, required: bool = False) -> Plan:
     if peak > most and not required:
         return plan
     if plan.budget_bytes is not None and peak > plan.budget_bytes:
-        raise sim.refusal(held.beside(found.height), plan.budget_bytes, plan.policy)
+        raise sim.refusal(held.with_resident(found.height), plan.budget_bytes, plan.policy)
     moves = tuple(
         replace(move, place=places.get((move.value, False), -1), arrival=places.get((move.value, True), -1))
         for move in plan.moves

@@ -116,7 +116,7 @@ class CountedOptimizer(Extension):
             REDUCED: max(0, self.reduced_bytes - need.step_bytes),
         }
 
-    def make_room(self, extra_seconds: Callable[[int], float], shared: bool) -> None:
+    def make_room(self, extra_seconds: Callable[[int], float], shares_plan: bool) -> None:
         """With ``host_fraction="auto"``, move state to the host while that takes less time than recomputing.
 
         Raises:
@@ -125,7 +125,7 @@ class CountedOptimizer(Extension):
         optimizer: Any = self.optimizer
         if getattr(optimizer, "host_fraction", None) != "auto":
             return
-        if shared:
+        if shares_plan:
             raise PlanError(
                 'host_fraction="auto" is chosen by each rank for itself, but these ranks share one '
                 "plan: give the share as a number"

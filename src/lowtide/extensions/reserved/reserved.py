@@ -68,7 +68,7 @@ class Reserved(Extension):
         """
         if not holds_reserved(self.asked, self.model, self._budget):
             return plan
-        if problem.shared:
+        if problem.shares_plan:
             self._warn_once(
                 "the budget counts requested bytes here: ranks that share a plan reserve different bytes"
             )

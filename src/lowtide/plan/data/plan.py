@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lowtide.budget import format_bytes
 from lowtide.errors import PlanError
-from lowtide.graph import OUTSIDE
+from lowtide.graph import GAP_OP
 from lowtide.plan.data.decisions import (
     Compress,
     Decision,
@@ -309,7 +309,7 @@ def place_in_words(operation: str, module: str) -> str:
     """
     return (
         "outside the compiled graphs"
-        if operation == OUTSIDE
+        if operation == GAP_OP
         else f"at {operation} in {module_in_words(module)}"
     )
 

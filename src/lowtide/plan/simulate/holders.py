@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from lowtide.graph import OUTSIDE, Operation, StepGraph
+from lowtide.graph import GAP_OP, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
 from lowtide.plan.data.plan import by_members, ranges
 from lowtide.plan.simulate.index import Sources
@@ -213,7 +213,7 @@ def place_of_peak(simulation: Simulation) -> str:
     op = simulation.peak_operation
     if op is None:
         return "its beginning, before any operation"
-    if op.name == OUTSIDE:
+    if op.name == GAP_OP:
         return f"what runs outside the compiled graphs (number {op.index}, {op.phase})"
     how = "replayed " if simulation.peak_in_replay else ""
     return f"{how}operation {op.name} (number {op.index}, {op.phase}) in {module_in_words(op.module)}"

@@ -64,7 +64,7 @@ class Simulation:
         """Qualified name of the module in which the peak is."""
         return self.peak_operation.module if self.peak_operation else ""
 
-    def beside(self, more: int) -> Simulation:
+    def with_resident(self, more: int) -> Simulation:
         """The same step beside so many bytes that are live throughout."""
         return replace(
             self,

@@ -94,13 +94,13 @@ class PlanBook:
         return next(others, None)
 
     def begin(
-        self, entry: Entry, shared: bool = False, backward_unseen: bool = False, prepared: bool = False
+        self, entry: Entry, co_limited: bool = False, backward_unseen: bool = False, prepared: bool = False
     ) -> How:
         """How the next step of an entry runs. A plan is made here where there is none, or an outdated one.
 
         Args:
             entry: of the step.
-            shared: other limited models take part in it. It is not written down, since what they do would
+            co_limited: other limited models take part in it. It is not written down, since what they do would
                 be, too: a step of the model alone is, aside.
             backward_unseen: its backward runs where no operation is intercepted.
             prepared: no step of the user's begins: a plan is made ahead, from one of lowtide's own.
@@ -112,18 +112,18 @@ class PlanBook:
             for extension in self.maker.extensions:
                 extension.begins(entry)
             entry.facts.backward_unseen |= backward_unseen
-            how = self._how(entry, entry.facts.backward_unseen or prepared, shared)
+            how = self._how(entry, entry.facts.backward_unseen or prepared, co_limited)
             entry.is_asked = False
             self.latest = entry.planned or self.latest
             return how
 
-    def _how(self, entry: Entry, unseen: bool, shared: bool) -> How:
+    def _how(self, entry: Entry, unseen: bool, co_limited: bool) -> How:
         if entry.graph is not None and entry.planned_for != self.maker.version:
             self._plan(entry)
         listens = entry.is_listened or (
             entry.state is State.NEW and (unseen or self.maker.asked.given is None)
         )
-        aside = unseen or shared
+        aside = unseen or co_limited
         if listens and not (aside and entry.state is State.PLANNED):
             return How.ASIDE if aside else How.LISTEN
         if entry.state is not State.PLANNED:
@@ -131,7 +131,7 @@ class PlanBook:
         assert entry.planned is not None
         plan, limit = entry.planned.plan, self.maker.budget_bytes
         roomy = limit is None or plan.predicted_peak_bytes <= _ROOMY * limit
-        may_exceed = entry.exceeded or entry.facts.may_differ or shared
+        may_exceed = entry.exceeded or entry.facts.may_differ or co_limited
         return How.PASS if plan.changes_nothing and roomy and not may_exceed else How.FOLLOW
 
     def _plan(self, entry: Entry) -> None:

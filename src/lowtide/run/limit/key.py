@@ -150,9 +150,9 @@ class Members:
             hash(tuple(map(_TYPE, self.parameters))),
         )
 
-    def resident_bytes(self, beside: Iterable[Any] = ()) -> int:
+    def resident_bytes(self, more: Iterable[Any] = ()) -> int:
         """Bytes of the parameters, buffers and gradients, and of the tensors ``beside`` them."""
-        nbytes, others = engine().resident_bytes((*self.parameters, *self.buffers, *beside), self.device)
+        nbytes, others = engine().resident_bytes((*self.parameters, *self.buffers, *more), self.device)
         return nbytes + sum(s.nbytes() for s in storages(others)) if others else nbytes
 
 

@@ -35,7 +35,7 @@ from lowtide.run.limit.entry import Entry, How, Planned
 from lowtide.run.limit.key import Inputs, Members
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
-from lowtide.run.messages import ABANDONED, SHARED, UNMEASURED, UNREACHED, above_budget, warn
+from lowtide.run.messages import ABANDONED, CO_LIMITED, UNMEASURED, UNREACHED, above_budget, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.record.engine import engine, forms
 from lowtide.run.record.special import Verify
@@ -88,7 +88,7 @@ class Limiter:
         delegate: gives the steps that `torch.compile` is around to the compiled engine, once there is one.
         calls: tells which calls are limited steps, and runs the others.
         measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
-        shared: other limited models were seen to take part in the same steps; each is planned for its own
+        co_limited: other limited models were seen to take part in the same steps; each is planned for its own
             part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
@@ -129,7 +129,7 @@ class Limiter:
         self.engagement = Engagement(self.model)
         self.calls = Calls(self.engagement, self.warn_once)
         self.handle: Any = None  # the one that users hold, once somebody asks
-        self.shared = self.paused = self.called = False
+        self.co_limited = self.paused = self.called = False
         self._abandoned = False  # whether a profiled step was
 
     def __getstate__(self) -> dict[str, Any]:
@@ -304,9 +304,9 @@ class Limiter:
     def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
         """Run the next step of an entry, as the book says."""
         others = steps_of_others(inputs)
-        shared = self.shared or bool(others)
-        how = self.book.begin(entry, shared, backward_unseen=inputs.compiled)
-        if shared:
+        co_limited = self.co_limited or bool(others)
+        how = self.book.begin(entry, co_limited, backward_unseen=inputs.compiled)
+        if co_limited:
             self._join(others)
         if how is How.ASIDE:
             try:
@@ -314,13 +314,13 @@ class Limiter:
                     self.prepare(inputs.args, inputs.kwargs)
                 how = How.FOLLOW
             except TraceError:  # without a loss of its own, beside other models, it is held and not planned
-                if not shared:
+                if not co_limited:
                     raise
                 how = How.GOVERN
         if how is How.LISTEN:
             step: ProfiledStep | PlannedStep = self._begin_profiled(entry, inputs, others)
         else:
-            step = self._begin_planned(entry, how, inputs, shared, others)
+            step = self._begin_planned(entry, how, inputs, co_limited, others)
         self.local.step = step
         try:
             with self.inside(step):
@@ -335,10 +335,10 @@ class Limiter:
     def _join(self, steps: Iterable[ProfiledStep | PlannedStep]) -> None:
         """This model takes part in steps of other limited models: one that is profiled meanwhile sees the
         operations of this model, and one under a plan measures this model's bytes, too. When a backward of
-        theirs has ended, all of these models are `shared`.
+        theirs has ended, all of these models are `co_limited`.
         """
-        if self.shared and self.maker.budget is not None:
-            self.warn_once(SHARED)
+        if self.co_limited and self.maker.budget is not None:
+            self.warn_once(CO_LIMITED)
         for step in steps:
             step.others.add(self)
 
@@ -363,7 +363,7 @@ class Limiter:
         entry: Entry,
         how: How,
         inputs: Inputs,
-        shared: bool,
+        co_limited: bool,
         others: Sequence[ProfiledStep | PlannedStep] = (),
     ) -> PlannedStep:
         """A step under the entry's plan, or under none."""
@@ -380,7 +380,7 @@ class Limiter:
             self._step_ended,
             partial(self._governor, entry, inputs, others),
             self.maker.claimed_bytes,
-            shared,
+            co_limited,
             self.maker.asked,
         )
         if step.planned is not None:
@@ -526,4 +526,4 @@ class Limiter:
         so is theirs.
         """
         for limiter in step.others:
-            limiter.shared = self.shared = True
+            limiter.co_limited = self.co_limited = True

@@ -74,14 +74,14 @@ class Problem:
         free_bytes: what a plan leaves free of the budget.
         patience: how long the step waits for a search.
         claim: what the extensions take beside the step.
-        shared: several ranks hold one plan.
+        shares_plan: several ranks hold one plan.
     """
 
     graph: StepGraph
     free_bytes: int
     patience: Patience
     claim: Claim
-    shared: bool
+    shares_plan: bool
 
     def with_resident(self, more: int) -> Problem:
         """The same problem with so many more resident bytes."""
@@ -352,7 +352,7 @@ class PlanMaker:
             limit = most = whole_peak if finds else self._limit_bytes(budget, problem, whole_peak)
             for extension in self.extensions:
                 extension.make_room(
-                    lambda fewer: problem.with_resident(-fewer).extra_seconds(most), problem.shared
+                    lambda fewer: problem.with_resident(-fewer).extra_seconds(most), problem.shares_plan
                 )
         refusal = self.refusal(limit)
         for extension in self.extensions:
@@ -401,7 +401,7 @@ class PlanMaker:
             BudgetError: no plan fits, or what an extension claims does not; without a user's words.
         """
         limit, refusal, finds_budget = demand.limit_bytes, demand.refusal, problem.patience.finds_budget
-        if refusal is not None and not problem.shared and problem.fits(refusal.smallest_bytes or 0):
+        if refusal is not None and not problem.shares_plan and problem.fits(refusal.smallest_bytes or 0):
             raise refusal  # no search for a smaller step
         plan = self._solve(problem, None if finds_budget else limit)
         if refusal is not None:

@@ -38,14 +38,15 @@ if TYPE_CHECKING:
     from lowtide.run.mover import Mover
 
 
-class Sharing(Protocol):
+class CoLimited(Protocol):
     """A limited model that takes part in a step of another one: its limiter.
 
     Attributes:
-        shared: whether its steps are known to be shared; what a shared step takes is not its own.
+        co_limited: other limited models are known to take part in its steps: what such a step takes is not
+            its own.
     """
 
-    shared: bool
+    co_limited: bool
 
 
 class _LatestSteps(threading.local):
@@ -99,7 +100,7 @@ class ProfiledStep:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
         self.own_bytes = inputs.resident_bytes()
         self.resident_bytes = self.own_bytes + claimed_bytes
-        self.others: WeakSet[Sharing] = WeakSet()
+        self.others: WeakSet[CoLimited] = WeakSet()
         self.later_keys: list[StepKey] = []
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
@@ -188,7 +189,7 @@ class PlannedStep(StepWatch):
             step, so ``on_end`` must not hold the model.
         governor: makes what holds the budget, from where live bytes are read and the bytes that are there.
         claimed_bytes: what extensions have on the device.
-        shared: other limited models take part in the step, so that its peak is that of all of them.
+        co_limited: other limited models take part in the step, so that its peak is that of all of them.
         given: the budget that the step began with.
 
     Attributes:
@@ -217,16 +218,22 @@ class PlannedStep(StepWatch):
         on_end: Callable[[Any], None],
         governor: Callable[[Any, int], Any],
         claimed_bytes: int = 0,
-        shared: bool = False,
+        co_limited: bool = False,
         given: Asked | None = None,
     ) -> None:
         planned = entry.planned if how is not How.GOVERN else None
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
-        self.entry, self.planned, self.shared, self.how, self.given = entry, planned, shared, how, given
+        self.entry, self.planned, self.co_limited, self.how, self.given = (
+            entry,
+            planned,
+            co_limited,
+            how,
+            given,
+        )
         self.model = weakref.ref(inputs.members.modules[0])
-        self.others: WeakSet[Sharing] = WeakSet()
+        self.others: WeakSet[CoLimited] = WeakSet()
         self.recorder: Recorder | None = None
         self.governor: Any = None
         self.gathered: set[Any] = set()
@@ -244,7 +251,7 @@ class PlannedStep(StepWatch):
         """Whether a forward that begins now is one of this step: its backward is to come, and the user runs
         it so.
         """
-        return self.is_pending() and not (self.shared or self.others or self.entry.facts.backward_unseen)
+        return self.is_pending() and not (self.co_limited or self.others or self.entry.facts.backward_unseen)
 
     def discard(self) -> None:
         """End the step."""
@@ -259,7 +266,7 @@ class PlannedStep(StepWatch):
     def measured_bytes(self) -> int | None:
         """The step's peak so far, resident bytes included; ``None`` where that is not known."""
         peak = self.peak_bytes
-        if peak is None or self.shared or self.others:
+        if peak is None or self.co_limited or self.others:
             return None  # the peak is that of all models together
         return self.resident_bytes + peak
 

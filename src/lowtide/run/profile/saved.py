@@ -46,7 +46,7 @@ class ProfiledTape(Tape):
 
     def apart(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor over a storage of its own that shares the bytes."""
-        return engine().shared(tensor)
+        return engine().aliased(tensor)
 
     def is_constant(self, sparse: torch.Tensor) -> bool:
         """Whether a sparse tensor was there before the step."""
@@ -134,10 +134,10 @@ class SavedTensor:
         if tracer.storage_of(tensor) is not None:  # the program's own, which lives on
             tracer.hands_out(self.number, None)
             return tensor
-        alone = Geometry(tensor).over(private.borrowed_storage(tensor))
+        lent = Geometry(tensor).over(private.borrowed_storage(tensor))
         owner = [tensor]  # holds the bytes for as long as the alias is there
-        tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
-        return alone
+        tracer.hands_out(self.number, lent.untyped_storage(), owner.clear)
+        return lent
 
     def __del__(self) -> None:
         self.profiler.release(self.number)

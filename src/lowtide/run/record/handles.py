@@ -133,10 +133,10 @@ def kept(tensor: torch.Tensor) -> Any:
     """A saved tensor that is kept, whatever it is; for autograd to hold."""
     if has_plain_storage(tensor):
         return engine().kept(tensor)
-    return Kept(tensor)
+    return SavedKept(tensor)
 
 
-class Kept:
+class SavedKept:
     """A saved tensor that is kept, and no plain one."""
 
     __slots__ = ("tensor", "version")

@@ -104,12 +104,12 @@ class SpecialCall:
         """The operation's name."""
         return str(self.func)
 
-    def run(self, bases: list[torch.Tensor], alone: list[bool]) -> list[torch.Tensor]:
+    def run(self, bases: list[torch.Tensor], sole_reader: list[bool]) -> list[torch.Tensor]:
         """Run the call again.
 
         Args:
             bases: a tensor on each value that it reads.
-            alone: of each, whether nobody else waits for it, so that its bytes may change.
+            sole_reader: of each, whether nobody else waits for it, so that its bytes may change.
 
         Returns:
             A tensor on each value that it wrote: results first, then what it overwrote.
@@ -117,7 +117,7 @@ class SpecialCall:
         overwritten: dict[int, torch.Tensor] = {}
         for one in self.written:  # the old value itself where nobody else reads it, else a copy
             if one.place is not None:
-                base = bases[one.place] if alone[one.place] else _copy_of_bytes(bases[one.place])
+                base = bases[one.place] if sole_reader[one.place] else _copy_of_bytes(bases[one.place])
             else:
                 base = torch.empty(one.nbytes, dtype=torch.uint8, device=self.device)
             overwritten[id(one)] = one.geometry.over(base.untyped_storage())

@@ -61,7 +61,7 @@ class Tape:
 
     def __init__(self, verify: bool = False, gathered: Iterable[int] = ()) -> None:
         self.core = engine().Tape(verify)
-        self.core.alone = not private.may_shard()
+        self.core.single_rank = not private.may_shard()
         self.verify = verify
         for key in gathered:
             self.core.gather(key)

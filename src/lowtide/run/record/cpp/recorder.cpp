@@ -134,8 +134,8 @@ py::object or_none(const Tensor& tensor) { return tensor.defined() ? wrapped(ten
 PYBIND11_MODULE(lowtide_recorder, m) {
   using namespace lowtide;
   using namespace py::literals;
-  Boxed<Kept>::make_type("lowtide_recorder.Kept");
-  Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
+  Boxed<SavedKept>::make_type("lowtide_recorder.SavedKept");
+  Boxed<SavedEvicted>::make_type("lowtide_recorder.SavedEvicted");
   Packer::make_type("lowtide_recorder.Packer");
 
   py::class_<Value, ValuePtr>(m, "Value")
@@ -194,8 +194,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_readwrite("unit", &Tape::unit)
       .def_readwrite("run", &Tape::run)
       .def_readwrite("natural", &Tape::natural)
-      .def_property("alone", [](const Tape& tape) { return tape.ledger->alone; },
-                    [](Tape& tape, bool alone) { tape.ledger->alone = alone; })
+      .def_property("single_rank", [](const Tape& tape) { return tape.ledger->single_rank; },
+                    [](Tape& tape, bool single) { tape.ledger->single_rank = single; })
       .def_property_readonly("missing_bytes", [](const Tape& tape) { return tape.ledger->missing_bytes; })
       .def("gather", [](Tape& tape, uintptr_t key) { tape.gathered[key] = true; })
       .def("is_gathered", [](const Tape& tape, uintptr_t key) { return tape.gathered.count(key) != 0; })
@@ -359,27 +359,29 @@ PYBIND11_MODULE(lowtide_recorder, m) {
     watched.each([](Tape&) {});
     return watched.any.load();
   });
-  m.def("is_kept", [](py::handle handle) { return Boxed<Kept>::in(handle) != nullptr; });
+  m.def("is_kept", [](py::handle handle) { return Boxed<SavedKept>::in(handle) != nullptr; });
   m.def("value_of_handle", [](py::handle handle) -> ValuePtr {
-    Evicted* evicted = Boxed<Evicted>::in(handle);
+    SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle);
     return evicted == nullptr ? ValuePtr() : evicted->value();
   });
   m.def("is_behind", [](py::handle handle) {
-    Evicted* evicted = Boxed<Evicted>::in(handle);
+    SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle);
     return evicted != nullptr && evicted->is_behind();
   });
   m.def("keep_shown", [](py::handle handle, const Tensor& over) {  // what is unpacked lies there from now on
-    if (Evicted* evicted = Boxed<Evicted>::in(handle)) evicted->value()->shown = over;
+    if (SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle)) evicted->value()->shown = over;
   });
-  m.def("is_handle", [](py::handle handle) { return Boxed<Evicted>::in(handle) != nullptr; });
-  m.def("kept", [](const Tensor& tensor) { return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor)); });
+  m.def("is_handle", [](py::handle handle) { return Boxed<SavedEvicted>::in(handle) != nullptr; });
+  m.def("kept", [](const Tensor& tensor) {
+    return Boxed<SavedKept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
+  });
   m.def("bring_back", [](const ValuePtr& value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor) {
     Unseen unseen;
     Tensor found = value->shown.defined() ? value->shown : here(value);
     return found.defined() ? found : Replay(value, std::move(tape), std::move(governor)).run();
   });
-  m.def("shared", [](const Tensor& tensor) {
-    Tensor made = shared(tensor);
+  m.def("aliased", [](const Tensor& tensor) {
+    Tensor made = aliased(tensor);
     return made.defined() ? made : alias_of(tensor);
   });
   m.def("resident_bytes", [](const py::iterable& tensors, const c10::Device& device) {

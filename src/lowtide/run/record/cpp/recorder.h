@@ -59,7 +59,7 @@ inline Facts& facts = *new Facts;  // about PyTorch, for the life of the process
 inline void keep_read(const std::shared_ptr<Tape>& tape, const Tensor& tensor, Governor* governor) {
   Value* value = tape->replayable(storage_key(tensor));
   if (value == nullptr || value->cached.defined() || value->plan != Plan::Stored) return;
-  Tensor copy = tape->natural ? shared(tensor) : Tensor();
+  Tensor copy = tape->natural ? aliased(tensor) : Tensor();
   keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(tensor));
   if (governor != nullptr) governor->list(tape, ValuePtr::reclaim_copy(value));
 }
@@ -171,13 +171,13 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     bool ours = type == THPVariableClass || type == ParameterClass;
     if (!ours || !plain(tensor) || (attributes && *attributes && PyDict_Size(*attributes))) {
       py::object python = pack_();
-      if (python.is_none()) return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
+      if (python.is_none()) return Boxed<SavedKept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
       return python(py::handle(object));
     }
     if (type == THPVariableClass) {
       if (py::object handle = save(tensor)) return handle;
     }
-    return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
+    return Boxed<SavedKept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
   }
 
   // A handle of a tensor whose value has a node; or null.
@@ -185,7 +185,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     Value* shown = tape().replayable(storage_key(tensor));
     if (shown == nullptr) return {};
     ValuePtr value = ValuePtr::reclaim_copy(shown);
-    py::object handle = Boxed<Evicted>::of(tensor, value, step_);
+    py::object handle = Boxed<SavedEvicted>::of(tensor, value, step_);
     keep_or_evict(tensor, value);
     return handle;
   }
@@ -205,7 +205,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     value->crosses |= value->run != tape().run;
     if (value->cached.defined()) return;
     if (value->plan == Plan::Evicted && tape().evict(*value)) return;
-    Tensor copy = tape().natural ? shared(tensor) : Tensor();
+    Tensor copy = tape().natural ? aliased(tensor) : Tensor();
     keep_cached(*value, copy.defined() ? std::move(copy) : alias_of(tensor));
     value->came_back();
     if (governor()) governor()->list(step_->tape, value);
@@ -447,8 +447,8 @@ inline PyObject* unpacked(PyObject*, PyObject* handle) {
   HANDLE_TH_ERRORS
   Unseen unseen;
   save_backward();
-  if (Kept* kept = Boxed<Kept>::in(handle)) return kept->back().release().ptr();
-  if (Evicted* evicted = Boxed<Evicted>::in(handle)) return wrapped(evicted->back()).release().ptr();
+  if (SavedKept* kept = Boxed<SavedKept>::in(handle)) return kept->back().release().ptr();
+  if (SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle)) return wrapped(evicted->back()).release().ptr();
   return functions->unpack(py::handle(handle)).release().ptr();
   END_HANDLE_TH_ERRORS
 }

@@ -92,13 +92,13 @@ class Replay {
   }
 
   void run_in_python(Node& node, const Tensors& bases) {
-    py::list given, alone;
+    py::list given, sole_reader;
     for (size_t at = 0; at < bases.size(); ++at) {
       given.append(wrapped(bases[at]));
-      alone.append(py::bool_(is_alone(node, at)));
+      sole_reader.append(py::bool_(is_sole_reader(node, at)));
     }
     if (governor_) governor_->want(bytes_of(node));
-    py::list made = node.special.attr("run")(given, alone);
+    py::list made = node.special.attr("run")(given, sole_reader);
     for (auto& [place, output] : node.outputs) keep(output, made[place].cast<Tensor>());
   }
 
@@ -111,7 +111,7 @@ class Replay {
   }
 
   // Whether nobody else waits for the bytes of a value that a call overwrites.
-  bool is_alone(Node& node, size_t place) {
+  bool is_sole_reader(Node& node, size_t place) {
     Value& value = *node.inputs[place];
     bool nobody = !value.held.defined() && value.node && value.readers <= (node.waits ? 1 : 0);
     return nobody && values_[&value].uses <= 1;
@@ -119,7 +119,7 @@ class Replay {
 
   // What a call may overwrite in place of a value: its bytes where nobody else waits for them, or a copy.
   Tensor own_copy(Node& node, size_t place, const Tensor& base) {
-    if (is_alone(node, place)) return base;
+    if (is_sole_reader(node, place)) return base;
     int64_t bytes = static_cast<int64_t>(base.storage().nbytes());
     if (governor_) governor_->want(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();

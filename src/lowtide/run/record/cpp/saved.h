@@ -29,11 +29,12 @@ inline void check_version(uint32_t now, uint32_t expected, const Tensor& like, a
   if (now != expected) functions->overwritten(wrapped(like), now, expected, shape.vec());
 }
 
-struct Kept {
+struct SavedKept {
   Tensor tensor;
   uint32_t version;
 
-  explicit Kept(Tensor kept) : tensor(std::move(kept)), version(static_cast<uint32_t>(version_of(tensor))) {}
+  explicit SavedKept(Tensor kept)
+      : tensor(std::move(kept)), version(static_cast<uint32_t>(version_of(tensor))) {}
 
   py::object back() const {
     check_version(static_cast<uint32_t>(version_of(tensor)), version, tensor, tensor.sizes());
@@ -42,9 +43,9 @@ struct Kept {
 };
 
 // A saved tensor of a value that a node brings back; it may have a copy.
-class Evicted {
+class SavedEvicted {
  public:
-  Evicted(const Tensor& shows, ValuePtr value, std::shared_ptr<Step> step)
+  SavedEvicted(const Tensor& shows, ValuePtr value, std::shared_ptr<Step> step)
       : counter_(shows.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         value_(std::move(value)),
@@ -55,8 +56,8 @@ class Evicted {
     ++value_->saved;
     ++step_->handles;
   }
-  Evicted(const Evicted&) = delete;
-  ~Evicted() {
+  SavedEvicted(const SavedEvicted&) = delete;
+  ~SavedEvicted() {
     count_off();
     step_->tape->forget_ended(*value_);
     --step_->handles;

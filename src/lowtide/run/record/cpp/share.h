@@ -31,7 +31,7 @@ inline long owners_of_bytes(const c10::Storage& storage) {
 }
 
 // The tensor over another storage of the same bytes; undefined where PyTorch shares these by itself.
-inline at::Tensor shared(const at::Tensor& tensor) {
+inline at::Tensor aliased(const at::Tensor& tensor) {
   auto* storage = tensor.storage().unsafeGetStorageImpl();
   c10::DataPtr& own = storage->_mutable_data_ptr_no_checks();
   if (own.get() == nullptr || c10::impl::cow::is_cow_data_ptr(own)) return {};

@@ -48,7 +48,7 @@ enum class Plan : uint8_t { None, Stored, Evicted, EvictedFirst };  // of a valu
 
 struct Ledger : c10::intrusive_ptr_target {  // of one step
   int64_t missing_bytes = 0;  // evicted, and to come back: a plain step would hold them
-  bool alone = true;          // no other rank has to run the same collectives, unless a plan says so
+  bool single_rank = true;  // no other rank has to run the same collectives, unless a plan says so
 };
 
 struct Value : c10::intrusive_ptr_target {
@@ -119,7 +119,7 @@ struct Node : c10::intrusive_ptr_target {
   bool moved = false;  // it fetches, for each who asks: a retained graph keeps no copy on the device
   c10::SmallVector<ValuePtr, 4> inputs;
   std::optional<RecordedCall> call;
-  py::object special;  // else: an object of Python with a method `run(bases, alone)`
+  py::object special;  // else: an object of Python with a method `run(bases, sole_reader)`
   c10::SmallVector<std::pair<uint32_t, WeakValue>, 2> outputs;  // with the places among the results
   c10::SmallVector<std::pair<uint32_t, WeakValue>, 1> updated;  // what the call overwrites, by its input
 
@@ -446,7 +446,7 @@ class Tape {
         value,
         [&](Node& node) {
           found.seconds += node.seconds;
-          found.possible &= !node.collective || ledger->alone || (planned && node.waits);
+          found.possible &= !node.collective || ledger->single_rank || (planned && node.waits);
           for (auto& [_, output] : node.outputs) {
             if (auto made = output.lock()) found.missing_bytes += made->nbytes;
           }
@@ -484,7 +484,7 @@ class Tape {
     Tensor tensor = locked(source);
     if (!tensor.defined()) return;
     if (natural && source.made_here) {  // the program's own storage ends where the program lets go of it
-      Tensor copy = shared(tensor);
+      Tensor copy = aliased(tensor);
       if (copy.defined()) tensor = std::move(copy);
     }
     if (has_streams(tensor)) source.stream = stream_of(tensor);
@@ -559,7 +559,7 @@ inline void Tape::before_update(Value& old, const Tensor& tensor) {
   bool whole = tensor.numel() * static_cast<int64_t>(tensor.element_size()) == old.nbytes;
   if (old.saved > 0 && !old.shown.defined() && (shares || whole)) {
     Tensor bytes = bytes_of(tensor.storage().getWeakStorageImpl().lock());
-    Tensor apart = natural ? shared(bytes) : Tensor();
+    Tensor apart = natural ? aliased(bytes) : Tensor();
     old.shown = apart.defined() ? std::move(apart) : std::move(bytes);
   }
   if (shares) drop_shared(old);
