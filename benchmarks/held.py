@@ -39,7 +39,7 @@ from torch import Tensor, nn
 import lowtide
 from benchmarks.common import RESULTS, keep_pages, kept_rows, quick, run_key, save
 from benchmarks.held_kinds import KINDS, SHARDED, Program
-from benchmarks.tables import mib, table, where, yes
+from benchmarks.tables import mib, page_with_warnings, table, yes
 from lowtide import meter
 
 STEPS, QUICK_STEPS = 200, 40
@@ -415,31 +415,25 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     return [*cells, f"**{said}**" if said else yes(holds(row))]
 
 
+ABOUT = (
+    "Made by `python -m benchmarks held`. Budgets are in bytes: a share of the largest plain peak, or "
+    '1.1 times the largest that "min" came to. *Above*: steps whose peak, read by a meter beside the '
+    "limit, is above it; *not said*: those before any warning. *Largest* and *first*: the largest peak "
+    "and the first step's over the budget. *Reported off*: steps whose peak the handle reports by more "
+    "than 16 KiB otherwise, with the furthest. *Other bits*: steps whose results or gradients are not "
+    "those of the plain run. *Time*: median of the steps' seconds over the plain ones."
+)
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """A row in the list of warnings."""
+    return f"{row['kind']}, {row['share']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
+
+
 def page(found: dict[str, Any]) -> str:
-    """The rows as a page, with the warnings that were said."""
-    lines = [
-        "# Steps that differ, each held to its budget",
-        "",
-        where(found),
-        "",
-        "Made by `python -m benchmarks held`. Budgets are in bytes: a share of the largest plain peak, or "
-        '1.1 times the largest that "min" came to. *Above*: steps whose peak, read by a meter beside the '
-        "limit, is above it; *not said*: those before any warning. *Largest* and *first*: the largest peak "
-        "and the first step's over the budget. *Reported off*: steps whose peak the handle reports by more "
-        "than 16 KiB otherwise, with the furthest. *Other bits*: steps whose results or gradients are not "
-        "those of the plain run. *Time*: median of the steps' seconds over the plain ones.",
-        "",
-        table(list(HEAD), [cells_of(row) for row in found["rows"]]),
-        "",
-        "Warnings:",
-        "",
-    ]
-    for row in found["rows"]:
-        title = f"{row['kind']}, {row['share']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
-        for one in row.get("warnings", []):
-            said = " ".join(one["text"].split())
-            lines.append(f"- {title}: {one['count']} x, first in step {one['steps'][0]}: {said}")
-    return "\n".join(lines) + "\n"
+    """The rows as a page."""
+    title = "Steps that differ, each held to its budget"
+    return page_with_warnings(title, ABOUT, list(HEAD), found, cells_of, name_of)
 
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ import lowtide
 from benchmarks import sharded_models
 from benchmarks.common import RESULTS, keep_pages, run_key, save
 from benchmarks.held import ROOM_ABOVE_MIN, digest_of, kinds_of_warnings, tensors_in, watched
-from benchmarks.tables import mib, table, where, yes
+from benchmarks.tables import mib, page_with_warnings, yes
 from lowtide import meter
 
 STEPS = 3
@@ -213,29 +214,19 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     return [*cells, f"**{error}**" if error else yes(holds(row))]
 
 
+ABOUT = (
+    "Made by `python -m benchmarks held_families`. *First* and *later*: the peak of the first step, and "
+    "the largest of the next two, over the budget, read by a meter beside the limit. Models that "
+    "*refused* the share have 1.1 times the smallest budget that the refusal named. *Reported off*: the "
+    "furthest from the meter's peak that the handle reports. *First time*: of the first step over the "
+    "plain one."
+)
+
+
 def page(found: dict[str, Any]) -> str:
-    """The rows as a page, with the warnings that were said."""
-    lines = [
-        "# The first step within a budget in bytes",
-        "",
-        where(found),
-        "",
-        "Made by `python -m benchmarks held_families`. *First* and *later*: the peak of the first step, and "
-        "the largest of the next two, over the budget, read by a meter beside the limit. Models that "
-        "*refused* the share have 1.1 times the smallest budget that the refusal named. *Reported off*: the "
-        "furthest from the meter's peak that the handle reports. *First time*: of the first step over the "
-        "plain one.",
-        "",
-        table(list(HEAD), [cells_of(row) for row in found["rows"]]),
-        "",
-        "Warnings:",
-        "",
-    ]
-    for row in found["rows"]:
-        for one in row.get("warnings", []):
-            said = " ".join(one["text"].split())
-            lines.append(f"- {row['name']}: {one['count']} x, first in step {one['steps'][0]}: {said}")
-    return "\n".join(lines) + "\n"
+    """The rows as a page."""
+    title = "The first step within a budget in bytes"
+    return page_with_warnings(title, ABOUT, list(HEAD), found, cells_of, itemgetter("name"))
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.common import RESULTS
@@ -38,3 +39,22 @@ def where(found: dict[str, Any]) -> str:
 
 def yes(holds: bool) -> str:
     return "yes" if holds else "**no**"
+
+
+def page_with_warnings(
+    title: str,
+    about: str,
+    head: list[str],
+    found: dict[str, Any],
+    cells_of: Callable[[dict[str, Any]], list[str]],
+    name_of: Callable[[dict[str, Any]], str],
+) -> str:
+    """The rows as a page, with the warnings that were said."""
+    rows = found["rows"]
+    lines = [f"# {title}", "", where(found), "", about, "", table(head, list(map(cells_of, rows))), ""]
+    lines += ["Warnings:", ""]
+    for row in rows:
+        for one in row.get("warnings", []):
+            said = " ".join(one["text"].split())
+            lines.append(f"- {name_of(row)}: {one['count']} x, first in step {one['steps'][0]}: {said}")
+    return "\n".join(lines) + "\n"
