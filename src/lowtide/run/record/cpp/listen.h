@@ -385,9 +385,12 @@ class ProfileRecorder : public Recorder {
 
   static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.tensor_bytes.same_bytes
     if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return false;
-    Tensor one = a.contiguous(), other = b.contiguous();
-    auto as_bytes = [](const Tensor& all) { return all.view({-1}).view(at::kByte); };
-    if (one.nbytes() > FEW_BYTES) return at::equal(as_bytes(one), as_bytes(other));
+    bool dense = a.strides() == b.strides() && a.is_non_overlapping_and_dense();
+    auto in_order = [&](const Tensor& all) {
+      return dense ? all.as_strided({all.numel()}, {1}) : all.contiguous().view({-1});
+    };
+    Tensor one = in_order(a), other = in_order(b);
+    if (one.nbytes() > FEW_BYTES) return at::equal(one.view(at::kByte), other.view(at::kByte));
     return one.numel() == 0 || !std::memcmp(one.const_data_ptr(), other.const_data_ptr(), one.nbytes());
   }
 
