@@ -1,9 +1,11 @@
 // Holds a budget while a step runs: before each operation, backward's too, evicts what is cheapest to bring
 // back until the operation fits.
 //
-// What an operation needs is its results and its scratch. It is learnt at the first call of the operation's
-// form (the operation, with arguments of these shapes, strides, types and numbers). Before that call it is
-// guessed from the arguments' shapes: PyTorch's meta kernels are Python's, and take longer than the operation.
+// What an operation needs is its results and its scratch. It is learnt at the first call of each of its forms
+// (the operation, with arguments of these shapes, strides, types and numbers). Before that call it is guessed
+// from the arguments' shapes, and corrected by what the operation's other forms took. Of an operation that has
+// not run yet, PyTorch's meta kernel says what it makes, and it may copy what it reads. Not so each form: meta
+// kernels are Python's, and take longer than an operation.
 //
 // A value that autograd saves has a copy (Value::cached): most often the program's own storage. Backward asks
 // for the oldest last. So a copy is worth the less the fewer seconds bring it back for each of its bytes, and
@@ -78,8 +80,11 @@ class Live {
 // ---- forms ----------------------------------------------------------------------------------------
 
 struct Form {
-  int64_t need_bytes = -1;  // results and scratch; -1 before its first call has ended
+  int64_t need_bytes = -1;     // results and scratch: before its first call has ended, what is expected
   double seconds = -1;
+  int64_t guessed_bytes = -1;  // from the shapes of its arguments, where it has not run yet
+
+  bool is_new() const { return guessed_bytes >= 0; }
 };
 
 class Forms {  // of one limit: what its operations need
@@ -92,25 +97,40 @@ class Forms {  // of one limit: what its operations need
     return key;
   }
 
-  Form find(uint64_t key) {
-    std::lock_guard<std::mutex> guard(mutex_);
-    auto found = forms_.find(key);
-    return found == forms_.end() ? Form{} : found->second;
+  Form find(uint64_t key, const OperatorHandle& op, const Stack& stack, size_t first) {
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      if (auto found = forms_.find(key); found != forms_.end()) return found->second;
+    }
+    auto [guess, read] = guess_bytes(op, stack, first);
+    {
+      std::lock_guard<std::mutex> guard(mutex_);
+      auto found = ratios_.find(&op.schema());
+      if (guess > 0 && found != ratios_.end())
+        return {static_cast<int64_t>(static_cast<double>(guess) * found->second), -1, guess};
+    }
+    return {std::max(guess, made_bytes(op, stack, first)) + read, -1, guess};
   }
 
-  void learn(uint64_t key, const Form& form) {
+  void learn(uint64_t key, const OperatorHandle& op, const Form& form) {
     std::lock_guard<std::mutex> guard(mutex_);
-    Form& known = forms_[key];
-    if (known.need_bytes < 0) known = form;
-    known.need_bytes = std::max(known.need_bytes, form.need_bytes);
-    known.seconds = std::min(known.seconds, form.seconds);
+    double& ratio = ratios_.try_emplace(&op.schema(), 1).first->second;
+    if (form.guessed_bytes > 0)
+      ratio = std::max(ratio, static_cast<double>(form.need_bytes) / static_cast<double>(form.guessed_bytes));
+    auto [known, is_new] = forms_.emplace(key, Form{form.need_bytes, form.seconds});
+    if (is_new) return;
+    known->second.need_bytes = std::max(known->second.need_bytes, form.need_bytes);
+    known->second.seconds = std::min(known->second.seconds, form.seconds);
   }
 
   const Meter& meter() const { return meter_; }
 
-  static int64_t guess_bytes(const OperatorHandle& op, const Stack& stack, size_t first);
-
  private:
+  // What it makes, by its arguments' shapes, and how much it reads.
+  static std::pair<int64_t, int64_t> guess_bytes(const OperatorHandle& op, const Stack& stack, size_t first);
+
+  static int64_t made_bytes(const OperatorHandle& op, const Stack& stack, size_t first);
+
   static void mix(uint64_t& key, uint64_t value) {
     key = (key ^ value) * 0x9E3779B97F4A7C15ull;
     key ^= key >> 29;
@@ -141,11 +161,50 @@ class Forms {  // of one limit: what its operations need
 
   std::mutex mutex_;
   ska::flat_hash_map<uint64_t, Form> forms_;
+  std::unordered_map<const c10::FunctionSchema*, double> ratios_;  // of what was needed to what was guessed
   Meter meter_;
 };
 
+// By the operation's meta kernel; 0 where it has none for these arguments, or is somebody's own.
+inline int64_t Forms::made_bytes(const OperatorHandle& op, const Stack& stack, size_t first) {
+  auto on_meta = [](const Tensor& tensor) {
+    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+  };
+  if (!op.schema().name().starts_with("aten::")) return 0;
+  Unseen unseen;
+  c10::impl::ExcludeDispatchKeyGuard no_cast{c10::autocast_dispatch_keyset};
+  at::AutoDispatchBelowADInplaceOrView below;
+  try {
+    Stack made(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
+    ska::flat_hash_set<uintptr_t> counted;
+    bool is_meta = false;
+    for (size_t at = 0; at < made.size(); ++at) {
+      IValue& argument = made[at];
+      if (argument.isTensorList() || argument.isOptionalTensorList()) return 0;
+      bool is_tensor = argument.isTensor() && argument.toTensor().defined();
+      bool is_device = op.schema().arguments()[at].name() == "device";
+      is_meta |= is_tensor || is_device;
+      if (is_device) argument = c10::Device(at::kMeta);
+      if (!is_tensor) continue;
+      argument = on_meta(argument.toTensor());
+      counted.insert(storage_key(argument.toTensor()));
+    }
+    if (!is_meta) return 0;  // it would run
+    op.callBoxed(made);
+    int64_t bytes = 0;
+    for (const Tensor& result : flat_results(made, 0)) {
+      if (result.defined() && result.is_meta() && counted.insert(storage_key(result)).second)
+        bytes += static_cast<int64_t>(result.storage().nbytes());
+    }
+    return bytes;
+  } catch (const std::exception&) {
+    return 0;
+  }
+}
+
 // Products by the rule of their shapes, lookups by their indices; all else as if it were element by element.
-inline int64_t Forms::guess_bytes(const OperatorHandle& op, const Stack& stack, size_t first) {
+inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, const Stack& stack,
+                                                      size_t first) {
   c10::SmallVector<const Tensor*, 6> given;
   int64_t most = 0, sum = 0;
   for (size_t at = first; at < stack.size(); ++at) {
@@ -164,12 +223,13 @@ inline int64_t Forms::guess_bytes(const OperatorHandle& op, const Stack& stack, 
   if (product && count >= 2) {
     const Tensor &left = *given[count - 2], &right = *given[count - 1];
     if (right.dim() > 0 && right.size(-2) > 0)
-      return left.numel() / std::max<int64_t>(1, left.size(-1)) * right.size(-1) *
-          static_cast<int64_t>(left.element_size());
+      return {left.numel() / std::max<int64_t>(1, left.size(-1)) * right.size(-1) *
+                  static_cast<int64_t>(left.element_size()),
+              sum};
   }
   if (name == "aten::embedding" && count == 2 && given[0]->dim() == 2)
-    return given[1]->numel() * given[0]->size(1) * static_cast<int64_t>(given[0]->element_size());
-  if (name == "aten::cat" || name == "aten::stack") return sum;
+    return {given[1]->numel() * given[0]->size(1) * static_cast<int64_t>(given[0]->element_size()), sum};
+  if (name == "aten::cat" || name == "aten::stack") return {sum, sum};
   c10::DimVector shape;
   int64_t item = 1;
   for (const Tensor* tensor : given) {
@@ -179,10 +239,10 @@ inline int64_t Forms::guess_bytes(const OperatorHandle& op, const Stack& stack, 
     for (size_t at = 1; at <= sizes.size(); ++at) {
       int64_t &own = shape[shape.size() - at], other = sizes[sizes.size() - at];
       if (own == 1) own = other;
-      else if (other != 1 && other != own) return most;  // no such operation
+      else if (other != 1 && other != own) return {most, sum};  // no such operation
     }
   }
-  return c10::multiply_integers(shape) * item;
+  return {c10::multiply_integers(shape) * item, sum};
 }
 
 // ---- the governor ---------------------------------------------------------------------------------
@@ -247,34 +307,29 @@ class Governor {
   template <class Run>
   double operator()(const OperatorHandle& op, const Stack& stack, size_t first, Run run) {
     uint64_t key = Forms::key_of(op, stack, first);
-    Form form = forms_->find(key);
-    bool is_new = form.need_bytes < 0;
-    if (is_new) form.need_bytes = Forms::guess_bytes(op, stack, first);
-    want(form.need_bytes, op, is_new);
-    if (!is_new) {
-      run();
-      if (live_.is_cheap()) {
-        int64_t above = live() - room_;
-        if (above > 0) note_excess(op.schema().name(), form.need_bytes, above, false);
-      }
-      return form.seconds;
+    Form form = forms_->find(key, op, stack, first);
+    want(form.need_bytes, op, !form.is_new());
+    if (form.is_new()) return learn(key, form, op, run);
+    run();
+    if (live_.is_cheap()) {
+      int64_t above = live() - room_;
+      if (above > 0) note_excess(op.schema().name(), form.need_bytes, above, false);
     }
-    return learn(key, form, op, run);
+    return form.seconds;
   }
 
   // The same for one that Python runs, with operations of its own around it.
   template <class Run>
   void run_special(const OperatorHandle& op, const Stack& stack, size_t first, bool learns, Run run) {
     uint64_t key = Forms::key_of(op, stack, first) ^ 0x5;
-    Form form = forms_->find(key);
-    bool is_new = form.need_bytes < 0;
-    if (is_new) form.need_bytes = Forms::guess_bytes(op, stack, first);
-    want(form.need_bytes, op, is_new);
-    if (is_new && learns) learn(key, form, op, run);
+    Form form = forms_->find(key, op, stack, first);
+    learns = learns && form.is_new();
+    want(form.need_bytes, op, !learns);
+    if (learns) learn(key, form, op, run);
     else run();
   }
 
-  void want(int64_t need, const OperatorHandle& op, bool is_new) {
+  void want(int64_t need, const OperatorHandle& op, bool is_known) {
     if (share_ > 0) widen();
     if (!live_.is_cheap()) {  // between two looks live bytes rise by what operations need, at most
       left_ -= need;
@@ -283,7 +338,7 @@ class Governor {
       return;
     }
     int64_t above = relieve(need);
-    if (above > 0) note_excess(op.schema().name(), need, above, is_new);
+    if (above > 0 && is_known) note_excess(op.schema().name(), need, above, false);
   }
 
   void want(int64_t need) {  // of what is no operation of its own
@@ -464,11 +519,11 @@ class Governor {
     if (mark >= 0) {
       int64_t peak = meter.peak(mark), left = meter.live(mark);
       meter.close(mark);
-      if (int64_t above = live() - left + peak - room_; above > 0 && peak > form.need_bytes)
-        note_excess(op.schema().name(), peak, above, true);
+      if (int64_t above = live() - left + peak - room_; above > 0)
+        note_excess(op.schema().name(), peak, above, peak > form.need_bytes);
       form.need_bytes = peak;
     }
-    forms_->learn(key, form);
+    forms_->learn(key, op, form);
     return form.seconds;
   }
 

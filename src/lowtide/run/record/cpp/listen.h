@@ -379,8 +379,8 @@ class ProfileRecorder : public Recorder {
 
   bool has_room(const OperatorHandle& op) {  // for a second run
     if (governor()->is_open()) return true;
-    Form form = governor()->forms()->find(Forms::key_of(op, second_, 0));
-    return governor()->relieve(std::max<int64_t>(0, form.need_bytes)) <= 0;
+    Form form = governor()->forms()->find(Forms::key_of(op, second_, 0), op, second_, 0);
+    return governor()->relieve(form.need_bytes) <= 0;
   }
 
   static bool same_bytes(const Tensor& a, const Tensor& b) {  // lowtide.run.tensor_bytes.same_bytes
