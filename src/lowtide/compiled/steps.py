@@ -177,7 +177,7 @@ class _Writer:
             self._event("free", self._live)
         own, reads = self.shared.own(moment), self._reads(moment)
         self._end(number for number in [*self._there] if number not in moment.alive)
-        # what the half's own forward has made, and what no call reads, is there as far as the plan stores it
+        # what this forward has made, or no call reads, is live only where the plan stores it
         self._end(
             number
             for place, number in own.items()

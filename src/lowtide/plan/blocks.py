@@ -83,13 +83,13 @@ def blocks_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
 
 
 def block_stored(sim: Simulator, block: dict[int, int]) -> frozenset[int]:
-    """The values that are stored when every block keeps only what enters it: all values that are not made and
-    used within one block.
+    """The values that are stored when every block stores only what enters it: all values that are not made
+    and used within one block.
 
     Values that leave their block stay because they enter another, or what follows.
     """
     graph = sim.graph
-    kept: set[int] = set()
+    stored: set[int] = set()
     for value in graph.values:
         if value.producer is None or not value.storable:
             continue
@@ -100,8 +100,8 @@ def block_stored(sim: Simulator, block: dict[int, int]) -> frozenset[int]:
                 block.get(sim.packed_after[t], -1) == home for t in sim.saved_of.get(value.id, ())
             ):
                 continue
-        kept.add(value.id)
-    return frozenset(kept)
+        stored.add(value.id)
+    return frozenset(stored)
 
 
 def full_stored(sim: Simulator, blocks: Sequence[str] | None = None) -> frozenset[int]:

@@ -168,8 +168,8 @@ class LocalSearch:
                 seconds = graph.operations[sim.producer[v]].seconds
                 evictable.append((size < over, seconds if size >= over else -size, v))
         evicted = [[v] for _, _, v in sorted(evictable)]
-        kept = [(size, graph.operations[i].writes[0], values) for i, size, values in self._to_store(best)]
-        stored = [values for _, _, values in sorted(kept)]
+        replayed = [(size, graph.operations[i].writes[0], values) for i, size, values in self._to_store(best)]
+        stored = [values for _, _, values in sorted(replayed)]
         one_will_do = any(not short for short, _, _ in evictable)
         for change, rows in ((best.stored.difference, evicted), (best.stored.union, stored)):
             count = 1 if one_will_do and rows is evicted else many

@@ -85,7 +85,7 @@ class Search:
         """Plans that need no search: keep all (what scopes evict aside), evict all, per block, and by
         segments of several lengths.
         """
-        wishes, segments, count = [self.sim.all_kept], Segments(self.sim), 1
+        wishes, segments, count = [self.sim.all_stored], Segments(self.sim), 1
         while count <= max(1, len(segments.operations) // 3):
             wishes.append(segments.stored(count))
             count = max(count + 1, round(count * _MORE_SEGMENTS))

@@ -163,7 +163,7 @@ class Tracer:
         self.files: dict[CodeType, str] = {}
         self.scopes: list[Any] = []
         self._scope_number = 0  # how many regions have begun: a scope begins one, in another scope, too
-        self._kept_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
+        self._stored_by_scopes: set[int] = set()  # operations in a scope that keeps what they write
 
     # ---- names -----------------------------------------------------------------------------------
 
@@ -423,7 +423,7 @@ class Tracer:
         evicted: bool | None = None,
     ) -> None:
         if evicted is False:
-            self._kept_by_scopes.add(len(self.operations))
+            self._stored_by_scopes.add(len(self.operations))
         backward = private.in_backward()
         source = "" if backward else calling_line(self.files)
         written = tuple(dict.fromkeys(writes))
@@ -442,7 +442,7 @@ class Tracer:
         made_here = storage.producer is not None and storage.id not in self._elsewhere
         droppable, forced = self.in_forward and made_here, False
         if producer is not None and self.scopes:
-            droppable &= producer not in self._kept_by_scopes
+            droppable &= producer not in self._stored_by_scopes
             forced = self.operations[producer].region == self._scope_number  # what enters a region stays
         number, shape, dtype = len(self.saved), tuple(tensor.shape), _name_of(tensor.dtype)
         self.saved.append(Saved(number, value, droppable, self.module, shape, dtype, forced))

@@ -22,7 +22,7 @@ def moved(sim: Simulator, window: int, link: Link = LINK) -> Simulation:
     values = movable(sim, 1)
     rows = [move_of(sim, value, Offload("host")) for value in values]
     moves = with_moves(sim, rows, window, {"host": link})
-    return sim.simulate(sim.close(sim.all_kept).difference(values), moves)
+    return sim.simulate(sim.close(sim.all_stored).difference(values), moves)
 
 
 def test_a_wider_window_holds_more_bytes(sim: Simulator) -> None:

@@ -33,11 +33,11 @@ def test_the_program_runs_again_what_the_simulation_runs_again(graph: StepGraph)
     forward = [op.index for op in graph.operations if op.phase == "forward"]
     again = {index for index, step in zip(forward, plan.program, strict=True) if step.replayed}
     assert again >= set(plan.replayed)
-    assert not any(step.replayed for step in make_plan(graph, stored=Simulator(graph).all_kept).program)
+    assert not any(step.replayed for step in make_plan(graph, stored=Simulator(graph).all_stored).program)
 
 
 def test_the_table_has_every_byte_that_stays(graph: StepGraph) -> None:
-    plan = make_plan(graph, stored=Simulator(graph).all_kept)
+    plan = make_plan(graph, stored=Simulator(graph).all_stored)
     assert sum(row.kept_bytes for row in plan.modules) == sum(row.saved_bytes for row in plan.modules) > 0
     assert sum(row.replayed_operations for row in make_plan(graph, stored=()).modules) > 0
 

@@ -38,7 +38,7 @@ def test_what_cannot_come_back_stays() -> None:
 def test_live_bytes_are_lowest_when_everything_is_evicted() -> None:
     for graph in (transformer(2), residual_network(4)):
         sim = Simulator(graph)
-        plain = sim.simulate(sim.all_kept).live_bytes
+        plain = sim.simulate(sim.all_stored).live_bytes
         assert all(low <= high for low, high in zip(sim.natural_live, plain, strict=False))
         assert max(sim.natural_live) < max(plain)
 

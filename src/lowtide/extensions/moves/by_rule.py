@@ -56,7 +56,7 @@ def offload(
         sim = simulator_of(graph)
         order = movable(sim, min_bytes)
         window = window_bytes or default_window(sim, order)
-        everything = sim.close(sim.all_kept)
+        everything = sim.close(sim.all_stored)
         if budget is None:
             sizes = [sim.value_bytes[v] for v in order]
             count, tail = len(order), 0
@@ -116,7 +116,7 @@ def compress(
         moves = {
             value: rows[0].decision for value, rows in placements_of(sim, offered, {}, min_bytes, own).items()
         }
-        stored = sim.close(sim.all_kept)
+        stored = sim.close(sim.all_stored)
         return make_plan(
             graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own
         )
@@ -154,7 +154,7 @@ def partition(
 
     def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = simulator_of(graph)
-        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.all_kept)
+        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.all_stored)
         may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
         chosen = [
             v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable

@@ -203,7 +203,7 @@ class MixedSearch:
         """Mixes that move values which recomputing alone stores, for budgets from the real one up to the
         plain step's peak: the earliest values of the forward, and no more of them than needed to fit.
         """
-        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_kept)]
+        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_stored)]
         for k in range(_POINTS):
             if self.effort.over:
                 break

@@ -25,7 +25,7 @@ _FUSED = re.compile(r"scaled_dot_product|flash_attention|efficient_attention")
 
 def keep_all() -> Policy:
     """Keep everything, as PyTorch does without lowtide, but for what checkpointing scopes evict."""
-    return _policy("keep_all", lambda sim: sim.all_kept)
+    return _policy("keep_all", lambda sim: sim.all_stored)
 
 
 def full(blocks: Sequence[str] | None = None) -> Policy:

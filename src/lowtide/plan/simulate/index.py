@@ -336,7 +336,7 @@ class StepIndex:
                 self.scratch[self.op_event[op.index]] = op.scratch_bytes
 
     @cached_property
-    def kept_by_scopes(self) -> frozenset[int]:
+    def stored_by_scopes(self) -> frozenset[int]:
         """Values that checkpointing scopes hold by themselves: they enter a region, and are saved there, or
         read by operations that run again there.
         """
@@ -366,14 +366,14 @@ class StepIndex:
             return frozenset()
         made = {w for op in self.graph.operations if op.region is not None for w in op.writes}
         made |= {tensor.value for tensor in self.graph.saved if tensor.forced}
-        return frozenset(v for v in made if v not in self.kept_by_scopes and not self.must[v])
+        return frozenset(v for v in made if v not in self.stored_by_scopes and not self.must[v])
 
     @cached_property
-    def all_kept(self) -> frozenset[int]:
+    def all_stored(self) -> frozenset[int]:
         """The values that are stored where memory does not matter: all that a plan decides about, and those
         that enter scopes. `Simulator.close` takes away those that scopes evict and those that nobody reads.
         """
-        return frozenset(self.droppable).union(self.kept_by_scopes if self.graph.has_scopes else ())
+        return frozenset(self.droppable).union(self.stored_by_scopes if self.graph.has_scopes else ())
 
     @cached_property
     def dtypes(self) -> dict[int, str]:

@@ -234,27 +234,28 @@ class Simulator(StepIndex):
         return BudgetError(None, least.peak_bytes, budget_bytes=budget_bytes, policy=policy, peak=peak)
 
     def close(self, stored: Iterable[int]) -> frozenset[int]:
-        """The smallest feasible set of stored values that includes what ``stored`` keeps.
+        """The smallest feasible set of stored values that includes all of ``stored`` that is read.
 
         Values that replays would need but that cannot be brought back are added; values that neither backward
-        nor a replay reads are left out. What a checkpointing scope evicts is not kept where it can come back.
+        nor a replay reads are left out. What a checkpointing scope evicts is not stored where it can come
+        back.
         """
         storable = self.storable
-        kept = set(stored).difference(self.evicted_by_scopes)
-        kept.update(self.must_droppable)
+        closed = set(stored).difference(self.evicted_by_scopes)
+        closed.update(self.must_droppable)
         for v, companions in self.companions.items():
-            if v in kept and v in self.saved_of:
-                kept.update(companions)
-        evicted = list(filterfalse(kept.__contains__, self.droppable))
+            if v in closed and v in self.saved_of:
+                closed.update(companions)
+        evicted = list(filterfalse(closed.__contains__, self.droppable))
         there = bytearray(self.must_storable)
-        for v in kept:
+        for v in closed:
             there[v] = storable[v]
         needed = replay_set(evicted, self.producer, self.reads, there)
         needed.discard(-1)
         read = set(chain.from_iterable(map(self.reads.__getitem__, needed)))
-        # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
+        # A stored version that the step overwrites serves backward alone: what a replay reads of it has to be
         # replayed, too.
-        used = {v for v in kept if v in self.saved_of and (storable[v] or v not in read)}
+        used = {v for v in closed if v in self.saved_of and (storable[v] or v not in read)}
         used.update(filter(there.__getitem__, read))
         return frozenset(filterfalse(self.given.__getitem__, used))
 
