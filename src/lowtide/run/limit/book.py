@@ -279,6 +279,7 @@ class PlanBook:
             limit = self.maker.budget_bytes
             above = limit is not None and took_bytes is not None and took_bytes > limit
             entry.exceeded |= above and not recorded
+            entry.facts.may_differ |= not foreseen and entry.state is State.PLANNED
             kind, was_foreseen = entry.kind, foreseen and not (above and not recorded)
             if not was_foreseen and not again:
                 kind.governed += 1

@@ -110,7 +110,7 @@ class ProfiledStep:
             verify=verify,
             on_end=self._profile_ends,
             forwards=forwards,
-            governor=lambda live: governor(live, self.resident_bytes),
+            governor=lambda live: governor(live, self.resident_bytes + entry.facts.outside_bytes),
         )
         self.governor = self.profiler.governor
 

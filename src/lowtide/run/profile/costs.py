@@ -105,12 +105,14 @@ class CostMeter:
         device: whose memory and time are measured.
 
     Attributes:
+        make_room: is called with the bytes that measuring takes beside the step's own, before it takes them.
         left_bytes: what the latest collective in place still holds after a first wait, until user code
             waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.make_room: Callable[[int], object] = lambda nbytes: None
         self.left_bytes = 0
         # bytes come and go in the memory of the step's device: its own meter reads them
         self._meters = measurable(device)
@@ -194,11 +196,15 @@ class CostMeter:
             return copies[-1][1]
 
         with unseen():
+            self.make_room(2 * sum(tensor.nbytes for tensor in tensors_inside((args, kwargs))))
             given, named = private.tree_map_only(torch.Tensor, copy_of, (args, kwargs))
         result = self.measure(cost, lambda: _wait_for(proceed(func, given, named)), warm)
         written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
         with unseen():
             if not written:
+                del given, named
+                copies.clear()
+                self.make_room(sum(tensor.nbytes for tensor in tensors_inside(result)))
                 return private.tree_map_only(torch.Tensor, torch.clone, result)
             for tensor, copy in copies:
                 if id(copy) in written:

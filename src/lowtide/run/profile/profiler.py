@@ -160,6 +160,8 @@ class Profiler(Interceptor):
         # the last but one, since it opens a meter
         self.watch = StepWatch(weakly(self._backward_ends), device, weakly(self._close_if_released))
         self.governor = governor(self.watch.live_source()) if self.watch.is_measured else None
+        if self.governor is not None:
+            self.costs.make_room = self.governor.want
         self.cpp = self.core = _engine().ProfileRecorder(
             tape=self.tape.core,
             governor=self.governor,
