@@ -182,8 +182,6 @@ class CostMeter:
             return self._run_on_copies(cost, func, args, kwargs, warm)
         if cost.in_place:
             return self.measure(cost, lambda: private.wait_for_work(proceed(func, args, kwargs)), warm)
-        if len(cost.warm if warm else cost.cold) >= RUNS:
-            return proceed(func, args, kwargs)
         return self.measure(cost, lambda: proceed(func, args, kwargs), warm)
 
     def _run_on_copies(

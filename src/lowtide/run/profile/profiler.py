@@ -373,12 +373,10 @@ class Profiler(Interceptor):
         self.tape.forget(overwritten, call.info)
         if call.info.uninitialized:
             for tensor in ran.made:
-                self.tape.note_uninitialized(tensor)
+                self.tape.core.note_blank(tensor)
         twice = self.verified and not call.info.collective and not cost.trusted(call.info.name)
         if node is not None and twice and not self._has_room(ran.made):
-            return (
-                ran if cost.reproduced else ran._replace(node=None)
-            )  # what was never seen to reproduce stays
+            return ran if cost.reproduced else ran._replace(node=None)  # else it was never seen to reproduce
         if node is not None and twice:
             again = lambda run: self.costs.measure(cost, run)  # noqa: E731
             if not self.tape.reproduces(node, call, flat, before, again):

@@ -199,7 +199,7 @@ class Recorder(Interceptor):
             self.core.depart()
         if info.uninitialized:
             for _, tensor in fresh:
-                tape.note_uninitialized(tensor)
+                tape.core.note_blank(tensor)
         tape.forget(overwritten, info)
         verifies = node is not None and tape.verify and not info.collective
         if node is not None and verifies and not tape.reproduces(node, call, flat, before):

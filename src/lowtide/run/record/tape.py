@@ -195,10 +195,6 @@ class Tape:
             if stays_blank:
                 self.core.note_blank(tensor)
 
-    def note_uninitialized(self, tensor: torch.Tensor) -> None:
-        """Nothing has written the tensor's memory yet."""
-        self.core.note_blank(tensor)
-
     def reproduces(
         self,
         node: Node,
