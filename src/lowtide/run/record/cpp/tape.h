@@ -439,7 +439,8 @@ class Tape {
 
   // ---- evicting ----
 
-  // planned: ranks that share a plan run the collectives that it pins again together.
+  // planned: ranks that share a plan run the collectives that it pins again together, and its replays read
+  // weights where these are gathered.
   Closure closure(Value& value, bool planned = false) {
     Closure found;
     walk_(
@@ -453,13 +454,22 @@ class Tape {
           return found.possible;
         },
         [&](Value& source) {
-          bool there = !source.gathered || (source.unit == value.unit && !value.crosses);
+          bool there = !source.gathered || is_gathered_for(value, source, planned);
           bool gone = !can_start_from(source) || !there;
           if (gone) found.possible = false;
           else if (!source.held.defined() && source.made_here) found.pins_bytes += source.nbytes;
           return !gone;
         });
     return found;
+  }
+
+  // Whether a gathered weight is there when backward asks for a value: in the backward of its own unit, and,
+  // where a plan relies on it, as long as it has stayed while another unit runs.
+  bool is_gathered_for(const Value& value, const Value& weight, bool planned) const {
+    if (weight.unit == value.unit && !value.crosses) return true;
+    if (!planned || weight.unit == unit) return false;
+    auto storage = weight.storage.lock();
+    return storage && storage->nbytes() > 0;
   }
 
   // Has the nodes that bring a value back count among the readers of what they read.
