@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import policies
+from lowtide.graph import StepGraph
+from lowtide.plan import Plan
 from lowtide.plan.bound import A_SECOND, Effort
 from lowtide.run.limit import planning
 
@@ -421,6 +423,24 @@ def searched() -> None:
             assert sum(spent) <= 2 * allowed, (budget, policy, sum(spent) / allowed)
 
 
+def resting_on_the_root() -> None:
+    """What enters the first block comes back by the weights of the root, which stay gathered meanwhile."""
+
+    def recomputing_what_enters(graph: StepGraph, budget: int | None = None) -> Plan:
+        made = {w for op in graph.operations if op.name == "aten.embedding.default" for w in op.writes}
+        return policies.make_plan(graph, stored={value.id for value in graph.values} - made)
+
+    with watched():
+        model = sharded(Model())
+        handle = lowtide.limit_memory(model, policy=recomputing_what_enters, progress=False)
+        for number in range(2):
+            model.zero_grad()
+            model(batch(number)).backward()
+        plan, measured = handle.plan, handle.measured_peak_bytes
+        assert plan is not None and len(plan.replayed) == 1 and measured is not None
+        assert abs(measured - plan.predicted_peak_bytes) <= 0.01 * measured
+
+
 def several(*bodies: Callable[..., None]) -> None:
     """One after the other, in the same processes."""
     for body in bodies:
@@ -437,6 +457,7 @@ def test_what_fsdp_is_asked_for() -> None:
         by_any_method,
         automatic,
         searched,
+        resting_on_the_root,
     )
 
 
