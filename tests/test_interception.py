@@ -392,7 +392,7 @@ def test_a_stream_is_recorded_on_memory_that_the_allocator_knows(monkeypatch: py
     )
     kernel, keys = _RecordStream("aten::record_stream"), private.keys_below("Fake")
     plain = torch.ones(4)
-    clone = private.lazy_clone(plain)
+    clone = torch.ops.aten._lazy_clone.default(plain)
     shared = private.storage_data(plain)
     assert private.storage_data(clone) == shared
     with Names() as seen:

@@ -137,28 +137,6 @@ def test_a_borrowed_storage_holds_nothing() -> None:
     assert storage() is None and private.lender_of(other) is None
 
 
-def test_a_lazy_clone_has_an_end_of_its_own_and_the_bytes_of_both() -> None:
-    import weakref
-
-    x = torch.arange(4.0)
-    storage = weakref.ref(x.untyped_storage())
-    place = x.data_ptr()
-    other = private.lazy_clone(x)
-    assert private.storage_key(other) != private.storage_key(x)
-    del x
-    assert storage() is None
-    assert other.tolist() == [0, 1, 2, 3] and other.data_ptr() == place
-
-
-def test_bytes_from_elsewhere_are_copied_at_once() -> None:
-    import numpy
-
-    x = torch.from_numpy(numpy.arange(4.0))
-    other = private.lazy_clone(x)
-    x.zero_()
-    assert other.tolist() == [0, 1, 2, 3]
-
-
 def test_storage_address_is_storage_key() -> None:
     x = torch.ones(4)
     assert private.storage_address(x.untyped_storage()) == private.storage_key(x)
@@ -265,7 +243,7 @@ def test_version() -> None:
 
 def test_the_address_of_a_storage_leaves_a_lazy_clone_shared() -> None:
     x = torch.arange(8.0)
-    other = private.lazy_clone(x)
+    other = torch.ops.aten._lazy_clone.default(x)
     assert private.knows_storage_data()
     assert private.storage_data(x) == private.storage_data(x[3:]) == private.storage_data(other)
     other.add_(1)
@@ -289,7 +267,7 @@ def test_before_storage_resizes_tells_each_resize_in_python() -> None:
 
 def test_unshare_lets_a_storage_be_resized() -> None:
     x = torch.arange(8.0)
-    clone = private.lazy_clone(x)
+    clone = torch.ops.aten._lazy_clone.default(x)
     private.unshare(x.untyped_storage())
     x.untyped_storage().resize_(0)
     x.untyped_storage().resize_(32)

@@ -97,7 +97,6 @@ from lowtide.private.storages import (
     conjugate_view,
     is_zero_tensor,
     knows_storage_data,
-    lazy_clone,
     lender_of,
     negative_view,
     sparse_parts,

@@ -67,16 +67,6 @@ def lender_of(storage: torch.UntypedStorage) -> torch.Tensor | None:
     return lender() if lender is not None else None
 
 
-def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on another storage over the same bytes, which are copied when one of the two is written; a
-    plain copy where the bytes do not come from the device's own allocator.
-    """
-    try:
-        return torch.ops.aten._lazy_clone.default(tensor)
-    except RuntimeError:
-        return tensor.clone()
-
-
 _UNTYPED = torch.UntypedStorage
 _RESIZE = _UNTYPED.resize_
 _BEFORE_RESIZE: dict[object, Callable[[torch.UntypedStorage, int], None]] = {}

@@ -108,18 +108,6 @@ def words_of(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Ten
     return _tensor_over(tensor.untyped_storage(), dtype, 0, (extent // dtype.itemsize,), (1,))
 
 
-def on_a_copy(tensor: torch.Tensor, *, lazy: bool = False) -> torch.Tensor:
-    """The tensor over a copy of its whole storage.
-
-    Args:
-        tensor: what to copy.
-        lazy: the storages share their bytes until one is written; each is freed on its own.
-    """
-    words = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes())
-    storage = (private.lazy_clone(words) if lazy else words.clone()).untyped_storage()
-    return Geometry(tensor).over(storage)
-
-
 def digest(tensor: torch.Tensor, extent: int) -> int:
     """A number of 64 bits that depends on the first ``extent`` bytes of the tensor's storage and their order.
 

@@ -19,7 +19,6 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
-from lowtide.run.tensor_bytes import on_a_copy
 
 
 class Net(nn.Module):
@@ -407,33 +406,6 @@ def test_a_gradient_inside_and_an_unused_argument_are_counted(same: Callable[...
     )
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(a.grad, b.grad)
-
-
-@needs_meter
-def test_copies_of_what_stays_count() -> None:
-    """A storage's own ``clone`` takes memory that no meter of tensors sees."""
-    whole = torch.randn(50, 20)
-    part = whole[10:, ::2]
-    measured = meter.measure(lambda: on_a_copy(part), timeline=False)
-    assert measured.peak_bytes == whole.nbytes
-    assert torch.equal(measured.value, part) and measured.value.stride() == part.stride()
-
-
-@needs_meter
-def test_what_stays_shares_its_bytes_until_one_of_the_two_is_written() -> None:
-    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        whole = torch.ones(50, 20)
-        shared = on_a_copy(whole[10:, ::2], lazy=True)
-        if written:
-            whole.zero_()
-        return whole, shared, whole[10:, ::2]
-
-    for written in (False, True):
-        measured = meter.measure(run, timeline=False)
-        whole, shared, part = measured.value
-        assert measured.peak_bytes == whole.nbytes * (1 + written)
-        assert whole.any() == (not written) and shared.all()
-        assert shared.shape == part.shape and shared.stride() == part.stride()
 
 
 @needs_meter
