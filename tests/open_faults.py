@@ -4,7 +4,10 @@ out of this list by the change that mends it.
 
 from __future__ import annotations
 
-_BACKWARD = "backward's operations of other shapes, or with nothing left to evict, go above the budget"
+_BACKWARD = (
+    "a storage that Python has seen, as of each step that is written down, has one owner more: autograd's "
+    "engine adds such gradients out of place"
+)
 
 OPEN = {
     "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype0]": (

@@ -229,7 +229,9 @@ class AllocatorPeak(Peak):
         return calls.lt_mark_peak(self._mark), calls.lt_mark_live(self._mark)
 
     def live_source(self) -> LiveSource:
-        return self._allocator.register_addresses[2], self._mark
+        calls = self._allocator.calls
+        address = ctypes.cast(calls.lt_live, ctypes.c_void_p).value or 0
+        return address, calls.lt_live() - calls.lt_mark_live(self._mark)
 
     def _close(self) -> tuple[tuple[int, int], Moments]:
         bytes_ = self._read()

@@ -87,22 +87,31 @@ class Once:
             warn(text or what)
 
 
-def above_budget(took: int, limit: int, excess: tuple[str, int, int, bool, str] | None) -> tuple[str, str]:
+def above_budget(
+    took: int, limit: int, excess: tuple[str, int, int, bool, str] | None, recorded: bool = True
+) -> tuple[str, str]:
     """The warning of a step that took more than its budget, with what it is about, which is said once.
 
     Args:
         took, limit: bytes.
         excess: the operation that did not fit, what it needs, by how much it did not fit, whether it was the
             first call with arguments of these shapes, and where it was called; ``None`` where none was seen.
+            Without a name, what was read there was found to have been there before the step.
+        recorded: the step's operations were recorded.
     """
     size, above = budgets.format_bytes(took), budgets.format_bytes(took - limit)
     text = f"a step took {size}, {above} above the budget of {budgets.format_bytes(limit)}: "
+    if excess is None and not recorded:
+        held = "it ran as it is, since steps of its kind fit by a tenth and more; from now on they are held"
+        return held, f"{text}{held} while they run"
     if excess is None:
         held = "the program itself holds more, or a thread lets go late of what it moved"
         return held, f"{text}no operation needed that much; {held}"
     name, need, _, first, where = excess
-    name = name.replace("::", ".")
-    at = f" in {where}" if where else ""
+    name, at = name.replace("::", "."), f" in {where}" if where else ""
+    if not name:
+        held = "the program holds more than the model and what the forward was given"
+        return held, f"{text}{held}: {budgets.format_bytes(need)}, as was found out when it was read{at}"
     if first:
         why = "which is not known before the first call with arguments of these shapes"
         return f"{name} first", f"{text}{name}{at} needs {budgets.format_bytes(need)}, {why}"

@@ -109,6 +109,8 @@ class Tracer:
             plain step reads what was written, so they are kept.
         unreleased: how many saved tensors autograd still holds.
         gradients: as given.
+        governor: of the step, is told of what it finds to have been there before; or ``None``.
+        outside_bytes: of such storages that are neither the model's nor were given to the step.
         opaque: how many calls are under way whose operations nobody sees.
         meetings: operations in which autograd's engine added gradients of two nodes.
         left_bytes: of buffers that the newest operation, a collective, holds until it is waited for.
@@ -149,6 +151,8 @@ class Tracer:
         self.behind: set[int] = set()
         self.unreleased = self.opaque = self.left_bytes = 0
         self.gradients, self._on_end = gradients, on_end
+        self.governor: Any = None
+        self.outside_bytes = 0
         self.meetings: set[int] = set()
         self._gathered: set[int] = set()
         self._unfilled: set[int] = set()  # of these, of units that have not run
@@ -215,7 +219,7 @@ class Tracer:
     def note_given(self, tensors: Iterable[torch.Tensor]) -> None:
         """The caller gave the tensors to the step, and may hold them: their storages are live to the end."""
         for tensor in tensors:
-            self._given.add(self.register(tensor).number)
+            self._given.add(self.register(tensor, counted=True).number)
 
     def integers_in(self, arguments: Any) -> set[int]:
         """The ids of the values that Python may read by itself: integers in main memory, but those in sparse
@@ -232,8 +236,12 @@ class Tracer:
         """The tensor's storage, if it has been seen."""
         return self.known.get(private.storage_key(tensor))
 
-    def register(self, tensor: torch.Tensor, producer: int | None = None) -> TracedStorage:
-        """The tensor's storage; a new one is of the operation ``producer``, or of before the step."""
+    def register(
+        self, tensor: torch.Tensor, producer: int | None = None, counted: bool = False
+    ) -> TracedStorage:
+        """The tensor's storage; a new one is of the operation ``producer``, or of before the step: it is
+        ``counted`` already, or one of `outside_bytes`.
+        """
         key = private.storage_key(tensor)
         found = self.known.get(key)
         if found is not None:
@@ -253,6 +261,10 @@ class Tracer:
         else:
             phase = ""
             kind, name = self._names.get(key, ("input", ""))
+            if kind == "input" and not counted and accelerator.is_on(tensor, self.device):
+                self.outside_bytes += storage.nbytes()
+                if self.governor is not None:
+                    self.governor.count(storage.nbytes())
             if self.gradients is not None:
                 self.gradients.note(tensor)
         number = len(self.storages)
@@ -316,7 +328,7 @@ class Tracer:
         """A sharded weight is gathered into the tensor's storage, which is filled and emptied again; it
         counts as one that was resident before the step.
         """
-        found = self.register(tensor)
+        found = self.register(tensor, counted=True)
         if not found.gathered:
             found.gathered, found.phase, number = True, "", found.number
             self._gathered.add(number)

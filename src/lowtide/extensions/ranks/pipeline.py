@@ -76,11 +76,11 @@ class PipelineLimiter(Limiter):
     def _run_schedule(self, *args: Any, **kwargs: Any) -> Any:
         return self._schedule_step(*args, losses=self._losses, **kwargs)
 
-    def _begin_profiled(self, entry: Entry, inputs: Inputs, others: Any = ()) -> ProfiledStep:
+    def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         # what the schedule makes once is resident in later steps; to work out shapes it may run the stages
         with meter_gathered(self.model):
             distributed.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
-        return super()._begin_profiled(entry, inputs, others)
+        return super()._begin_profiled(entry, inputs)
 
     def _planned_step(self, *given: Any) -> PlannedStep:
         assert self.forwards is not None

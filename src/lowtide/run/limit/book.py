@@ -72,9 +72,8 @@ class PlanBook:
             if sibling is not None and sibling.state is not State.REFUSED:
                 entry.graph, entry.borrowed, entry.facts = sibling.graph, True, sibling.facts
                 entry.forward_spans, entry.later_keys = sibling.forward_spans, sibling.later_keys
-                entry.kind = self._kinds[key[1:]] = (
-                    sibling.kind
-                )  # it is planned for without being listened to
+                # it is planned for without being listened to
+                entry.kind = self._kinds[key[1:]] = sibling.kind
             if len(self.known) > MOST_ENTRIES:
                 del self.known[next(iter(self.known))]
             return entry
@@ -131,7 +130,7 @@ class PlanBook:
         assert entry.planned is not None
         plan, limit = entry.planned.plan, self.maker.budget_bytes
         roomy = limit is None or plan.predicted_peak_bytes <= _ROOMY * limit
-        may_exceed = entry.exceeded or entry.facts.may_differ or co_limited
+        may_exceed = entry.kind.recorded or entry.facts.may_differ or co_limited
         return How.PASS if plan.changes_nothing and roomy and not may_exceed else How.FOLLOW
 
     def _plan(self, entry: Entry) -> None:
@@ -142,7 +141,7 @@ class PlanBook:
         """
         maker = self.maker
         if entry.planned_for != maker.version:
-            entry.planned, entry.exceeded = None, False  # they were of another budget
+            entry.planned, entry.kind.recorded = None, entry.facts.makes_graph  # that was for another budget
         entry.planned_for = maker.version
         try:
             planned = self._made(entry, maker.budget)
@@ -229,17 +228,21 @@ class PlanBook:
         )
         entry.forward_spans, entry.later_keys = tuple(profiler.forward_spans), tuple(later_keys)
         entry.borrowed, refusal = False, None
+        kind.recorded |= entry.facts.makes_graph
         for extension in maker.extensions:
             graph = extension.transform(graph, entry, profiler)
         entry.graph = graph
         try:
             self._plan(entry)
         except BudgetError as error:
+            # the governor holds later steps as it has held this one; of what a backward saves, making a
+            # graph, the governor evicts some, and a plan nothing
             limit = maker.budget_bytes
-            is_held = limit is not None and governed_bytes is not None and governed_bytes <= limit
-            if not is_held or maker.refusal(limit) is not None:
-                refusal = error  # else the governor has held the step, and holds later ones
-            entry.exceeded = True  # a plan of an earlier step is no reason to let one run as it is
+            least = error.smallest_bytes if entry.facts.makes_graph else limit
+            held = governed_bytes is not None and governed_bytes <= (least or 0)
+            entry.is_held = held and limit is not None and maker.refusal(limit) is None
+            refusal = None if entry.is_held else error
+            kind.recorded = True  # a plan of an earlier step is no reason to let one run as it is
         for extension in maker.extensions:
             refusal = extension.settle(entry, refusal)
         self.latest = entry.planned or self.latest
@@ -278,7 +281,7 @@ class PlanBook:
         with self.lock:
             limit = self.maker.budget_bytes
             above = limit is not None and took_bytes is not None and took_bytes > limit
-            entry.exceeded |= above and not recorded
+            entry.kind.recorded |= above and not recorded
             entry.facts.may_differ |= not foreseen and entry.state is State.PLANNED
             kind, was_foreseen = entry.kind, foreseen and not (above and not recorded)
             if not was_foreseen and not again:

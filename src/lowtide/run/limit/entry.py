@@ -177,11 +177,14 @@ class Kind:
         governed: how many of them no plan foresaw: they were larger, or ran other operations.
         plans: how many plans were made of them.
         listens: the next of them that no plan foresees is written down.
+        recorded: they are recorded though they fit as they are: one took more than the budget, or would, or a
+            backward of one made a graph, of which no plan evicts anything.
     """
 
     governed: int = 0
     plans: int = 0
     listens: bool = True
+    recorded: bool = False
 
 
 @dataclass
@@ -200,7 +203,7 @@ class Entry:
         planned_for: the version of budget and optimizer that the plan was made for, or refused at.
         facts: what is true of its steps.
         listened: how many of its steps were written down.
-        exceeded: a step that ran as it is took more than the budget, or would.
+        is_held: no plan fits, and the governor has held its steps; or with less than any plan would.
         kind: of its steps.
         is_asked: another rank that shares the plan writes its next step down.
     """
@@ -216,14 +219,14 @@ class Entry:
     planned_for: int | None = None
     facts: Facts = field(default_factory=Facts)
     listened: int = 0
-    exceeded: bool = False
+    is_held: bool = False
     is_asked: bool = False
 
     @property
     def is_listened(self) -> bool:
         """Whether its next step is written down."""
-        known = self.state is State.NEW and self.kind.plans > 0 and not self.kind.listens
-        return self.is_asked or self.kind.listens or (self.state is not State.PLANNED and not known)
+        known = self.kind.plans > 0 if self.state is State.NEW else self.is_held
+        return self.is_asked or self.kind.listens or not (known or self.state is State.PLANNED)
 
     @property
     def lends(self) -> bool:

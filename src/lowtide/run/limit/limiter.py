@@ -11,7 +11,7 @@ import copy
 import inspect
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 from types import CodeType
@@ -34,7 +34,7 @@ from lowtide.run.limit.checks import no_replicas
 from lowtide.run.limit.entry import Entry, How, Planned
 from lowtide.run.limit.key import Inputs, Members
 from lowtide.run.limit.planning import PlanMaker
-from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_of_others
+from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_under_way
 from lowtide.run.messages import ABANDONED, CO_LIMITED, UNMEASURED, UNREACHED, above_budget, warn
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.record.engine import engine, forms
@@ -45,9 +45,9 @@ from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
     "a forward of this limited model begins while what an earlier one saved is still needed (a backward has "
-    "run, and another is to come or it kept its graph, or several limited models take part): the budget "
-    "holds for each of them, and together they take more than the budget unless what both save fits into "
-    "it. Run all backwards before the next forward, or put the limit on a module that runs them; of a "
+    "run, and another is to come or it kept its graph, or several limited models take part): both together "
+    "are held to the budget, but each has a plan of its own, so more is recomputed than one plan for both "
+    "would. Run all backwards before the next forward, or put the limit on a module that runs them; of a "
     "pipeline on its schedule"
 )
 
@@ -62,11 +62,13 @@ class _Local(threading.local):
     Attributes:
         inside: the model's own forward runs on it.
         step: the latest step.
+        governor: of the latest step that has one.
     """
 
     def __init__(self) -> None:
         self.inside = False
         self.step: ProfiledStep | PlannedStep | None = None
+        self.governor: Any = None
 
 
 class Limiter:
@@ -87,7 +89,6 @@ class Limiter:
         book: the plans.
         delegate: gives the steps that `torch.compile` is around to the compiled engine, once there is one.
         calls: tells which calls are limited steps, and runs the others.
-        measured_bytes: what the latest step that ended took, or ``None`` where that is not known.
         co_limited: other limited models were seen to take part in the same steps; each is planned for its own
             part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
@@ -121,7 +122,7 @@ class Limiter:
         self.maker = PlanMaker(self.model, face=self.face, **settings)
         self.book = PlanBook(self.maker, self.verify)
         self.warn_once = self.maker.warn_once
-        self.measured_bytes: int | None = None
+        self._measured_bytes: int | None = None
         self.delegate: Any = None
         self.local = _Local()
         # autograd's graph holds them, and they must not hold the model
@@ -154,6 +155,14 @@ class Limiter:
         state = self.__getstate__()
         twin.__setstate__(state | {n: copy.deepcopy(state[n], memo) for n in ("model", "original")})
         return twin
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """What the latest step that ended took, or ``None`` where that is not known."""
+        step = self.local.step
+        if isinstance(step, ProfiledStep) and step.has_ended:  # it is handed on when the next one begins
+            return step.measured_bytes
+        return self._measured_bytes
 
     @property
     def extensions(self) -> tuple[Extension, ...]:
@@ -231,6 +240,7 @@ class Limiter:
             inputs = Inputs(self.model, args, kwargs, compiling is not None, self.maker.extensions)
             if (result := self.calls.run_unlimited(self, inputs, compiling)) is not LIMITED:
                 return result
+            _last = self.local.step  # is held until this one has begun, beside which it may be under way
             if (step := self._finish_last()) is not None:
                 return self._run_another(step, inputs)
             return self._run_next(self.book.find(inputs.key), inputs)
@@ -295,7 +305,7 @@ class Limiter:
 
     def _run_another(self, step: ProfiledStep | PlannedStep, inputs: Inputs) -> Any:
         """Run another forward of a step whose backward is to come."""
-        self._join(steps_of_others(inputs))
+        self._join(steps_under_way(self.model))
         with self.inside(step):
             return step.run_another(self.own_step, inputs)
 
@@ -303,11 +313,12 @@ class Limiter:
 
     def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
         """Run the next step of an entry, as the book says."""
-        others = steps_of_others(inputs)
-        co_limited = self.co_limited or bool(others)
+        under_way = steps_under_way(self.model)
+        beside_others = any(step.model() is not self.model for step in under_way)
+        co_limited = self.co_limited or beside_others
         how = self.book.begin(entry, co_limited, backward_unseen=inputs.compiled)
         if co_limited:
-            self._join(others)
+            self._join(under_way)
         if how is How.ASIDE:
             try:
                 with suspended():
@@ -317,10 +328,12 @@ class Limiter:
                 if not co_limited:
                     raise
                 how = How.GOVERN
+        if how is How.PASS and under_way:
+            how = How.FOLLOW
         if how is How.LISTEN:
-            step: ProfiledStep | PlannedStep = self._begin_profiled(entry, inputs, others)
+            step: ProfiledStep | PlannedStep = self._begin_profiled(entry, inputs)
         else:
-            step = self._begin_planned(entry, how, inputs, co_limited, others)
+            step = self._begin_planned(entry, how, inputs, beside_others)
         self.local.step = step
         try:
             with self.inside(step):
@@ -340,16 +353,14 @@ class Limiter:
         if self.co_limited and self.maker.budget is not None:
             self.warn_once(CO_LIMITED)
         for step in steps:
-            step.others.add(self)
+            if step.model() is not self.model:
+                step.others.add(self)
 
-    def _begin_profiled(
-        self, entry: Entry, inputs: Inputs, others: Sequence[ProfiledStep | PlannedStep] = ()
-    ) -> ProfiledStep:
+    def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is written down; a plan is made when its backward has ended."""
         self.extend(self.maker.budget)
         verify, ended = self.book.is_to_verify(entry), self._profile_ended
-        governor = partial(self._governor, entry, inputs, others)
-        claimed = self.maker.claimed_bytes
+        governor, claimed = partial(self._governor, entry, inputs), self.maker.claimed_bytes
         step = ProfiledStep(entry, inputs, verify, ended, self.forwards, governor, claimed)
         self._expect_measured(step.profiler.watch)
         return step
@@ -358,30 +369,20 @@ class Limiter:
         if self.maker.budget is not None and not watch.is_measured:
             self.warn_once(UNMEASURED)
 
-    def _begin_planned(
-        self,
-        entry: Entry,
-        how: How,
-        inputs: Inputs,
-        co_limited: bool,
-        others: Sequence[ProfiledStep | PlannedStep] = (),
-    ) -> PlannedStep:
+    def _begin_planned(self, entry: Entry, how: How, inputs: Inputs, co_limited: bool) -> PlannedStep:
         """A step under the entry's plan, or under none."""
         if accelerator.is_accelerator(inputs.members.device):
             self.face.follow(self)
         if entry.planned is not None and how is not How.GOVERN:
             for extension in self.maker.extensions:
                 extension.prepare(entry.planned.plan, inputs.members.device)
-        step = self._planned_step(
-            entry,
-            how,
-            inputs,
-            self.verify,
+        governor, ended, claimed = (
+            partial(self._governor, entry, inputs),
             self._step_ended,
-            partial(self._governor, entry, inputs, others),
             self.maker.claimed_bytes,
-            co_limited,
-            self.maker.asked,
+        )
+        step = self._planned_step(
+            entry, how, inputs, self.verify, ended, governor, claimed, co_limited, self.maker.asked
         )
         if step.planned is not None:
             step.planned.history.read_clock(step.planned.step_graph.overhead_seconds)
@@ -393,23 +394,15 @@ class Limiter:
         """What the operations of the model's steps need."""
         return forms(model_device(self.model).type)
 
-    def _governor(
-        self,
-        entry: Entry,
-        inputs: Inputs,
-        others: Sequence[ProfiledStep | PlannedStep],
-        live: Any,
-        resident_bytes: int,
-    ) -> Any:
+    def _governor(self, entry: Entry, inputs: Inputs, live: Any, resident_bytes: int) -> Any:
         """What holds the budget of a step; ``None`` without a budget.
 
         Before the first step of a share or of "min" was seen, a step has a share of what a plain one would
-        have had so far. Where steps of other limited models are under way on this thread, all of them have
-        one governor, and the smallest budget.
+        have had so far. Steps that are under way on this thread at the same time have one governor, and the
+        smallest of their budgets.
 
         Args:
             entry, inputs: of the step.
-            others: steps of other limited models that are under way.
             live: where the live bytes of the step are read.
             resident_bytes: what is there when the step starts.
         """
@@ -418,10 +411,11 @@ class Limiter:
             return None  # the policy alone says what goes
         if limit is None and asked.word == "auto":
             limit = budgets.resolve("auto", device=inputs.members.device, resident_bytes=resident_bytes)
-        for other in others:
-            if other.governor is not None and limit is not None:
-                other.governor.join(limit, inputs.resident_bytes(own=True))
-                return other.governor
+        under_way = () if limit is None else steps_under_way(self.model)
+        if governor := next((step.governor for step in under_way if step.governor is not None), None):
+            governor.join(limit, 0 if self.local.governor is governor else inputs.resident_bytes(own=True))
+            self.local.governor = governor
+            return governor
         share = 0.0
         if limit is None:
             share = asked.share or _LEAST_SHARE
@@ -430,15 +424,10 @@ class Limiter:
         elif asked.share:
             share = min(1.0, asked.share)  # a longer step raises it while it runs
         room = 0 if limit is None else limit - resident_bytes
-        return engine().Governor(
-            live,
-            room,
-            share=share,
-            is_open=limit is None,
-            widens=limit is None or not (self.maker.extensions and self.maker.raises_together),
-            resident_bytes=resident_bytes,
-            forms=self._forms,
-        )
+        together = limit is not None and bool(self.maker.extensions) and self.maker.raises_together
+        more = {"is_open": limit is None, "widens": not together, "resident_bytes": resident_bytes}
+        self.local.governor = engine().Governor(live, room, share=share, forms=self._forms, **more)
+        return self.local.governor
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """Plan for steps with these arguments now: one is written down, and all state is restored afterwards.
@@ -463,7 +452,7 @@ class Limiter:
                     kwargs,
                     lambda _, result: loss_to_plan_for(result, self.loss_fn),
                     verify=self.verify != "never",
-                    governor=lambda live: self._governor(entry, inputs, (), live, own + claimed),
+                    governor=lambda live: self._governor(entry, inputs, live, own + claimed),
                 )
             profiler.may_differ |= inputs.has_unkeyed_arguments
             unused = unused_bytes(self.model, graph, Members(self.model).resident_bytes())
@@ -481,7 +470,7 @@ class Limiter:
         if profiler.backward_unseen or step.others:
             entry.facts.backward_unseen |= profiler.backward_unseen
             self._note_others(step)
-            self.measured_bytes = None
+            self._measured_bytes = None
             profiler.close()
             return
         often = "each operation ran twice, until it had reproduced five times"
@@ -493,17 +482,19 @@ class Limiter:
             unused = unused_bytes(self.model, graph, Members(self.model).resident_bytes())
             own, later = step.own_bytes, step.later_keys
             outside = max(0, graph.resident_bytes + unused - own)
-            self.measured_bytes = None if peak is None else step.resident_bytes + outside + peak
-            governed = None if step.governor is None else self.measured_bytes
+            self._measured_bytes = None if peak is None else step.resident_bytes + outside + peak
+            governed = None if step.governor is None else self._measured_bytes
             self.book.see_graph(entry, profiler, graph, own, unused, later, governed)
-        if step.governor is not None:  # else it was no more than looked at
-            self._warn_above(step.governor, entry)
+        governor = step.governor
+        if governor is not None and (self.maker.asked.share or not governor.is_open):
+            self._warn_above(governor)  # else it was no more than looked at
 
     def _on_step_end(self, step: PlannedStep) -> None:
         """A backward of a step has ended."""
         self._note_others(step)
+        step.entry.kind.recorded |= step.makes_graph
         took, again = step.measured_bytes, step.told_bytes is not None
-        self.measured_bytes = step.told_bytes = took
+        self._measured_bytes = step.told_bytes = took
         self.book.see(step.entry, step.is_foreseen, took, step.recorder is not None, again)
         governor = step.governor
         asked = self.maker.asked
@@ -512,14 +503,18 @@ class Limiter:
                 self.maker.raise_to(governor.wished_bytes + step.resident_bytes)
             elif step.how is How.PASS and took is not None:  # a plain step
                 self.maker.raise_to(int(asked.share * took))
-        self._warn_above(governor, step.entry)
+        self._warn_above(governor, step.recorder is not None)
 
-    def _warn_above(self, governor: Any, entry: Entry) -> None:
+    def _warn_above(self, governor: Any, recorded: bool = True) -> None:
         """Say what a step took above its budget, and what for: each thing once."""
-        limit, took = self.maker.budget_bytes, self.measured_bytes
+        limit, took = self.maker.budget_bytes, self._measured_bytes
+        excess = governor and governor.excess
+        if took is None and excess:  # of several steps together
+            limit = governor.limit_bytes
+            took = limit + excess[2]
         if limit is None or took is None or took <= limit or took <= limit + budgets.slack_bytes(limit):
             return
-        self.warn_once(*above_budget(took, limit, None if governor is None else governor.excess))
+        self.warn_once(*above_budget(took, limit, excess, recorded))
 
     def _note_others(self, step: ProfiledStep | PlannedStep) -> None:
         """A step has ended. Where other limited models took part in it, its peak is that of all of them, and

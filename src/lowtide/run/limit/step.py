@@ -18,8 +18,10 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
+
+import torch
 
 from lowtide.budget import Asked
 from lowtide.run.forwards import Forwards, left_alone
@@ -38,17 +40,6 @@ if TYPE_CHECKING:
     from lowtide.run.mover import Mover
 
 
-class CoLimited(Protocol):
-    """A limited model that takes part in a step of another one: its limiter.
-
-    Attributes:
-        co_limited: other limited models are known to take part in its steps: what such a step takes is not
-            its own.
-    """
-
-    co_limited: bool
-
-
 class _LatestSteps(threading.local):
     """The latest limited steps of a thread, as long as anybody holds them."""
 
@@ -59,10 +50,12 @@ class _LatestSteps(threading.local):
 _latest_steps = cache(_LatestSteps)
 
 
-def steps_of_others(inputs: Inputs) -> list[ProfiledStep | PlannedStep]:
-    """The steps of other limited models, on this thread, whose backward is still to come."""
-    model = inputs.members.modules[0]
-    return [step for step in _latest_steps().steps if step.model() is not model and step.is_pending()]
+def steps_under_way(model: torch.nn.Module) -> list[ProfiledStep | PlannedStep]:
+    """The steps of limited models, on this thread, whose backward is still to come; and those of ``model`` of
+    which autograd holds what they saved.
+    """
+    steps = _latest_steps().steps
+    return [step for step in steps if step.is_pending() or (step.model() is model and step.is_kept())]
 
 
 class ProfiledStep:
@@ -83,7 +76,7 @@ class ProfiledStep:
         resident_bytes: the same, and what extensions have.
         model: refers weakly to the limited model.
         profiler: writes the step down.
-        others: other limited models that take part in the step.
+        others: limiters of other models that take part in the step.
         later_keys: of each forward but the first, what would be its key.
     """
 
@@ -100,7 +93,7 @@ class ProfiledStep:
         self.entry, self._inputs, self._on_end = entry, inputs, on_end
         self.own_bytes = inputs.resident_bytes()
         self.resident_bytes = self.own_bytes + claimed_bytes
-        self.others: WeakSet[CoLimited] = WeakSet()
+        self.others: WeakSet[Any] = WeakSet()
         self.later_keys: list[StepKey] = []
         model, device = inputs.members.modules[0], inputs.members.device
         self.model = weakref.ref(model)
@@ -141,25 +134,37 @@ class ProfiledStep:
         """Whether no backward came through its first forward, and one through another: that was a step of its
         own, or steps are so.
         """
-        return self._has_ended and not self.profiler.watch.backwards
+        return self.has_ended and not self.profiler.watch.backwards
 
     def reaches_backward(self) -> bool:
         """Whether a backward has begun, or can."""
         return self.profiler.watch.reaches_backward()
+
+    def is_kept(self) -> bool:
+        """Whether autograd holds some of what it saved."""
+        return self.profiler.core.handles > 0
 
     def is_needed(self) -> bool:
         """Whether a backward of the step has ended, and autograd still holds some of what it saved: its
         caller kept the graph (``retain_graph=True``). What only an unused output needed goes with that
         output, and does not count.
         """
-        return self._has_ended and self.profiler.tracer.unreleased > 0
+        return self.has_ended and self.profiler.tracer.unreleased > 0
 
     def finish(self) -> None:
         """End a step whose thread begins another one; if its backward has ended, hand its profile on."""
-        if self._has_ended:
+        if self.has_ended:
             self.profiler.ends()
         else:
             self.profiler.close()
+
+    @property
+    def measured_bytes(self) -> int | None:
+        """The step's peak, resident bytes included; ``None`` where that is not known, or not yet."""
+        peak, joint = self.profiler.peak_bytes, self.governor is not None and self.governor.is_joint
+        if peak is None or self.others or joint:
+            return None
+        return self.resident_bytes + self.profiler.tracer.outside_bytes + peak
 
     def discard(self) -> None:
         """End the step, and do not hand its profile on."""
@@ -169,7 +174,7 @@ class ProfiledStep:
         self._on_end(self)
 
     @property
-    def _has_ended(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether a backward of the step has ended, and its profile was not handed on yet."""
         profiler = self.profiler
         return profiler.watch.backwards + profiler.early > 0 and not profiler.ended
@@ -194,7 +199,7 @@ class PlannedStep(StepWatch):
 
     Attributes:
         model: refers weakly to the limited model.
-        others: other limited models that took part in the step after its forward.
+        others: limiters of other models that took part in the step after its forward.
         planned: the plan that the step follows, or ``None``.
         recorder: records the step; ``None`` where it runs as it is.
         governor: holds its budget, or ``None``.
@@ -225,20 +230,15 @@ class PlannedStep(StepWatch):
         # another backward may come when the outputs are gone: the next step closes this one
         several = entry.facts.backwards > 1
         super().__init__(on_end, inputs.members.device, (lambda: None) if several else None)
-        self.entry, self.planned, self.co_limited, self.how, self.given = (
-            entry,
-            planned,
-            co_limited,
-            how,
-            given,
-        )
+        self.entry, self.planned, self.how, self.given = entry, planned, how, given
+        self.co_limited = co_limited
         self.model = weakref.ref(inputs.members.modules[0])
-        self.others: WeakSet[CoLimited] = WeakSet()
+        self.others: WeakSet[Any] = WeakSet()
         self.recorder: Recorder | None = None
         self.governor: Any = None
         self.gathered: set[Any] = set()
         self._make_governor: Callable[[Any, int], Any] | None = governor
-        self._ran = 0
+        self._ran, self._departed = 0, False
         self.told_bytes: int | None = None
         self.first, self._times = planned is not None and planned.history.steps == 0, False
         self.mover: Mover | None = None
@@ -253,6 +253,10 @@ class PlannedStep(StepWatch):
         """
         return self.is_pending() and not (self.co_limited or self.others or self.entry.facts.backward_unseen)
 
+    def is_kept(self) -> bool:
+        """Whether autograd holds some of what it saved."""
+        return self.recorder is not None and self.recorder.core.handles > 0
+
     def discard(self) -> None:
         """End the step."""
         self.close()
@@ -265,9 +269,9 @@ class PlannedStep(StepWatch):
     @property
     def measured_bytes(self) -> int | None:
         """The step's peak so far, resident bytes included; ``None`` where that is not known."""
-        peak = self.peak_bytes
-        if peak is None or self.co_limited or self.others:
-            return None  # the peak is that of all models together
+        peak, joint = self.peak_bytes, self.governor is not None and self.governor.is_joint
+        if peak is None or self.co_limited or self.others or joint:
+            return None  # the peak is that of several steps together
         return self.resident_bytes + peak
 
     @property
@@ -275,7 +279,7 @@ class PlannedStep(StepWatch):
         """Whether the step ran what its plan foresaw, by now."""
         if self.recorder is None:
             return True
-        return self.planned is not None and not self.recorder.core.departed
+        return self.planned is not None and not (self._departed or self.recorder.core.departed)
 
     def run(self, forward: Callable[..., Any]) -> Any:
         """Run the model's own forward.
@@ -286,9 +290,11 @@ class PlannedStep(StepWatch):
         _latest_steps().steps.add(self)
         inputs, self._inputs = self._inputs, None
         assert inputs is not None, "a step runs once"
+        if self.is_measured and self._make_governor is not None:
+            self.governor = self._make_governor(self.live_source(), self.resident_bytes)
+        self._make_governor = None  # it holds the inputs
         if self.how is not How.PASS:
-            self._begin_recording(inputs)
-        del self._make_governor  # which holds the inputs
+            self._begin_recording()
         result = self._run_forward(forward, inputs)
         if self.planned is not None:
             self.planned.history.steps += 1
@@ -296,14 +302,18 @@ class PlannedStep(StepWatch):
 
     def run_another(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
         """Run another forward of the step, whose backward is to come. The governor alone holds one that the
-        plan does not have.
+        plan does not have: from then on the step is recorded.
         """
         self.forward_begins()
+        planned = self.planned
+        if self.recorder is None and not (planned is not None and planned.has_forward(self._ran, inputs.key)):
+            self._begin_recording()
         return self._run_forward(forward, inputs)
 
     def _run_forward(self, forward: Callable[..., Any], inputs: Inputs) -> Any:
         recorder = self.recorder
         if recorder is None:
+            self._ran += 1
             with govern(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
@@ -315,16 +325,13 @@ class PlannedStep(StepWatch):
         self.forward_ends(tensors_returned(result))
         return result
 
-    def _begin_recording(self, inputs: Inputs) -> None:
+    def _begin_recording(self) -> None:
         """Make the recorder of all forwards."""
         planned = self.planned
         if planned is not None:
             self._times = planned.history.times_next
             if self._times:
                 planned.history.timed = self
-        make, self._make_governor = self._make_governor, None  # it holds the inputs
-        if self.is_measured and make is not None:
-            self.governor = make(self.live_source(), self.resident_bytes)
         self.recorder = Recorder(
             tape=Tape(gathered=self.gathered),
             check=self._verify == "always",
@@ -351,18 +358,20 @@ class PlannedStep(StepWatch):
         """Have the next forward follow its part of the plan, if there is one."""
         planned, number = self.planned, self._ran
         self._ran += 1
+        self._departed |= recorder.core.departed
         if planned is not None and planned.has_forward(number, inputs.key):
             another = number > 0 and bool(planned.later_keys)  # of the user's, perhaps a smaller one
             recorder.follow(*planned.programs[number], smaller=self._smaller or another)
         else:
+            self._departed = True
             recorder.follow(None)
 
     def close(self) -> None:
         """Stop measuring memory, and see no more operations."""
         if self.recorder is not None:
             self.recorder.ends()
-        if self.is_measured and self.governor is not None:
-            self.governor.leave()
+        elif self.makes_graph and self.peak_bytes is not None:
+            self._on_end(self)  # backwards through that graph were not seen
         super().close()
 
     def ends_backward(self) -> None:

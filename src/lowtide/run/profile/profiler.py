@@ -192,6 +192,7 @@ class Profiler(Interceptor):
                 if private.may_shard():
                     self.given = tuple(map(digest_of_shown, tensors_inside((args, kwargs))))
                 self.tracer.note_given(tensors_inside((args, kwargs)))
+                self.tracer.governor = self.governor
                 integers, drawn = self.tracer.integers_in((args, kwargs)), random.getstate()
                 if self._forwards is None:
                     stack.enter_context(self._forward())
@@ -564,8 +565,6 @@ class Profiler(Interceptor):
             self._stack.close()
             self.tape.core.forget_unasked()
             self.core.pack_hook = None  # a cycle that the garbage collector does not see
-            if self.governor is not None:
-                self.governor.leave()
 
     def graph(self) -> StepGraph:
         """The step; gradients that it left in the model have their parameters' names."""

@@ -46,9 +46,10 @@ def engine() -> Any:
 
 
 def _where() -> str:
-    """Where user code is now: the module whose forward runs, and the line; empty in backward."""
+    """Where user code is now: the module whose forward runs, and the line; in backward autograd's node."""
     if private.in_backward():
-        return "backward"
+        node = private.node_key()
+        return "backward" if node is None else f"backward ({node[0]})"
     line = calling_line({})
     frame: Any = sys._getframe(1)
     while frame is not None:

@@ -76,7 +76,8 @@ class Recorder(Interceptor):
         self.core = engine().Recorder(
             tape=self.tape.core, governor=governor, pack=weakref.WeakMethod(self.pack), program=None
         )
-        if director is None and not self.check:
+        if director is None:
+            self.core.compares = self.check
             self.cpp = self.core
 
     @property

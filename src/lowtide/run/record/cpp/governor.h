@@ -54,14 +54,14 @@ class Live {
     if (THPDevice_Check(first)) {
       device_ = reinterpret_cast<THPDevice*>(first)->device;
     } else {
-      counter_ = reinterpret_cast<int64_t (*)(int)>(PyLong_AsSize_t(first));
+      counter_ = reinterpret_cast<int64_t (*)()>(PyLong_AsSize_t(first));
     }
   }
 
   bool is_cheap() const { return counter_ != nullptr; }
 
   int64_t operator()() const {
-    if (counter_ != nullptr) return counter_(static_cast<int>(start_));
+    if (counter_ != nullptr) return counter_() - start_;
     if (!device_) {
       py::gil_scoped_acquire gil;
       return PyLong_AsLongLong(asks_().ptr());
@@ -71,7 +71,7 @@ class Live {
   }
 
  private:
-  int64_t (*counter_)(int) = nullptr;  // of a register of the counting allocator
+  int64_t (*counter_)() = nullptr;  // of the counting allocator
   std::optional<c10::Device> device_;
   int64_t start_ = 0;
   py::object asks_;
@@ -269,32 +269,35 @@ class Governor {
         resident_(resident),
         share_(share),
         open_(open),
-        widens_(widens) {
-    // a register of its own: that of the step may be closed while another one shares the governor
-    if (live_.is_cheap() && forms_->meter().open != nullptr) mark_ = forms_->meter().open();
-  }
+        widens_(widens) {}
   Governor(const Governor&) = delete;
-  ~Governor() { close(); }
-  // A step that it held is over: with the last one it stops measuring.
-  void leave() {
-    if (--steps_ == 0) close();
-  }
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
   int64_t room() const { return room_; }
   int64_t wished() const { return wished_; }  // the room as it grows with the share
-  // Another limited model takes part in the step: both have the smaller budget.
+  // Another step begins while this one may be asked for what it saved: both have the smaller budget.
   void join(int64_t limit, int64_t own_bytes) {
     int64_t budget = std::min(room_ + resident_, limit);
     resident_ += own_bytes;
     room_ = budget - resident_;
     share_ = 0;
-    ++steps_;
+    joint_ = true;
+  }
+  bool is_joint() const { return joint_; }
+  // So many bytes were there when the step started, as is found out now.
+  void count(int64_t bytes) {
+    resident_ += bytes;
+    room_ -= bytes;
+    wished_ -= bytes;
+    outside_ += bytes;
+    if (open_ || (excess && !excess->operation.empty())) return;
+    excess.reset();  // it may have been above before this was known
+    note_excess("", outside_, std::max<int64_t>(0, live() - room_), true);
   }
   bool has_widened() const { return widened_; }
   int64_t limit() const { return room_ + resident_; }
   bool is_open() const { return open_; }  // the budget is not known yet
-  int64_t live() const { return mark_ >= 0 ? forms_->meter().live(mark_) : live_(); }
+  int64_t live() const { return live_(); }
   long evicted() const { return gone_; }
   double replayed_seconds = 0;
   std::optional<Excess> excess;  // the largest
@@ -396,10 +399,6 @@ class Governor {
   int64_t plain_bytes() const { return most_; }
 
  private:
-  void close() {
-    if (mark_ >= 0) forms_->meter().close(std::exchange(mark_, -1));
-  }
-
   struct Copy {
     WeakValue value;
     std::weak_ptr<Tape> tape;
@@ -529,10 +528,9 @@ class Governor {
 
   Live live_;
   std::shared_ptr<Forms> forms_;
-  int64_t room_, wished_, resident_, left_ = 0, most_ = 0;
-  int mark_ = -1, steps_ = 1;
+  int64_t room_, wished_, resident_, outside_ = 0, left_ = 0, most_ = 0;
   double share_;
-  bool open_, widens_, widened_ = false;
+  bool open_, widens_, widened_ = false, joint_ = false;
   std::vector<std::weak_ptr<Tape>> tapes_;
   std::vector<Copy> copies_;
   bool cheaper_ = false, nothing_free_ = false;  // what some values take may be less

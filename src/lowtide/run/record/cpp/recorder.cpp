@@ -251,7 +251,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
            "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "widens"_a = true, "resident_bytes"_a = 0,
            "forms"_a)
       .def("join", &Governor::join)
-      .def("leave", &Governor::leave)
+      .def("count", &Governor::count)
+      .def_property_readonly("is_joint", &Governor::is_joint)
       .def_property_readonly("limit_bytes", &Governor::limit)
       .def_property_readonly("has_widened", &Governor::has_widened)
       .def_property_readonly("room_bytes", &Governor::room)
@@ -296,6 +297,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
       .def_property("in_forward", [](Recorder& recorder) { return recorder.in_forward.load(); },
                     [](Recorder& recorder, bool inside) { recorder.in_forward = inside; })
+      .def_readwrite("compares", &Recorder::compares)
       .def("set_program", &Recorder::set_program)
       .def_property_readonly("follows", &Recorder::follows)
       .def_property_readonly("strict", &Recorder::strict)

@@ -84,6 +84,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
  public:
   std::atomic<bool> on{false};
   std::atomic<bool> in_forward{false};
+  bool compares = false;  // what comes back is compared with the original: Python runs all operations
 
   // pack: a weak reference to the method of the recorder in Python. program: of the plan, or null. smaller:
   // the step is smaller than the one that was planned for, so that its plan is a hint.
@@ -141,6 +142,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   virtual bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     bool backward = torch::autograd::get_current_graph_task_id() != -1;
     bool records = backward ? c10::GradMode::is_enabled() && governor() : in_forward.load();
+    if (compares) return false;
     const Fact& fact = facts.of(op);
     first_ = stack->size() - fact.arguments;
     if (!records || fact.ignored) return aside(fact, op, keys, stack);
