@@ -3,9 +3,8 @@
 //
 // What an operation needs is its results and its scratch. It is learnt at the first call of each of its forms
 // (the operation, with arguments of these shapes, strides, types and numbers). Before that call it is guessed
-// from the arguments' shapes, and corrected by what the operation's other forms took. Of an operation that has
-// not run yet, PyTorch's meta kernel says what it makes, and it may copy what it reads. Not so each form: meta
-// kernels are Python's, and take longer than an operation.
+// from the arguments' shapes, and corrected by what its other forms took: PyTorch's meta kernels are Python's,
+// and take longer than the operation. One that has not run in any form may copy what it reads.
 //
 // A value that autograd saves has a copy (Value::cached): most often the program's own storage. Backward asks
 // for the oldest last. So a copy is worth the less the fewer seconds bring it back for each of its bytes, and
@@ -109,7 +108,7 @@ class Forms {  // of one limit: what its operations need
       if (guess > 0 && found != ratios_.end())
         return {static_cast<int64_t>(static_cast<double>(guess) * found->second), -1, guess};
     }
-    return {std::max(guess, made_bytes(op, stack, first)) + read, -1, guess};
+    return {guess + read, -1, guess};
   }
 
   void learn(uint64_t key, const OperatorHandle& op, const Form& form) {
@@ -128,8 +127,6 @@ class Forms {  // of one limit: what its operations need
  private:
   // What it makes, by its arguments' shapes, and how much it reads.
   static std::pair<int64_t, int64_t> guess_bytes(const OperatorHandle& op, const Stack& stack, size_t first);
-
-  static int64_t made_bytes(const OperatorHandle& op, const Stack& stack, size_t first);
 
   static void mix(uint64_t& key, uint64_t value) {
     key = (key ^ value) * 0x9E3779B97F4A7C15ull;
@@ -164,43 +161,6 @@ class Forms {  // of one limit: what its operations need
   std::unordered_map<const c10::FunctionSchema*, double> ratios_;  // of what was needed to what was guessed
   Meter meter_;
 };
-
-// By the operation's meta kernel; 0 where it has none for these arguments, or is somebody's own.
-inline int64_t Forms::made_bytes(const OperatorHandle& op, const Stack& stack, size_t first) {
-  auto on_meta = [](const Tensor& tensor) {
-    return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
-  };
-  if (!op.schema().name().starts_with("aten::")) return 0;
-  Unseen unseen;
-  c10::impl::ExcludeDispatchKeyGuard no_cast{c10::autocast_dispatch_keyset};
-  at::AutoDispatchBelowADInplaceOrView below;
-  try {
-    Stack made(stack.begin() + static_cast<std::ptrdiff_t>(first), stack.end());
-    ska::flat_hash_set<uintptr_t> counted;
-    bool is_meta = false;
-    for (size_t at = 0; at < made.size(); ++at) {
-      IValue& argument = made[at];
-      if (argument.isTensorList() || argument.isOptionalTensorList()) return 0;
-      bool is_tensor = argument.isTensor() && argument.toTensor().defined();
-      bool is_device = op.schema().arguments()[at].name() == "device";
-      is_meta |= is_tensor || is_device;
-      if (is_device) argument = c10::Device(at::kMeta);
-      if (!is_tensor) continue;
-      argument = on_meta(argument.toTensor());
-      counted.insert(storage_key(argument.toTensor()));
-    }
-    if (!is_meta) return 0;  // it would run
-    op.callBoxed(made);
-    int64_t bytes = 0;
-    for (const Tensor& result : flat_results(made, 0)) {
-      if (result.defined() && result.is_meta() && counted.insert(storage_key(result)).second)
-        bytes += static_cast<int64_t>(result.storage().nbytes());
-    }
-    return bytes;
-  } catch (const std::exception&) {
-    return 0;
-  }
-}
 
 // Products by the rule of their shapes, lookups by their indices; all else as if it were element by element.
 inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, const Stack& stack,
