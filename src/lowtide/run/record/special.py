@@ -49,6 +49,21 @@ class Overwrite:
         self.nbytes = tensor.untyped_storage().nbytes()
 
 
+class Unread:
+    """A tensor argument whose content does not matter: running statistics, which training does not read. A
+    replay updates others in their place.
+    """
+
+    __slots__ = ("device", "dtype", "shape")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def made(self) -> torch.Tensor:
+        """A tensor like it."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
 class SparseInput:
     """A sparse argument, kept by reference."""
 
@@ -75,18 +90,18 @@ class SpecialCall:
     """A recorded call that C++ has Python run again (``Node::special`` of ``cpp/tape.h``).
 
     Attributes:
-        func, args, kwargs: the call, with `Input`, `Overwrite` and `SparseInput` in place of tensors.
+        func, args, kwargs: the call, with `Input`, `Overwrite`, `Unread` and `SparseInput` in place of
+            tensors.
         device: where it ran.
         written: what it overwrites.
         positions: of the results on storages of their own, among the flat results.
-        statistics: positions of running statistics; a replay gets clones of them.
         random_state: of an operation that draws random numbers, its generator's state before it ran, from
             which its replay draws; ``None`` of others.
         generator: the generator argument, if one was given.
     """
 
     __slots__ = (
-        "args", "device", "func", "generator", "kwargs", "positions", "random_state", "statistics", "written",
+        "args", "device", "func", "generator", "kwargs", "positions", "random_state", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, device: torch.device) -> None:
@@ -95,7 +110,6 @@ class SpecialCall:
         self.kwargs: dict[str, Any] = {}
         self.written: list[Overwrite] = []
         self.positions: tuple[int, ...] = ()
-        self.statistics: tuple[int, ...] = ()
         self.random_state: Any = None
         self.generator: torch.Generator | None = None
 
@@ -123,8 +137,6 @@ class SpecialCall:
             overwritten[id(one)] = one.geometry.over(base.untyped_storage())
         args = [_argument(item, bases, overwritten) for item in self.args]
         kwargs = {name: _argument(item, bases, overwritten) for name, item in self.kwargs.items()}
-        for position in self.statistics:
-            args[position] = args[position].clone()
         flat = flat_results(run_again(self, args, kwargs))
         return [flat[position] for position in self.positions] + [overwritten[id(w)] for w in self.written]
 
@@ -135,6 +147,8 @@ def _argument(item: Any, bases: list[torch.Tensor], overwritten: dict[int, torch
         return item.geometry.view(bases[item.place])
     if isinstance(item, Overwrite):
         return overwritten[id(item)]
+    if isinstance(item, Unread):
+        return item.made()
     if isinstance(item, SparseInput):
         return item.here()
     return [_argument(part, bases, overwritten) for part in item] if isinstance(item, list) else item

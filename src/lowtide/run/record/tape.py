@@ -15,7 +15,15 @@ import torch
 from lowtide import private
 from lowtide.ops import Call, OpInfo, covers_storage, is_sparse
 from lowtide.run.record.engine import EVICTED, engine
-from lowtide.run.record.special import Input, Overwrite, SparseInput, SpecialCall, copy_of, why_not_reproduced
+from lowtide.run.record.special import (
+    Input,
+    Overwrite,
+    SparseInput,
+    SpecialCall,
+    Unread,
+    copy_of,
+    why_not_reproduced,
+)
 from lowtide.run.tensor_bytes import Geometry, digest, reach
 
 
@@ -126,7 +134,6 @@ class Tape:
             return None
         device = next((t.device for t in (*call.inputs, *call.others)), None)
         special = SpecialCall(call.func, device or torch.device(call.kwargs.get("device") or "cpu"))
-        special.statistics = tuple(call.statistics)
         node = Node(special)
         try:
             special.args = [self._argument(item, call, node) for item in call.args]
@@ -146,7 +153,9 @@ class Tape:
         if call.others and is_sparse(item):
             return SparseInput(item)
         overwrites = id(item) in call.redone
-        if overwrites and id(item) in call.unread:
+        if id(item) in call.unread:
+            if not overwrites:
+                return Unread(item)
             made = Overwrite(None, item, 0)
         else:
             value = self.value_of(item)
