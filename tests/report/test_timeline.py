@@ -39,7 +39,7 @@ def agrees(graph: StepGraph, plan: Plan | None) -> Timeline:
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     sim = Simulator(graph)
-    return sim.simulate(plan.stored, sources_of(sim, plan)).beside(plan.slab_bytes)
+    return sim.simulate(plan.stored, sources_of(sim, plan)).with_resident(plan.slab_bytes)
 
 
 def by_kind(line: Timeline, tick: int) -> dict[str, int]:

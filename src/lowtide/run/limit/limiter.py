@@ -240,7 +240,9 @@ class Limiter:
             inputs = Inputs(self.model, args, kwargs, compiling is not None, self.maker.extensions)
             if (result := self.calls.run_unlimited(self, inputs, compiling)) is not LIMITED:
                 return result
-            _last = self.local.step  # is held until this one has begun, beside which it may be under way
+            last = self.local.step
+            _kept = last if last is not None and last.is_kept() else None  # under way beside the next one
+            del last
             if (step := self._finish_last()) is not None:
                 return self._run_another(step, inputs)
             return self._run_next(self.book.find(inputs.key), inputs)
