@@ -70,7 +70,6 @@ class StepWatch:
         self.makes_graph = False
         self.recording_seconds = 0.0
         self.cores: list[Any] = []
-        self._replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
         self._forwards = 0  # that have ended
         self._awaited: set[weakref.ref[_Mark]] = set()  # of the forwards that a backward can reach
@@ -92,14 +91,14 @@ class StepWatch:
         return self._peak.peak_bytes if self._peak is not None else None
 
     def live_source(self) -> LiveSource:
-        """Where the C++ recorder reads how many bytes are live, above those at the step's start."""
+        """Where the governor reads how many bytes are live, above those at the step's start."""
         assert self._peak is not None
         return self._peak.live_source()
 
     @property
     def replay_seconds(self) -> float:
         """Time that replays and fetches took; meaningless on a GPU."""
-        return self._replay_seconds + sum(map(attrgetter("seconds"), self.cores))
+        return sum(map(attrgetter("seconds"), self.cores))
 
     def ends_backward(self) -> None:
         """A backward through the step has ended, before anybody is told."""
@@ -179,14 +178,6 @@ class StepWatch:
             self._marks.append(self._now())
         # once more: others (FSDP) have queued theirs by then, and tidy up before this one
         private.at_backward_end(partial(private.at_backward_end, self._backward_ends))
-
-    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Call ``unpack`` for backward, and time it."""
-        self.backward_begins()
-        begin = time.perf_counter()
-        found = unpack()
-        self._replay_seconds += time.perf_counter() - begin
-        return found
 
     def _backward_ends(self) -> None:
         self.began = False

@@ -1,10 +1,11 @@
 // Holds a budget while a step runs: before each operation, backward's too, evicts what is cheapest to bring
 // back until the operation fits.
 //
-// What an operation needs is its results and its scratch. It is learnt at the first call of each of its forms
-// (the operation, with arguments of these shapes, strides, types and numbers). Before that call it is guessed
-// from the arguments' shapes, and corrected by what its other forms took: PyTorch's meta kernels are Python's,
-// and take longer than the operation. One that has not run in any form may copy what it reads.
+// What an operation needs is its results and its scratch. It is guessed from the arguments' shapes, and
+// corrected by what its other forms took: PyTorch's meta kernels are Python's, and take longer than the
+// operation. A form is the operation with arguments of these shapes, strides, types and whole numbers. On the
+// CPU the first call of a form is measured, and stands in place of the guess from then on. On a GPU the guess
+// stays. An operation that has not run in any form may copy what it reads.
 //
 // A value that autograd saves has a copy (Value::cached): most often the program's own storage. Backward asks
 // for the oldest last. So a copy is worth the less the fewer seconds bring it back for each of its bytes, and
@@ -233,7 +234,6 @@ class Governor {
   Governor(const Governor&) = delete;
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
-  int64_t room() const { return room_; }
   int64_t wished() const { return wished_; }  // the room as it grows with the share
   // Another step begins while this one may be asked for what it saved: both have the smaller budget.
   void join(int64_t limit, int64_t own_bytes) {
@@ -259,9 +259,8 @@ class Governor {
   bool is_open() const { return open_; }  // the budget is not known yet
   int64_t live() const { return live_(); }
   long evicted() const { return gone_; }
-  double replayed_seconds = 0;
   std::optional<Excess> excess;  // the largest
-  long replayed = 0, ran = 0;    // operations
+  long replayed = 0;             // operations
   long searches = 0;             // for what is cheapest
 
   void follow(const std::shared_ptr<Tape>& tape) { tapes_.push_back(tape); }
@@ -355,8 +354,6 @@ class Governor {
     if (widens_) room_ = room;
     widened_ = true;
   }
-
-  int64_t plain_bytes() const { return most_; }
 
  private:
   struct Copy {

@@ -140,9 +140,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
 
   py::class_<Value, ValuePtr>(m, "Value")
       .def_readonly("nbytes", &Value::nbytes)
-      .def_readonly("readers", &Value::readers)
       .def_readonly("version", &Value::version)
-      .def_readwrite("extent", &Value::extent)
+      .def_readonly("extent", &Value::extent)
       .def_property_readonly("node", [](const Value& value) { return value.node; })
       .def_property("digest",
                     [](const Value& value) -> py::object {
@@ -152,10 +151,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                       value.has_digest = digest.has_value();
                       value.digest = digest.value_or(0);
                     })
-      .def_property("held", [](const Value& value) { return or_none(value.held); },
-                    [](Value& value, const Tensor& held) { value.held = held; })
-      .def_property("cached", [](const Value& value) { return or_none(value.cached); },
-                    [](Value& value, const Tensor& copy) { keep_cached(value, copy); })
+      .def_property_readonly("held", [](const Value& value) { return or_none(value.held); })
+      .def_property_readonly("cached", [](const Value& value) { return or_none(value.cached); })
       .def_property("emptied", [](const Value& value) { return or_none(value.emptied); },
                     [](Value& value, std::optional<Tensor> print) { value.emptied = print.value_or(Tensor()); })
       .def_property("stream",
@@ -164,16 +161,12 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                     },
                     [](Value& value, std::optional<c10::Stream> stream) { value.stream = stream; })
       .def_property_readonly("is_source", &Value::is_source)
-      .def_property_readonly("is_shown", [](const Value& value) { return value.shown.defined(); })
-      .def_property_readonly("counted_version",
-                             [](const Value& value) { return version_now(value); });
+      .def_property_readonly("is_shown", [](const Value& value) { return value.shown.defined(); });
   py::class_<Node, NodePtr>(m, "Node")
       .def_readwrite("exact", &Node::exact)
       .def_readwrite("moved", &Node::moved)
       .def_readwrite("order", &Node::order)
-      .def_readwrite("seconds", &Node::seconds)
       .def_readwrite("collective", &Node::collective)
-      .def_property_readonly("waits", [](const Node& node) { return node.waits; })
       .def_property_readonly("special",
                              [](const Node& node) { return node.special ? node.special : py::none(); })
       .def_property_readonly("name", [](const Node& node) -> std::string {
@@ -189,20 +182,13 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       });
   py::class_<Tape, std::shared_ptr<Tape>>(m, "Tape")
       .def(py::init<bool>(), "verify"_a = false)
-      .def_readonly("verify", &Tape::verify)
-      .def_readwrite("order", &Tape::order)
       .def_readwrite("unit", &Tape::unit)
       .def_readwrite("run", &Tape::run)
       .def_readwrite("natural", &Tape::natural)
       .def_property("single_rank", [](const Tape& tape) { return tape.ledger->single_rank; },
                     [](Tape& tape, bool single) { tape.ledger->single_rank = single; })
-      .def_property_readonly("missing_bytes", [](const Tape& tape) { return tape.ledger->missing_bytes; })
       .def("gather", [](Tape& tape, uintptr_t key) { tape.gathered[key] = true; })
       .def("is_gathered", [](const Tape& tape, uintptr_t key) { return tape.gathered.count(key) != 0; })
-      .def("shown", [](Tape& tape, uintptr_t key) -> ValuePtr {
-        Value* value = tape.shown(key);
-        return value == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(value);
-      })
       .def("replayable", [](Tape& tape, uintptr_t key) -> ValuePtr {
         Value* value = tape.replayable(key);
         return value == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(value);
@@ -221,7 +207,6 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("note_blank", &Tape::note_blank)
       .def("is_blank", &Tape::is_blank)
       .def_property_readonly("any_blank", [](Tape& tape) { return tape.any_blank(); })
-      .def("not_blank", [](Tape& tape, uintptr_t key) { tape.fill(key); })
       .def("forget", &Tape::forget)
       .def("forget_all", &Tape::forget_all)
       .def("forget_unasked", &Tape::forget_unasked)
@@ -242,7 +227,6 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("pin", &start_from, "node"_a, "tensors"_a, "governor"_a)
       .def("boundary", &Tape::boundary)
       .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a)
-      .def("evict", [](Tape& tape, Value& value) { return tape.evict(value); })
       .def("watch", [](const std::shared_ptr<Tape>& tape) { watched.add(tape); });
 
   py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms").def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
@@ -255,17 +239,13 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("is_joint", &Governor::is_joint)
       .def_property_readonly("limit_bytes", &Governor::limit)
       .def_property_readonly("has_widened", &Governor::has_widened)
-      .def_property_readonly("room_bytes", &Governor::room)
       .def_property_readonly("wished_bytes", &Governor::wished)
       .def_property_readonly("is_open", &Governor::is_open)
-      .def_property_readonly("live_bytes", &Governor::live)
-      .def_property_readonly("plain_bytes", &Governor::plain_bytes)
       .def_property_readonly("evicted", &Governor::evicted)
       .def_readonly("replayed", &Governor::replayed)
       .def_readonly("searches", &Governor::searches)
       .def("want", py::overload_cast<int64_t>(&Governor::want))
       .def("relieve", &Governor::relieve)
-      .def("list", &Governor::list)
       .def_property_readonly("excess", [](const Governor& governor) -> py::object {
         if (!governor.excess) return py::none();
         auto& one = *governor.excess;
@@ -286,13 +266,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def(py::init<>())
       .def("add", &Program::add, "name"_a, "overload"_a, "replayed"_a, "python"_a, "stored"_a);
   py::class_<Recorder, std::shared_ptr<Recorder>>(m, "Recorder")
-      .def(py::init([](std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor, py::object pack,
-                       std::shared_ptr<Program> program, bool smaller) {
-             auto made = std::make_shared<Recorder>(std::move(tape), std::move(governor), std::move(pack),
-                                                    std::move(program), smaller);
-             made->step()->recorder = made;
-             return made;
-           }),
+      .def(py::init<std::shared_ptr<Tape>, std::shared_ptr<Governor>, py::object, std::shared_ptr<Program>,
+                    bool>(),
            py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "program"_a, "smaller"_a = false)
       .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
       .def_property("in_forward", [](Recorder& recorder) { return recorder.in_forward.load(); },
@@ -327,10 +302,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                        const std::vector<uintptr_t>& meter, Py_ssize_t runs) {
              ProfilerCalls profiler{register_storage, end_storage,      note_node,    note_meeting, note_others,
                                     note_overwritten, keep_overwritten, note_finding, digest};
-             auto made = std::make_shared<ProfileRecorder>(tape, governor, pack, tracer, begun, written, profiler,
-                                                           few_digest, meter, runs);
-             made->step()->recorder = std::static_pointer_cast<Recorder>(made);
-             return made;
+             return std::make_shared<ProfileRecorder>(tape, governor, pack, tracer, begun, written, profiler,
+                                                      few_digest, meter, runs);
            }),
            py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "tracer"_a, "begun"_a, "written"_a,
            "register_storage"_a, "end_storage"_a, "note_node"_a, "note_meeting"_a, "note_others"_a,
@@ -361,7 +334,6 @@ PYBIND11_MODULE(lowtide_recorder, m) {
     watched.each([](Tape&) {});
     return watched.any.load();
   });
-  m.def("is_kept", [](py::handle handle) { return Boxed<SavedKept>::in(handle) != nullptr; });
   m.def("value_of_handle", [](py::handle handle) -> ValuePtr {
     SavedEvicted* evicted = Boxed<SavedEvicted>::in(handle);
     return evicted == nullptr ? ValuePtr() : evicted->value();
@@ -376,11 +348,6 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   m.def("is_handle", [](py::handle handle) { return Boxed<SavedEvicted>::in(handle) != nullptr; });
   m.def("kept", [](const Tensor& tensor) {
     return Boxed<SavedKept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
-  });
-  m.def("bring_back", [](const ValuePtr& value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor) {
-    Unseen unseen;
-    Tensor found = value->shown.defined() ? value->shown : here(value);
-    return found.defined() ? found : Replay(value, std::move(tape), std::move(governor)).run();
   });
   m.def("aliased", [](const Tensor& tensor) {
     Tensor made = aliased(tensor);

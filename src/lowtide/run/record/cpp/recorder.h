@@ -1,7 +1,8 @@
-// The recorder of one step: each operation that replays plainly gets a node on the tape, whatever the plan; the
-// plan says what goes when autograd saves it, the governor what goes when memory is short. What is not plain
-// (random numbers, collectives, writes to what the tape does not know) is left to lowtide.run.record.recorder,
-// on the same tape.
+// The recorder of one step. Under a governor each operation of a forward that replays plainly gets a node on
+// the tape, whatever the plan. Without a governor, and while the step follows a plan, only those get one that
+// the plan runs again (`pass` runs the others). The plan says what goes when autograd saves it, the governor
+// what goes when memory is short. What is not plain (random numbers, collectives, writes to what the tape
+// does not know) is left to lowtide.run.record.recorder, on the same tape.
 #pragma once
 
 #include <torch/csrc/Storage.h>
@@ -338,8 +339,8 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     node->call.emplace(RecordedCall{op});
     if (!describe(*node, *stack)) return false;
     ValuePtr old = target == nullptr ? ValuePtr() : ValuePtr::reclaim_copy(tape().shown(target->key));
-    bool strict = !governor() || (known != nullptr && known->replayed && !smaller_);
-    if (strict) pin(*node);  // before the call takes its arguments off the stack
+    bool pins = !governor() || (known != nullptr && known->replayed && !smaller_);
+    if (pins) pin(*node);  // before the call takes its arguments off the stack
     if (target != nullptr) tape().before_update(*old, *target->tensor);
     node->seconds = run_recorded(op, keys, stack, target);
     Tensors results = flat_results(*stack, first_);

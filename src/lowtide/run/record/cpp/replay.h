@@ -15,7 +15,6 @@ struct Replaying {  // as lowtide.private.replaying
 // One replay: the nodes that it runs, and the values that they read and write.
 class Replay {
  public:
-  // natural: copies lie in storages of their own. stays: what comes back stays while anybody may ask again.
   Replay(ValuePtr value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor)
       : value_(std::move(value)), tape_(std::move(tape)), governor_(std::move(governor)) {}
 

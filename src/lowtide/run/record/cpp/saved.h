@@ -7,10 +7,7 @@
 
 namespace lowtide {
 
-class Recorder;
-
 struct Step {  // what the handles of one step share
-  std::weak_ptr<Recorder> recorder;
   std::shared_ptr<Tape> tape;
   std::shared_ptr<Governor> governor;
   py::object on_unpack;  // called when another backward asks for a tensor first, if it is set

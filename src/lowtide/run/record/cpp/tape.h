@@ -1,11 +1,13 @@
 // The tape of one step: values, the operations that wrote them (nodes), and which value a storage shows.
 //
 // A value is one version of one storage. Where an operation of the tape wrote it, it has a node; else it is a
-// source: the program made it, and the tape refers to it weakly, with its version. Autograd's handles hold
-// values, a value its node, a node the values that it reads. So what nobody can ask for is freed.
+// source: the program made it, and the tape refers to it weakly, with its version. A source of few bytes
+// (`FEW_BYTES`) is held from the first. Autograd's handles hold values, a value its node, a node the values
+// that it reads. So what nobody can ask for is freed.
 //
 // `evict` gives up a value's copy. From then on the nodes that bring the value back are pinned: they count
-// among the readers of what they read, and the sources are held. All of it runs under the interpreter's lock.
+// among the readers of what they read, and the sources are held. All of it runs under the interpreter's lock,
+// but for `Ledger::missing_bytes`, which `Governor::widen` reads without it.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -310,8 +312,6 @@ class Tape {
     }
     return false;
   }
-
-  void fill(uintptr_t key) { blank_.erase(key); }
 
   void note_blank(const Tensor& tensor) {
     blank_.insert_or_assign(storage_key(tensor), weak_storage(tensor));
