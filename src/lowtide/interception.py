@@ -1,12 +1,13 @@
-"""Stand between autograd and the kernels: every operation of a thread passes through Python, and ATen does
+"""Stand between autograd and the kernels: every operation of a thread comes to an interceptor, and ATen does
 not know.
 
 A `TorchDispatchMode` changes what it watches: ATen asks whether one is active and then takes other ways
 (losses mask out of place, backward makes second gradients, gradients that meet are added out of place). Here
 a kernel of our own stands at a dispatch key that PyTorch keeps for uses outside it (``Fake``), below autograd
 and above the devices. The key is let in for a thread while an `Interceptor` is active on it, so that
-everything else of PyTorch runs as it does in a plain step. Views have no kernel there and pass without
-Python; tensor subclasses come apart above it.
+everything else of PyTorch runs as it does in a plain step. Views have no kernel there and pass by; tensor
+subclasses come apart above it. The kernel is C++ (``run/record/cpp/recorder.cpp``): the recorder that is on
+takes what it can, and what it leaves goes on to Python's kernels (`_Kernel`), at a key of their own.
 
 A second key, above autograd, is for the tapes of steps whose forward is over. Between forward and backward,
 and in backward, any code may write to a tensor that a replay starts from: in place, or through ``.data``,
@@ -50,7 +51,7 @@ class Interceptor:
         raise NotImplementedError
 
     @property
-    def governs(self) -> bool:
+    def decides(self) -> bool:
         """Whether this interceptor decides now what autograd keeps of this thread's operations."""
         return False
 
@@ -117,7 +118,7 @@ class _Thread:
 
     def __init__(self) -> None:
         self.active: list[Interceptor] = []
-        self.cpp: Any = None  # takes part as long as its interceptor is the only one
+        self.cpp: Any = None  # the C++ recorder that is on (`choose`), or none
 
     def choose(self) -> None:
         """Turn on the C++ recorder of the innermost interceptor, and the one that was on off. Where others
@@ -127,7 +128,7 @@ class _Thread:
             self.cpp.on = False
         self.cpp = self.active[-1].cpp if self.active else None
         for other in self.active[:-1]:
-            if other.governs or other.cpp is None:
+            if other.decides or other.cpp is None:
                 self.cpp = None
         if self.cpp is not None:
             self.cpp.on = True
@@ -267,7 +268,7 @@ def without_modes() -> Iterator[None]:
 
 
 class _Kernel:
-    """The kernel at the key for one overload."""
+    """Python's kernel for one overload, at the key of such kernels (`_PYTHON_KEY`)."""
 
     __slots__ = ("func", "name")
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide import private
-from lowtide.run.limit.calls import PlainCall, govern, is_governed, why_plain
+from lowtide.run.limit.calls import PlainCall, another_decides, deciding, why_plain
 from lowtide.run.limit.key import Inputs
 
 Ask = Callable[..., None]
@@ -39,7 +39,7 @@ def _within(context: Any, model: Callable[[], nn.Module] = _net, grad: bool = Fa
 
 def _both() -> Any:
     stack = ExitStack()
-    stack.enter_context(govern())
+    stack.enter_context(deciding())
     stack.enter_context(lowtide.checkpointing())
     return stack
 
@@ -94,7 +94,7 @@ CASES: list[tuple[str, Callable[[Ask], None], PlainCall | None, str]] = [
     ("without gradients", _within(torch.no_grad), NOTHING, ""),
     ("for inference", _within(torch.inference_mode), NOTHING, ""),
     ("traced for an export", _traced, NOTHING, ""),
-    ("in a limited model that runs as it is", _within(govern), PlainCall(), ""),
+    ("in a limited model that runs as it is", _within(deciding), PlainCall(), ""),
     ("in a scope", _within(lowtide.checkpointing), PlainCall(), "runs inside lowtide.checkpoint"),
     ("in a scope of such a model", _within(_both), PlainCall(), ""),
     ("in a backward", _in_a_backward, PlainCall(in_backward=True), "within a backward"),
@@ -122,8 +122,8 @@ def test_why_a_call_runs_as_it_is(
     assert words in reason and bool(reason) == bool(words)
 
 
-def test_what_governs_ends_with_its_block() -> None:
-    with pytest.raises(KeyError), govern(), govern():
-        assert is_governed()
+def test_what_decides_ends_with_its_block() -> None:
+    with pytest.raises(KeyError), deciding(), deciding():
+        assert another_decides()
         raise KeyError
-    assert not is_governed()
+    assert not another_decides()

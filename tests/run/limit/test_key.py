@@ -28,7 +28,7 @@ def test_a_plan_serves_steps_that_are_smaller_in_some_dimensions_and_larger_in_n
     assert key((8, 4), (6, 2)).fits_in(large) and large.fits_in(large)
     for other in (key((9, 4), (6, 2)), key((8, 4)), key((8, 4, 1), (8, 2)), key((4, 4), (4, 2), flag=True)):
         assert not other.fits_in(large) and not large.fits_in(other)
-    assert key((9, 4), (6, 2)).differs_in_size(large) and not key((8, 4)).differs_in_size(large)
+    assert key((9, 4), (6, 2)).is_alike_but_for_size(large) and not key((8, 4)).is_alike_but_for_size(large)
     assert large.elements() == 8 * 4 + 8 * 2
 
 
@@ -61,7 +61,7 @@ def test_nested_tensors_of_other_lengths_are_steps_of_other_sizes() -> None:
         large = of([8, 4], layout)
         assert of([8, 4], layout) == large != of([6, 4], layout) and of([6, 4], layout).fits_in(large)
         assert not of([9, 4], layout).fits_in(large)
-    assert not of([6, 4], torch.jagged).differs_in_size(of([6, 4], torch.strided))
+    assert not of([6, 4], torch.jagged).is_alike_but_for_size(of([6, 4], torch.strided))
 
 
 def test_a_model_that_is_cast_between_steps_is_another_kind_of_step() -> None:

@@ -9,7 +9,7 @@ import pytest
 from compare import check
 
 PATTERNS = {**patterns_loops.PATTERNS, **patterns_gradients.PATTERNS, **patterns_modules.PATTERNS}
-UNPLANNED = {"inference only", "nested limits"}  # nothing is trained; the outer limit governs the inner
+UNPLANNED = {"inference only", "nested limits"}  # nothing is trained; the outer limit decides for the inner
 
 
 @pytest.mark.parametrize("name", PATTERNS)

@@ -120,7 +120,7 @@ class ScopeRecorder(Recorder):
     """
 
     tape: ScopeTape
-    why_governed = IN_SCOPE
+    why_decides = IN_SCOPE
     """the warning of a limited model whose steps run within the scope (`lowtide.run.limit.calls`)"""
 
     def __init__(self, director: ScopeDirector, verify: Verify, place: int) -> None:

@@ -3,7 +3,7 @@
 In: what a call begins with (`Inputs`). Out: what the model returns, or `LIMITED` (`Calls.run_unlimited`). A
 call that is no limited step runs as it is (`why_plain` says which, with the warning), or is compiled where
 `torch.compile` is around it (`Limiter.run_compiled`). Calls of limited models within another one are none
-(`govern`). `Engagement` waits for the first limited step, and warns where it never comes.
+(`deciding`). `Engagement` waits for the first limited step, and warns where it never comes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Calls:
         """Whether nothing around this model decides what its step keeps, and all its parameters are
         initialized.
         """
-        if is_governed() or torch.compiler.is_exporting():  # pyright: ignore
+        if another_decides() or torch.compiler.is_exporting():  # pyright: ignore
             return False
         if limiter.compiled_handle is None:
             if any(map(torch.nn.parameter.is_lazy, limiter.model.parameters())):
@@ -233,8 +233,8 @@ def why_plain(inputs: Inputs) -> PlainCall | None:
     """Why a call is no limited step; ``None`` for one that is."""
     if saves_nothing():
         return PlainCall(engages=False, saves_nothing=True)
-    if is_governed():
-        return PlainCall(why_governed())
+    if another_decides():
+        return PlainCall(why_another_decides())
     if private.in_backward():
         return PlainCall("" if private.torch_checkpoint() is not None else _IN_BACKWARD, in_backward=True)
     if private.is_transformed():
@@ -259,21 +259,21 @@ def saves_nothing() -> bool:
 # ---- limited models within others, and within scopes ----------------------------------------------
 
 
-class _Governing(threading.local):
+class _Deciding(threading.local):
     """How many limited models run on this thread as they are, since their plans change nothing."""
 
     depth = 0
 
 
-_governing = cache(_Governing)
+_of_thread = cache(_Deciding)
 
 
 @contextmanager
-def govern() -> Iterator[None]:
+def deciding() -> Iterator[None]:
     """Within the block a limited model runs unrecorded, as its plan changes nothing. Limited models inside it
     run unrecorded, too: its plan is theirs.
     """
-    here = _governing()
+    here = _of_thread()
     here.depth += 1
     try:
         yield
@@ -281,12 +281,12 @@ def govern() -> Iterator[None]:
         here.depth -= 1
 
 
-def is_governed() -> bool:
+def another_decides() -> bool:
     """Whether a limited model around this one, or a scope, decides what is kept."""
-    return _governing().depth > 0 or any(map(attrgetter("governs"), interceptors()))
+    return _of_thread().depth > 0 or any(map(attrgetter("decides"), interceptors()))
 
 
-def why_governed() -> str:
+def why_another_decides() -> str:
     """The warning of a step for which something else decides; empty where nobody would be surprised."""
-    said = [getattr(one, "why_governed", "") for one in interceptors() if one.governs]
-    return said[-1] if said and all(said) and not _governing().depth else ""
+    said = [getattr(one, "why_decides", "") for one in interceptors() if one.decides]
+    return said[-1] if said and all(said) and not _of_thread().depth else ""

@@ -1,7 +1,7 @@
 """What a step begins with, and its cache key: steps with equal keys share a plan.
 
 In: a model and a call's arguments (`Inputs`). Out: the model's parts as they are now (`Members`), and the key
-(`StepKey`), which users know as the kind of a step.
+(`StepKey`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class StepKey(NamedTuple):
 
     def fits_in(self, other: StepKey) -> bool:
         """Whether this is the key of the same step as ``other``, only smaller in some dimensions."""
-        if not self.differs_in_size(other):
+        if not self.is_alike_but_for_size(other):
             return False
         return all(
             len(own) == len(theirs) and all(a <= b for a, b in zip(own, theirs, strict=True))
             for own, theirs in zip(self.shapes, other.shapes, strict=True)
         )
 
-    def differs_in_size(self, other: StepKey) -> bool:
+    def is_alike_but_for_size(self, other: StepKey) -> bool:
         """Whether the two keys are equal but for the sizes of the inputs."""
         return self[1:] == other[1:]
 
@@ -151,7 +151,7 @@ class Members:
         )
 
     def resident_bytes(self, more: Iterable[Any] = ()) -> int:
-        """Bytes of the parameters, buffers and gradients, and of the tensors ``beside`` them."""
+        """Bytes of the parameters, buffers and gradients, and of the tensors ``more``."""
         nbytes, others = engine().resident_bytes((*self.parameters, *self.buffers, *more), self.device)
         return nbytes + sum(s.nbytes() for s in storages(others)) if others else nbytes
 

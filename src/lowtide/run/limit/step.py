@@ -25,7 +25,7 @@ import torch
 
 from lowtide.budget import Asked
 from lowtide.run.forwards import Forwards, left_alone
-from lowtide.run.limit.calls import govern
+from lowtide.run.limit.calls import deciding
 from lowtide.run.limit.entry import Entry, How
 from lowtide.run.limit.key import Inputs, StepKey
 from lowtide.run.profile.profiler import Profiler
@@ -59,7 +59,7 @@ def steps_under_way(model: torch.nn.Module) -> list[ProfiledStep | PlannedStep]:
 
 
 class ProfiledStep:
-    """A step that is run in little memory and written down.
+    """A step that is written down, while a governor holds its budget.
 
     Args:
         entry: of the step.
@@ -314,7 +314,7 @@ class PlannedStep(StepWatch):
         recorder = self.recorder
         if recorder is None:
             self._ran += 1
-            with govern(), unseen_by_checkpoint():
+            with deciding(), unseen_by_checkpoint():
                 result = forward(*inputs.args, **inputs.kwargs)
         else:
             if not recorder.is_active:

@@ -1,4 +1,4 @@
-"""Profile one step: run it for real, in little memory, and record its `StepGraph`.
+"""Profile one step: run it for real, and record its `StepGraph`.
 
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same
@@ -290,7 +290,7 @@ class Profiler(Interceptor):
         self.tape.unit_begins(unit)
 
     @property
-    def governs(self) -> bool:
+    def decides(self) -> bool:
         """While the forward runs."""
         return self.tracer.in_forward and not self.tracer.closed
 

@@ -88,7 +88,7 @@ class Recorder(Interceptor):
         return self._checks or self.tape.verify
 
     @property
-    def governs(self) -> bool:
+    def decides(self) -> bool:
         """While a forward of it runs."""
         return self.core.in_forward
 

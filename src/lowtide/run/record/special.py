@@ -237,46 +237,46 @@ def run_first(special: SpecialCall | None, run: Runner, call: Call) -> Any:
     return run(call.func, call.args, call.kwargs)
 
 
-def _draw(node: SpecialCall, run: Runner, call: Call) -> Any:
+def _draw(special: SpecialCall, run: Runner, call: Call) -> Any:
     """Run a random operation in the forward, and record the state that it draws from.
 
     Args:
-        node: the operation as it is recorded.
+        special: the operation as it is recorded.
         run: runs an operation.
         call: the call; one that only fills a tensor may run a second time.
     """
     args, kwargs = call.args, call.kwargs
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
-    node.generator = given[0] if given else None
-    node.random_state = generator_state(node.device, node.generator)
-    func, position = with_generator(node.func)
-    if func is None or node.device.type != "cpu":
-        return run(node.func, args, kwargs)
-    own, shared = _OWN.generator, node.generator or torch.default_generator
-    set_generator_state(node.device, own, node.random_state)
+    special.generator = given[0] if given else None
+    special.random_state = generator_state(special.device, special.generator)
+    func, position = with_generator(special.func)
+    if func is None or special.device.type != "cpu":
+        return run(special.func, args, kwargs)
+    own, shared = _OWN.generator, special.generator or torch.default_generator
+    set_generator_state(special.device, own, special.random_state)
     args, kwargs = _with(own, position, args, kwargs)
     result = run(func, args, kwargs)
-    if not _advance(shared, node.random_state, own.get_state()) and call.info.fills:
+    if not _advance(shared, special.random_state, own.get_state()) and call.info.fills:
         own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
-        node.random_state = generator_state(node.device, own)
+        special.random_state = generator_state(special.device, own)
         result = run(func, args, kwargs)
     return result
 
 
-def _draw_again(node: SpecialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _draw_again(special: SpecialCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation again from its recorded state; the shared generator is left unchanged."""
-    assert node.random_state is not None
-    func, position = with_generator(node.func)
-    if func is not None and node.device.type == "cpu":
-        set_generator_state(node.device, _OWN.generator, node.random_state)
+    assert special.random_state is not None
+    func, position = with_generator(special.func)
+    if func is not None and special.device.type == "cpu":
+        set_generator_state(special.device, _OWN.generator, special.random_state)
         args, kwargs = _with(_OWN.generator, position, args, kwargs)
         return func(*args, **kwargs)
-    before = generator_state(node.device, node.generator)
-    set_generator_state(node.device, node.generator, node.random_state)
+    before = generator_state(special.device, special.generator)
+    set_generator_state(special.device, special.generator, special.random_state)
     try:
-        return node.func(*args, **kwargs)
+        return special.func(*args, **kwargs)
     finally:
-        set_generator_state(node.device, node.generator, before)
+        set_generator_state(special.device, special.generator, before)
 
 
 Verify = Literal["first", "always", "never"]
@@ -296,7 +296,7 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_reproduced(
-    node: SpecialCall,
+    special: SpecialCall,
     call: Call,
     flat: list[Any],
     before: list[tuple[torch.Tensor, torch.Tensor]],
@@ -305,7 +305,7 @@ def why_not_reproduced(
     """Why a second run of an operation differs from the first, or an empty text.
 
     Args:
-        node: the recorded operation.
+        special: the recorded operation.
         call: the first run.
         flat: its results.
         before: each tensor that it overwrote, with a copy from before.
@@ -317,7 +317,7 @@ def why_not_reproduced(
             copies = {id(tensor): copy for tensor, copy in before}
             args, kwargs = private.tree_map_only(torch.Tensor, lambda t: copies.get(id(t), t), (args, kwargs))
         with private.replaying():
-            again = flat_results(around(lambda: run_again(node, args, kwargs)))
+            again = flat_results(around(lambda: run_again(special, args, kwargs)))
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
     results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in call.loose]

@@ -215,7 +215,8 @@ class Tape:
         """Whether a second run of an operation gives the bytes of the first.
 
         Args:
-            node, call, flat, before, around: as of `lowtide.run.record.special.why_not_reproduced`.
+            node: of the operation.
+            call, flat, before, around: as of `lowtide.run.record.special.why_not_reproduced`.
         """
         reason = why_not_reproduced(node.special, call, flat, before, around)
         if reason:
