@@ -5,8 +5,8 @@ storages, values (one version of one storage: what an operation wrote), saved te
 from forward to backward) and one ordered list of events. Nothing here holds a tensor, imports torch or does
 I/O, so a graph can be saved, compared and planned on anywhere.
 
-The trace is taken with every droppable saved tensor *evicted* at once, so the events show each storage's
-natural life: how long user code itself needs it. What autograd would add is known from the ``pack`` and
+The events leave out what autograd holds: they show each storage's natural life, which is how long user code
+itself needs it. What autograd would add is known from the ``pack`` and
 ``release`` events, and `lowtide.plan.simulate` puts the two together for any set of decisions.
 """
 

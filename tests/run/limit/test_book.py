@@ -68,7 +68,7 @@ def test_a_step_that_may_run_other_operations_is_recorded_though_it_fits() -> No
     assert hows == [How.LISTEN, How.FOLLOW]
 
 
-def test_what_no_plan_foresees_is_listened_to_in_its_second_fourth_and_eighth_step() -> None:
+def test_after_the_first_third_and_seventh_step_that_no_plan_foresees_the_next_is_listened_to() -> None:
     """The plan in force is that of the step that was written down last, and foresees those with as many
     layers. A step that is written down is none that no plan foresees.
     """

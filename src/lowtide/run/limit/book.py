@@ -1,4 +1,4 @@
-"""The plans of a limited model: a `PlanBook` of entries, one for each kind of step.
+"""The plans of a limited model: a `PlanBook` of entries, one for each key of a step.
 
 In: the key of a step that begins; a step that was written down; a step that has ended. Out: the step's
 entry, and how the step runs (`How`). Plans are made between steps, before a key's next forward at the latest.
@@ -27,12 +27,12 @@ from lowtide.run.transforms import checkpoint_bytes
 MOST_ENTRIES = 24  # are remembered
 _MOST_PLANS = 4  # of steps that are alike but for sizes and what they run
 _ROOMY = 0.9  # a step that takes no more of the budget runs as it is
-_LISTENED = (2, 4, 8)
-"""Which of the steps are written down, too, that no plan foresaw: the second, the fourth and the eighth."""
+_LISTENED_AFTER = (1, 3, 7)
+"""After so many steps of a kind that no plan foresaw, and that were not written down, the next one is."""
 
 
 class PlanBook:
-    """The plans of one model, by kind of step.
+    """The plans of one model, by the key of a step.
 
     Args:
         maker: makes the plans.
@@ -286,7 +286,7 @@ class PlanBook:
             kind, was_foreseen = entry.kind, foreseen and not (above and not recorded)
             if not was_foreseen and not again:
                 kind.governed += 1
-                kind.listens |= kind.governed + 1 in _LISTENED and kind.plans < _MOST_PLANS
+                kind.listens |= kind.governed in _LISTENED_AFTER and kind.plans < _MOST_PLANS
             needs = above or (limit is None and not was_foreseen)
             if needs and took_bytes is not None and self.maker.asked.word == "min":
                 self.maker.raise_to(took_bytes)

@@ -176,7 +176,8 @@ class Kind:
     Attributes:
         governed: how many of them no plan foresaw: they were larger, or ran other operations.
         plans: how many plans were made of them.
-        listens: the next of them that no plan foresees is written down.
+        listens: the next of them is written down, whether a plan foresees it or not. One that has a plan is
+            not written down aside (`How.ASIDE`).
         recorded: they are recorded though they fit as they are: one took more than the budget, or would, or a
             backward of one made a graph, of which no plan evicts anything.
     """

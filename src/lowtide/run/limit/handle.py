@@ -263,7 +263,9 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def plans(self) -> dict[StepKey, Plan]:
-        """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
+        """The plans so far, by the key of a step. A plan serves smaller steps, too, whose keys are alike but
+        for size.
+        """
         known = list(self._limiter.book.known.items())  # a thread that trains may begin a step meanwhile
         return {key: entry.planned.calibrated() for key, entry in known if entry.planned is not None}
 

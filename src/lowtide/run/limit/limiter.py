@@ -72,8 +72,8 @@ class _Local(threading.local):
 
 
 class Limiter:
-    """Replaces ``model.forward``: profiles the first step with each cache key, and runs later ones under its
-    plan.
+    """Replaces ``model.forward``. The book says how each step runs: profiled, under its plan, under the
+    governor alone, or as it is.
 
     Args:
         model, loss_fn, verify: as of `limit_memory`.
@@ -397,11 +397,12 @@ class Limiter:
         return forms(model_device(self.model).type)
 
     def _governor(self, entry: Entry, inputs: Inputs, live: Any, resident_bytes: int) -> Any:
-        """What holds the budget of a step; ``None`` without a budget.
+        """What holds the budget of a step. ``None`` without a budget, once there is a plan; and where a share
+        of 1 or more is not known in bytes yet.
 
-        Before the first step of a share or of "min" was seen, a step has a share of what a plain one would
-        have had so far. Steps that are under way on this thread at the same time have one governor, and the
-        smallest of their budgets.
+        Before the budget is known in bytes, a step has a share of what a plain one would have had so far: the
+        one asked for, or `_LEAST_SHARE` under "min" and without a budget. Steps that are under way on this
+        thread at the same time have one governor, and the smallest of their budgets.
 
         Args:
             entry, inputs: of the step.

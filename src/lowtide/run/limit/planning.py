@@ -1,7 +1,8 @@
 """From an entry to its plan: the profiled step is transformed, and a plan is chosen within the budget.
 
-In: an entry whose step graph is known. Out: its `Planned`, or the refusal. Read `PlanMaker.make` first, and
-`_choose`, which is the path: transform, settle what the step may take (`Demand`), choose.
+In: an entry whose step graph is known. Out: the step as it is planned for, and its `Plan`; or the refusal.
+The book makes a `Planned` of the two. Read `PlanMaker.make` first, and `_choose`, which is the path:
+transform, settle what the step may take (`Demand`), choose.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ def _bytes_left(seen: Peak) -> int:
 
 
 def _form(item: Any) -> Any:
-    """What an argument adds to an operation's cost."""
+    """What an argument adds to the key of an operation's form."""
     if isinstance(item, torch.Tensor):
         if item.layout is torch.strided and not item.is_nested:
             return (item.shape, item.dtype, item.stride())

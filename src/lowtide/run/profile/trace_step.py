@@ -1,5 +1,5 @@
-"""`trace`: a callable that ends in a loss -> the StepGraph of one step of it, run for real in little memory,
-or on fake tensors.
+"""`trace`: a callable that ends in a loss -> the StepGraph of one step of it, run for real or on fake
+tensors.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def trace(
 ) -> StepGraph:
     """Record one step of a callable that ends in a loss.
 
-    The step runs once for real, in less memory than the plain step takes. Gradients, buffers,
-    module attributes and random state stay as they are. Backward is run for the callable unless it runs it
-    itself.
+    The step runs once for real. On a CPU it takes less memory than the plain step: what autograd saves is
+    evicted, where an operation that replays plainly wrote it. On a GPU nothing is evicted. Gradients,
+    buffers, module attributes and random state stay as they are. Backward is run for the callable unless it
+    runs it itself.
 
     Args:
         step: called as ``step(*args, **kwargs)``; returns a scalar loss, an output with ``.loss``, or
