@@ -2,8 +2,9 @@
 
 In: the key of a step that begins; a step that was written down; a step that has ended. Out: the step's
 entry, and how the step runs (`How`). Plans are made between steps, before a key's next forward at the latest.
-Whatever a plan says, the governor holds the budget while a step runs (``run/record/cpp/governor.h``), so
-nothing is learnt from a step that took more.
+Whatever a plan says, the governor holds the budget while a step is recorded
+(``run/record/cpp/governor.h``), so nothing is learnt from one that took more. A step that runs as it is
+(`How.PASS`) is not held: where one took more, its kind is recorded from then on.
 """
 
 from __future__ import annotations
