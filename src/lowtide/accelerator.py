@@ -57,6 +57,11 @@ def current_device() -> torch.device:
     return torch.device(KIND, torch.cuda.current_device())
 
 
+def current_stream(device: torch.device) -> Any:
+    """The stream on which this thread computes on an accelerator; ``None`` where there are none."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
 def is_capturing() -> bool:
     """Whether a CUDA graph is being captured on the current stream. A build without CUDA cannot be asked."""
     built = torch.backends.cuda.is_built() and torch.cuda.is_initialized()

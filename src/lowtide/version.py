@@ -1,3 +1,3 @@
 """Which lowtide this is."""
 
-__version__ = "0.4.0.dev0"
+__version__ = "0.4.0"

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.accelerator import current_stream
 from lowtide.extensions.moves.layout import find
 from lowtide.extensions.moves.store.codec import Codec, CodecError
 from lowtide.extensions.moves.store.lanes import Transfer
@@ -25,7 +26,6 @@ from lowtide.extensions.moves.store.tier import Tier
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage
 from lowtide.plan.data import Compress, Move, Plan, Shard, form_and_tier
-from lowtide.run.record.values import current_stream
 from lowtide.run.tensor_bytes import digest, reach, words_of
 
 Destination = Callable[[Sequence[int]], list[torch.Tensor]]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.accelerator import current_stream
 from lowtide.errors import ReplayError
 from lowtide.interception import without_modes
 from lowtide.run.tensor_bytes import fingerprint
@@ -19,11 +20,6 @@ FILLED_OTHERWISE = (
     "(storage.resize_) and filled again with other bytes, so this step's gradients would be wrong: fill it "
     "with what it held, or keep that region with lowtide.policies.keep_all"
 )
-
-
-def current_stream(device: torch.device) -> Any:
-    """The stream on which this thread computes on an accelerator; ``None`` where there are none."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
 def fingerprint_of(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:

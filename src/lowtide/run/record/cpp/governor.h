@@ -478,6 +478,8 @@ class Governor {
       if (int64_t above = live() - left + peak - room_; above > 0)
         note_excess(op.schema().name(), peak, above, peak > form.need_bytes);
       form.need_bytes = peak;
+    } else {
+      form.need_bytes = form.guessed_bytes;
     }
     forms_->learn(key, op, form);
     return form.seconds;
