@@ -29,6 +29,8 @@ OUTSIDE = {
     "results/sharded.md": "benchmarks/results/sharded.md",
     "results/late_streams.md": "benchmarks/results/late_streams.md",
     "results/reserved.md": "benchmarks/results/reserved.md",
+    "results/held.md": "benchmarks/results/held.md",
+    "results/held_families.md": "benchmarks/results/held_families.md",
 }
 """Pages of the site, and the files of the repository that they show."""
 
