@@ -69,7 +69,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def excess(handle: Any, model: nn.Module) -> int:
     """Bytes by which a planned step is above its prediction, or more than a twentieth below: what its replays
-    start from may go sooner than is foreseen. Gloo may hold some a little longer, so the least of a few steps.
+    start from may go sooner than is foreseen. Gloo may hold some a little longer: the least of a few steps.
     """
     foreseen = handle.plan.predicted_peak_bytes - handle.graph.resident_bytes
     inputs = tokens(), tokens()  # resident in the plan: they exist before the step, and its caller holds them
