@@ -300,7 +300,8 @@ class Governor {
       return;
     }
     int64_t above = relieve(need);
-    if (above > 0 && is_known) note_excess(op.schema().name(), need, above, false);
+    bool is_told = is_known || !live_.is_cheap();  // else its call is measured first
+    if (above > 0 && is_told) note_excess(op.schema().name(), need, above, !is_known);
   }
 
   void want(int64_t need) {  // of what is no operation of its own
