@@ -4,18 +4,7 @@ out of this list by the change that mends it.
 
 from __future__ import annotations
 
-_BACKWARD = (
-    "a storage that Python has seen, as of each step that is written down, has one owner more: autograd's "
-    "engine adds such gradients out of place"
-)
-
 OPEN = {
-    "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype0]": (
-        _BACKWARD
-    ),
-    "run/limit/test_planning.py::test_weights_that_are_used_many_times_at_the_smallest_budget[dtype1]": (
-        _BACKWARD
-    ),
     "run/record/test_values.py::test_within_any_budget[Invertible-None]": (
         "what a plan stores for replays alone goes when they have read it, sooner than rule 7 foresees"
     ),

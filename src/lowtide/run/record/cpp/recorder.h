@@ -141,6 +141,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   // ---- operations ----
 
   virtual bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    Unseen unseen;  // what is copied, too, of a value that the operation overwrites
     bool backward = torch::autograd::get_current_graph_task_id() != -1;
     bool records = backward ? c10::GradMode::is_enabled() && governor() : in_forward.load();
     if (compares) return false;
@@ -216,14 +217,12 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
   void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
-    Unseen unseen;
     op.redispatchBoxed(keys & below, stack);
   }
 
   // Runs an operation within the budget; how long one of its form takes.
   double run_governed(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     if (!governor()) return run(op, keys, stack), 0;
-    Unseen unseen;
     return (*governor())(op, *stack, first_, [&] { run(op, keys, stack); });
   }
 

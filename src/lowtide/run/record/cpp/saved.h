@@ -51,11 +51,13 @@ class SavedEvicted {
         step_(std::move(step)) {
     value_->add_reader();
     ++value_->saved;
+    ++value_->handles;
     ++step_->handles;
   }
   SavedEvicted(const SavedEvicted&) = delete;
   ~SavedEvicted() {
     count_off();
+    if (--value_->handles == 0) value_->shown.reset();  // its storage has an entry, and that the value
     step_->tape->forget_ended(*value_);
     --step_->handles;
   }

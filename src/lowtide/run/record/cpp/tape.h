@@ -66,7 +66,8 @@ struct Value : c10::intrusive_ptr_target {
   std::optional<c10::Stream> stream;
   int64_t digest = 0;
   long readers = 0;             // handles, and pinned nodes
-  long saved = 0;               // handles
+  long saved = 0;               // handles that nobody has asked yet
+  long handles = 0;             // that autograd holds
   int64_t unit = 0;             // of FSDP, in which it was made or first read
   int32_t run = 0;              // of that unit
   at::ScalarType dtype = at::kByte;  // of a source
