@@ -68,8 +68,9 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def excess(handle: Any, model: nn.Module) -> int:
-    """Bytes by which a planned step differs from its prediction; Gloo may hold some a little longer, the more
-    so on a busy machine, so the least of some steps.
+    """Bytes by which a planned step is above its prediction, or further below it than 1 %. Gloo's threads may
+    hold some a little longer, the more so on a busy machine: the least of some steps. They may also let go of
+    some while an operation of the profiled step is measured: that counts as its scratch, and is foreseen.
     """
     foreseen = handle.plan.predicted_peak_bytes - handle.graph.resident_bytes
     inputs = tokens(), tokens()  # resident in the plan: they exist before the step, and its caller holds them
@@ -81,7 +82,8 @@ def excess(handle: Any, model: nn.Module) -> int:
             model.zero_grad()
             with peak("cpu") as seen:
                 model(*inputs).loss.backward()
-            least = min(least, abs(seen.peak_bytes - foreseen))
+            above = seen.peak_bytes - foreseen
+            least = min(least, max(above, -above - foreseen // 100, 0))
             if step and not any_rank(least > SCALARS, dist.group.WORLD):
                 break
     return least

@@ -143,3 +143,35 @@ def test_calls_that_differ_in_where_they_write_cost_the_same() -> None:
     assert cost(cut, rows, [8, 4], 0, 0, 2, 1) is cost(cut, rows, [8, 4], 0, 2, 4, 1)
     assert cost(cut, rows, [8, 4], 0, 0, 2, 1) is not cost(cut, rows, [8, 4], 0, 0, 4, 2)
     assert cost(fresh, 0, 8) is not cost(fresh, 0, 4000), "there it says how much"
+
+
+class Depthwise(torch.nn.Module):
+    """Saves much before a convolution whose backward takes much scratch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Conv2d(16, 16, 1) for _ in range(6))
+        self.depthwise = torch.nn.Conv2d(16, 16, 7, padding=3, groups=16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu(layer(x))
+        return self.depthwise(x.contiguous(memory_format=torch.channels_last)).square().mean()
+
+
+def scratch_of_convolutions(budget: str) -> tuple[list[int], int]:
+    """Scratch of each convolution's backward in the graph of a first step; that step's peak."""
+    torch.manual_seed(0)
+    model = Depthwise()
+    handle = lowtide.limit_memory(model, budget, progress=False)
+    model(torch.randn(8, 16, 16, 16)).backward()
+    assert handle.graph is not None and handle.measured_peak_bytes is not None
+    found = [op.scratch_bytes for op in handle.graph.operations if "convolution_backward" in op.name]
+    return found, handle.measured_peak_bytes
+
+
+def test_what_is_evicted_for_an_operation_is_no_part_of_its_scratch() -> None:
+    """Live bytes fall while room is made; the operation runs after that."""
+    (roomy, most), (tight, least) = map(scratch_of_convolutions, ("1GiB", "1800KiB"))
+    assert least <= 1800 * 1024 < most, "nothing had to be evicted"
+    assert tight == roomy and max(roomy) > 0

@@ -9,8 +9,8 @@
 //
 // A value that autograd saves has a copy (Value::cached): most often the program's own storage. Backward asks
 // for the oldest last. So a copy is worth the less the fewer seconds bring it back for each of its bytes, and
-// the longer nobody will ask for it. A copy is priced anew only where a bound on its price says that it may be
-// the cheapest.
+// the longer nobody will ask for it. A copy is priced anew only where a bound on its price says that it may
+// be the cheapest.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -163,7 +163,8 @@ class Forms {  // of one limit: what its operations need
   Meter meter_;
 };
 
-// Products by the rule of their shapes, lookups by their indices; all else as if it were element by element.
+// Products and convolutions by the rule of their shapes, lookups by their indices; all else as if it were
+// element by element.
 inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, const Stack& stack,
                                                       size_t first) {
   c10::SmallVector<const Tensor*, 6> given;
@@ -180,7 +181,8 @@ inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, 
   }
   const std::string& name = op.schema().name();
   size_t count = given.size();
-  bool product = name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm";
+  bool product =
+      name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm";
   if (product && count >= 2) {
     const Tensor &left = *given[count - 2], &right = *given[count - 1];
     if (right.dim() > 0 && right.size(-2) > 0)
@@ -191,6 +193,16 @@ inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, 
   if (name == "aten::embedding" && count == 2 && given[0]->dim() == 2)
     return {given[1]->numel() * given[0]->size(1) * static_cast<int64_t>(given[0]->element_size()), sum};
   if (name == "aten::cat" || name == "aten::stack") return {sum, sum};
+  if (name == "aten::convolution_backward" && count == 3) {
+    // oneDNN pads the channels of each group to a vector of 16, and has what is narrower in float32, too
+    const Tensor& weight = *given[2];
+    int64_t groups = stack[first + 9].toInt(), item = static_cast<int64_t>(weight.element_size());
+    int64_t wide = item < 4 ? item + 4 : item;
+    auto padded = [](int64_t channels) { return (channels + 15) / 16 * 16; };
+    int64_t kernel = weight.numel() / std::max<int64_t>(1, weight.size(0) * weight.size(1));
+    int64_t elements = groups * padded(weight.size(0) / groups) * padded(weight.size(1)) * kernel;
+    return {std::max(most, elements * wide), 2 * sum / item * wide};
+  }
   c10::DimVector shape;
   int64_t item = 1;
   for (const Tensor* tensor : given) {
@@ -218,9 +230,9 @@ struct Excess {  // an operation that did not fit
 class Governor {
  public:
   // live: how many bytes are live, above those at the step's start. room: how many may be. share: of the most
-  // that a plain step would have had so far: the room grows with that; or 0. open: nothing else is known of the
-  // budget yet. widens: the room grows in this step; else it is only noted what it would be. resident: live at
-  // the step's start, and part of the budget.
+  // that a plain step would have had so far: the room grows with that; or 0. open: nothing else is known of
+  // the budget yet. widens: the room grows in this step; else it is only noted what it would be. resident:
+  // live at the step's start, and part of the budget.
   Governor(py::object live, int64_t room, double share, bool open, bool widens, int64_t resident,
            std::shared_ptr<Forms> forms)
       : live_(std::move(live)),

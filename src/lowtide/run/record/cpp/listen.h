@@ -255,7 +255,7 @@ class ProfileRecorder : public Recorder {
   }
 
   bool run_aside(const Fact& fact, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    measure(true, [&] { run_governed(op, keys, stack); });  // it is not recorded
+    run_measured(true, op, keys, stack);  // it is not recorded
     Tensors results = flat_results(*stack, first_);
     write_down(fact, results, new_among(results));
     return true;
@@ -328,6 +328,10 @@ class ProfileRecorder : public Recorder {
     c.scratch.set(cost, py::int_(std::max(most, scratch)));
   }
 
+  double run_measured(bool warm, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    return run_governed(op, stack, [&] { measure(warm, [&] { run(op, keys, stack); }); });
+  }
+
   // The arguments of a second run are noted before the first, with a copy of what that overwrites.
   double run_recorded(const OperatorHandle& op, DispatchKeySet keys, Stack* stack,
                       const TensorArgument* target) override {
@@ -339,9 +343,7 @@ class ProfileRecorder : public Recorder {
         second_[target->argument] = at::empty_strided(now.sizes(), now.strides(), now.options()).copy_(now);
       }
     }
-    double seconds = 0;
-    measure(false, [&] { seconds = run_governed(op, keys, stack); });
-    return seconds;
+    return run_measured(false, op, keys, stack);
   }
 
   bool reproduces(const OperatorHandle& op, const Fact& known, const Tensors& results,

@@ -83,7 +83,8 @@ NodePtr special_node(Tape& tape, py::object special, std::vector<ValuePtr> input
   node->order = tape.order++;
   node->grad = grad;
   for (auto& value : inputs) {
-    bool known = std::any_of(node->inputs.begin(), node->inputs.end(), [&](auto& one) { return one == value; });
+    auto is_it = [&](auto& one) { return one == value; };
+    bool known = std::any_of(node->inputs.begin(), node->inputs.end(), is_it);
     if (known) continue;
     node->exact &= !value->node || value->node->exact;
     node->inputs.push_back(value);
@@ -175,7 +176,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
         auto space = schema.getNamespace();
         auto base = schema.name().substr(schema.name().find("::") + 2);
         std::string overload = schema.overload_name().empty() ? "default" : schema.overload_name();
-        return std::string(space ? std::string(space->data(), space->size()) : "") + "." + base + "." + overload;
+        std::string named = space ? std::string(space->data(), space->size()) : "";
+        return named + "." + base + "." + overload;
       })
       .def_property_readonly("inputs", [](const Node& node) {
         return std::vector<ValuePtr>(node.inputs.begin(), node.inputs.end());
@@ -229,7 +231,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a)
       .def("watch", [](const std::shared_ptr<Tape>& tape) { watched.add(tape); });
 
-  py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms").def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
+  py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms")
+      .def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
   py::class_<Governor, std::shared_ptr<Governor>>(m, "Governor")
       .def(py::init<py::object, int64_t, double, bool, bool, int64_t, std::shared_ptr<Forms>>(), "live"_a,
            "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "widens"_a = true, "resident_bytes"_a = 0,

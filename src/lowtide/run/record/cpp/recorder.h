@@ -222,8 +222,13 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
 
   // Runs an operation within the budget; how long one of its form takes.
   double run_governed(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    if (!governor()) return run(op, keys, stack), 0;
-    return (*governor())(op, *stack, first_, [&] { run(op, keys, stack); });
+    return run_governed(op, stack, [&] { run(op, keys, stack); });
+  }
+
+  template <class Run>
+  double run_governed(const OperatorHandle& op, const Stack* stack, Run run) {
+    if (!governor()) return run(), 0;
+    return (*governor())(op, *stack, first_, run);
   }
 
   bool find_tensors(const Stack& stack) {  // false where one is not plain

@@ -7,13 +7,14 @@
 //
 // `evict` gives up a value's copy. From then on the nodes that bring the value back are pinned: they count
 // among the readers of what they read, and the sources are held. All of it runs under the interpreter's lock,
-// but for `Ledger::missing_bytes`, which `Governor::widen` reads without it.
+// but for `Ledger::missing_bytes`, which is atomic: `Governor::widen` reads it without.
 #pragma once
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/flat_hash_map.h>
 
 #include <algorithm>
+#include <atomic>
 #include <unordered_map>
 
 #include "call.h"
@@ -49,7 +50,7 @@ inline Functions* functions = nullptr;  // set once per process
 enum class Plan : uint8_t { None, Stored, Evicted, EvictedFirst };  // of a value
 
 struct Ledger : c10::intrusive_ptr_target {  // of one step
-  int64_t missing_bytes = 0;  // evicted, and to come back: a plain step would hold them
+  std::atomic<int64_t> missing_bytes{0};  // evicted, and to come back: a plain step would hold them
   bool single_rank = true;  // no other rank has to run the same collectives, unless a plan says so
 };
 
