@@ -202,6 +202,34 @@ def test_a_write_in_place_leaves_replays_the_old_bytes(room_bytes: int) -> None:
     assert torch.equal(*found)  # type: ignore[arg-type]
 
 
+def gated(w: torch.Tensor, rounds: int) -> torch.Tensor:
+    """Chunks of one storage are written in place after others were saved, as recurrent layers do."""
+    h = torch.zeros_like(w[:, :1])
+    for _ in range(rounds):
+        a, b, c = (w + h).unsafe_chunk(3, 1)  # with version counters of their own
+        a, b = a.sigmoid_(), b.tanh_()
+        h = (h - c.mul_(a)).mul_(b)
+    return h
+
+
+@pytest.mark.parametrize("natural", [False, True], ids=["", "listened to"])
+def test_what_is_saved_in_one_storage_goes_at_once_and_comes_back_at_once(natural: bool) -> None:
+    found, peaks, replayed, rounds, each = [], [], [], 16, 96 * KIB
+    for room_bytes in (7 * each, 1 << 30):
+        w = torch.rand(8 * KIB, 3, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        with governed(room_bytes) as (recorder, governor), peak(torch.device("cpu")) as took:
+            recorder.tape.core.natural = natural
+            with recorder.forward():
+                y = gated(w, rounds)
+            y.sum().backward()
+        found.append(w.grad)
+        peaks.append(took.peak_bytes)
+        replayed.append(governor.replayed)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+    assert peaks[0] <= 7 * each < rounds * each < peaks[1]
+    assert 0 < replayed[0] <= 8 * 6 * rounds
+
+
 def test_a_saved_tensor_that_is_overwritten_raises() -> None:
     w = torch.rand(KIB, requires_grad=True)
     with governed(0) as (recorder, _):

@@ -376,6 +376,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
       int64_t extent = std::max(old->extent, extent_of(updated));
       ValuePtr made = tape().registered(node, updated, extent, plan_of(known, places.size(), writes));
       registered(*made, updated);
+      if (governor() && made->cached.defined()) governor()->list(step_->tape, made);
       node->updated.emplace_back(static_cast<uint32_t>(place), WeakValue(made));
     }
     return true;

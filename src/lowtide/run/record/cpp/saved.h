@@ -42,27 +42,27 @@ struct SavedKept {
 // A saved tensor of a value that a node brings back; it may have a copy.
 class SavedEvicted {
  public:
-  SavedEvicted(const Tensor& shows, ValuePtr value, std::shared_ptr<Step> step)
+  SavedEvicted(const Tensor& shows, const ValuePtr& value, std::shared_ptr<Step> step)
       : counter_(shows.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
-        value_(std::move(value)),
+        handles_(Handles::of(value)),
         geometry_(shows),
         options_(shows.options()),
         step_(std::move(step)) {
-    value_->add_reader();
-    ++value_->saved;
-    ++value_->handles;
+    value->add_reader();
+    ++value->saved;
     ++step_->handles;
   }
   SavedEvicted(const SavedEvicted&) = delete;
   ~SavedEvicted() {
     count_off();
-    if (--value_->handles == 0) value_->shown.reset();  // its storage has an entry, and that the value
-    step_->tape->forget_ended(*value_);
+    ValuePtr last = value();
+    handles_.reset();
+    step_->tape->forget_ended(*last);
     --step_->handles;
   }
 
-  const ValuePtr& value() const { return value_; }
+  const ValuePtr& value() const { return handles_->value; }
   const Geometry& geometry() const { return geometry_; }
   bool is_behind() const { return counter_.current_version() == version_; }
 
@@ -73,34 +73,34 @@ class SavedEvicted {
     }
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
-    Tensor base = value_->shown;
-    if (!base.defined()) base = here(value_);
+    Tensor base = value()->shown;
+    if (!base.defined()) base = here(value());
     if (!base.defined()) base = replayed();
     if (!torch::autograd::get_current_graph_task_keep_graph() || is_moved()) count_off();
     return geometry_.over(base);
   }
 
  private:
-  bool is_moved() const { return value_->node && value_->node->moved; }
+  bool is_moved() const { return value()->node && value()->node->moved; }
 
   Tensor replayed() {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();
-    Tensor base = Replay(value_, step_->tape, step_->governor).run();
-    if (c10::GradMode::is_enabled()) step_->tape->comes_back(base, value_);
+    Tensor base = Replay(value(), step_->tape, step_->governor).run();
+    if (c10::GradMode::is_enabled()) step_->tape->comes_back(base, value());
     step_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     return base;
   }
 
   void count_off() {
     if (std::exchange(done_, true)) return;
-    --value_->saved;
-    value_->count_off();
+    --value()->saved;
+    value()->count_off();
   }
 
   c10::VariableVersion counter_;
   uint32_t version_;
-  ValuePtr value_;
+  c10::intrusive_ptr<Handles> handles_;
   Geometry geometry_;
   at::TensorOptions options_;
   std::shared_ptr<Step> step_;

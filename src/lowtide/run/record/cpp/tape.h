@@ -25,6 +25,7 @@ namespace lowtide {
 
 struct Node;
 struct Value;
+struct Handles;
 using NodePtr = c10::intrusive_ptr<Node>;
 using ValuePtr = c10::intrusive_ptr<Value>;
 using WeakValue = c10::weak_intrusive_ptr<Value>;
@@ -63,12 +64,12 @@ struct Value : c10::intrusive_ptr_target {
   Tensor held;                  // a source that replays start from
   Tensor cached;                // a copy, while somebody reads it: most often the program's own storage
   Tensor shown;                 // what the program wrote over it, past the version counter
+  Handles* handles = nullptr;   // of autograd, while there are any
   Tensor emptied;               // a fingerprint of a source whose storage was emptied
   std::optional<c10::Stream> stream;
   int64_t digest = 0;
   long readers = 0;             // handles, and pinned nodes
   long saved = 0;               // handles that nobody has asked yet
-  long handles = 0;             // that autograd holds
   int64_t unit = 0;             // of FSDP, in which it was made or first read
   int32_t run = 0;              // of that unit
   at::ScalarType dtype = at::kByte;  // of a source
@@ -170,12 +171,47 @@ inline Tensor bytes_of(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
   return at::empty({0}, options).set_(c10::Storage(storage));
 }
 
+inline bool share_bytes(const Tensor& one, const Tensor& other) {
+  auto at = [](const Tensor& tensor) {
+    return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
+  };
+  return at(one) == at(other);
+}
+
 inline bool has_streams(const Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_meta(); }
 
 inline void keep_cached(Value& value, Tensor copy) {
   if (has_streams(copy)) value.stream = stream_of(copy);
   value.cached = std::move(copy);
 }
+
+struct Handles : c10::intrusive_ptr_target {  // what autograd's handles of a value have in common
+  ValuePtr value;
+
+  explicit Handles(ValuePtr of) : value(std::move(of)) { value->handles = this; }
+  ~Handles() override {
+    value->handles = nullptr;
+    value->shown.reset();  // its storage has an entry, and that the value
+  }
+
+  static c10::intrusive_ptr<Handles> of(const ValuePtr& value) {
+    if (value->handles == nullptr) return c10::make_intrusive<Handles>(value);
+    return c10::intrusive_ptr<Handles>::reclaim_copy(value->handles);
+  }
+
+  // An operation of the tape has overwritten a value whose handles show what was written: they are the new
+  // value's from now on, which comes back by itself.
+  static void pass_on(Value& old, const ValuePtr& value) {
+    keep_cached(*value, std::move(old.shown));
+    value->crosses = old.crosses || old.run != value->run;
+    value->handles = std::exchange(old.handles, nullptr);
+    for (; old.saved > 0; --old.saved, ++value->saved) {
+      value->add_reader();
+      old.count_off();
+    }
+    value->handles->value = value;
+  }
+};
 
 inline uint32_t version_now(const Value& source) {  // inference tensors count none
   return source.counter.enabled() ? source.counter.current_version() : 0;
@@ -359,6 +395,9 @@ class Tape {
     value->plan = plan;
     value->unit = unit;
     value->run = run;
+    Value* old = plan == Plan::Evicted ? nullptr : shown(storage_key(tensor));
+    bool shows = old != nullptr && old->saved > 0 && old->shown.defined() && share_bytes(old->shown, tensor);
+    if (shows) Handles::pass_on(*old, value);
     enter(storage_key(tensor), value, value->storage);
     return value;
   }
@@ -555,13 +594,6 @@ inline Tensor own_bytes(const Tensor& tensor) {  // over a copy of its storage
   Tensor all = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1});
   Tensor copy = all.clone();
   return Geometry(tensor).over(copy);
-}
-
-inline bool share_bytes(const Tensor& one, const Tensor& other) {
-  auto at = [](const Tensor& tensor) {
-    return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
-  };
-  return at(one) == at(other);
 }
 
 // Autograd's handles of the value show what is written, as in a plain step: where their version counters do
