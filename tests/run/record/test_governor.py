@@ -230,6 +230,33 @@ def test_what_is_saved_in_one_storage_goes_at_once_and_comes_back_at_once(natura
     assert 0 < replayed[0] <= 8 * 6 * rounds
 
 
+def test_a_replay_that_writes_in_place_leaves_nobody_what_it_overwrote() -> None:
+    """While the write makes room another value is evicted, which starts from what is overwritten."""
+
+    def forward(w: torch.Tensor) -> torch.Tensor:
+        a = w.sin()
+        b = a * 1.1
+        a.tanh_()
+        return b.cos().sum() + a.sum()
+
+    found = []
+    for limited in (False, True):
+        w = torch.rand(KIB, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        if limited:
+            with governed(0) as (recorder, governor):
+                with recorder.forward():
+                    loss = forward(w)
+                loss.backward(retain_graph=True)
+                governor.relieve(1 << 20)
+                loss.backward()
+        else:
+            loss = forward(w)
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append(w.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+
+
 def test_a_saved_tensor_that_is_overwritten_raises() -> None:
     w = torch.rand(KIB, requires_grad=True)
     with governed(0) as (recorder, _):

@@ -91,12 +91,12 @@ class Replay {
   }
 
   void run_in_python(Node& node, const Tensors& bases) {
+    if (governor_) governor_->want(bytes_of(node));  // it may have others wait for what is overwritten
     py::list given, sole_reader;
     for (size_t at = 0; at < bases.size(); ++at) {
       given.append(wrapped(bases[at]));
       sole_reader.append(py::bool_(is_sole_reader(node, at)));
     }
-    if (governor_) governor_->want(bytes_of(node));
     py::list made = node.special.attr("run")(given, sole_reader);
     for (auto& [place, output] : node.outputs) keep(output, made[place].cast<Tensor>());
   }
@@ -118,7 +118,10 @@ class Replay {
 
   // What a call may overwrite in place of a value: its bytes where nobody else waits for them, or a copy.
   Tensor own_copy(Node& node, size_t place, const Tensor& base) {
-    if (is_sole_reader(node, place)) return base;
+    if (is_sole_reader(node, place)) {
+      node.inputs[place]->cached.reset();  // who is evicted while the call makes room starts from elsewhere
+      return base;
+    }
     int64_t bytes = static_cast<int64_t>(base.storage().nbytes());
     if (governor_) governor_->want(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();
