@@ -182,6 +182,26 @@ def test_within_any_budget(model: Callable[[], nn.Module], budget: str | None, e
     assert abs(handle.graph.resident_bytes + peak - handle.plan.predicted_peak_bytes) <= 8  # a number
 
 
+@needs_meter
+@pytest.mark.parametrize("share", [0.62, 0.7])
+def test_a_governed_step_replays_what_the_program_has_emptied(share: float, same: Any) -> None:
+    """Batches of other sizes than the first follow no plan: what is evicted may start from an empty storage."""
+    batches = [torch.rand(rows, 2 * N) for rows in (160, 256, 192, 224)]
+
+    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+        found = []
+        for x in batches:
+            model.zero_grad()
+            model(x).backward()
+            found += [one.grad for one in model.parameters()]
+        return found
+
+    expected, limited = gradients(Drops()), Drops()
+    _, peak = trained(Drops(), batches[1])
+    lowtide.limit_memory(limited, int(share * peak))
+    assert all(map(same, expected, gradients(limited)))
+
+
 def test_what_is_emptied_unexpectedly_is_refused_without_a_word_on_shards() -> None:
     start = torch.ones(4)
     tape = Tape()

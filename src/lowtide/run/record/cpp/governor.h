@@ -400,7 +400,7 @@ class Governor {
       heap_.pop_back();
       Value& value = *values[at];
       Copy& copy = copies_[at];
-      if (!value.cached.defined() || value.shown.defined() || in_use(value.cached)) continue;
+      if (!value.has_copy() || value.shown.defined() || in_use(value.cached)) continue;
       auto tape = copy.tape.lock();
       if (!tape) continue;
       if (asked != gone) {  // less is known than what it takes now

@@ -82,6 +82,9 @@ struct Value : c10::intrusive_ptr_target {
   void release_resources() override { clear(); }
 
   bool is_source() const { return !node; }
+  bool has_copy() const {  // and the program has not emptied its storage
+    return cached.defined() && cached.storage().nbytes() >= static_cast<size_t>(nbytes);
+  }
 
   void add_reader() { ++readers; }
   void count_off() {
@@ -249,7 +252,7 @@ inline Tensor here(const ValuePtr& value) {
     if (ready && (!has_streams(v.held) || !v.stream || *v.stream == stream_of(v.held))) return v.held;
     return functions->here(py::cast(value)).cast<Tensor>();
   }
-  if (!v.cached.defined()) return {};
+  if (!v.has_copy()) return {};
   if (has_streams(v.cached) && v.stream && *v.stream != stream_of(v.cached))
     return functions->here(py::cast(value)).cast<Tensor>();
   return v.cached;
@@ -278,7 +281,7 @@ class Walk {  // through the nodes that a replay of a value would run
         if (!on_source(*next)) return;
         continue;
       }
-      if (!first && next->cached.defined()) continue;
+      if (!first && next->has_copy()) continue;
       first = false;
       Node* node = next->node.get();
       if (!seen_.insert(node).second) continue;
