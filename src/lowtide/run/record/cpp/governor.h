@@ -79,6 +79,8 @@ class Live {
 
 // ---- forms ----------------------------------------------------------------------------------------
 
+constexpr int64_t GENERATOR_BYTES = 5056;  // the state of a generator of the CPU
+
 struct Form {
   int64_t need_bytes = -1;     // results and scratch: before its first call has ended, what is expected
   double seconds = -1;
@@ -178,6 +180,9 @@ inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, 
       sum += bytes;
       return true;
     });
+  }
+  for (auto& argument : op.schema().arguments()) {  // the state that it draws from is copied, before and after
+    if (argument.name() == "generator") sum += 2 * GENERATOR_BYTES;
   }
   const std::string& name = op.schema().name();
   size_t count = given.size();
