@@ -309,6 +309,7 @@ class Governor {
   }
 
   void want(int64_t need, const OperatorHandle& op, bool is_known) {
+    ++ran_;
     if (share_ > 0) widen();
     if (!live_.is_cheap()) {  // between two looks live bytes rise by what operations need, at most
       left_ -= need;
@@ -325,9 +326,11 @@ class Governor {
     if (live() + need > room_) relieve(need);
   }
 
-  // Evicts until so many bytes are free. Returns how many are missing then.
+  // Evicts until so many bytes are free. Returns how many are missing then. Where the budget is not known yet,
+  // the room grows once that takes more than twice what the step has run.
   int64_t relieve(int64_t need) {
     py::gil_scoped_acquire gil;
+    if (open_ && replayed + walked_ / WALKED > 2 * (ran_ - replayed)) room_ += room_ / 16;
     int64_t above = live() + need - room_;
     if (above > 0 && (!nothing_free_ || ++since_ >= PATIENCE)) {
       since_ = 0;
@@ -369,7 +372,7 @@ class Governor {
     int64_t room = static_cast<int64_t>(share_ * most) - resident_;
     if (room <= wished_) return;
     wished_ = room;
-    if (widens_) room_ = room;
+    if (widens_) room_ = std::max(room_, room);
     widened_ = true;
   }
 
@@ -381,7 +384,7 @@ class Governor {
     double seconds, least;  // to bring it back, at least
   };
   using Priced = std::tuple<double, size_t, size_t>;  // its least price, its place, how many had gone then
-  static constexpr int MORE = 7, PATIENCE = 4;
+  static constexpr int MORE = 7, PATIENCE = 4, WALKED = 64;  // nodes are walked past while one runs
 
   // Evicts copies for so many bytes, the cheapest first: of those that bring at most so many bytes of others
   // back on the way. Whether any went.
@@ -410,6 +413,7 @@ class Governor {
       if (!tape) continue;
       if (asked != gone) {  // less is known than what it takes now
         Closure closure = tape->closure(value);
+        walked_ += closure.nodes;
         bool gains = closure.possible && value.nbytes > closure.pins_bytes &&
             closure.missing_bytes <= std::max(most_missing, 2 * value.nbytes);
         if (!gains) continue;
@@ -512,7 +516,7 @@ class Governor {
   std::vector<Copy> copies_;
   bool cheaper_ = false, nothing_free_ = false;  // what some values take may be less
   int since_ = 0;
-  long gone_ = 0;
+  long gone_ = 0, ran_ = 0, walked_ = 0;  // copies; operations; nodes, in search of what to evict
   std::vector<Priced> heap_;
 };
 

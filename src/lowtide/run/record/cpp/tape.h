@@ -264,6 +264,7 @@ struct Closure {
   double seconds = 0;
   int64_t pins_bytes = 0;     // sources that nothing else has held so far
   int64_t missing_bytes = 0;  // of values that come back on the way
+  long nodes = 0;
   bool possible = true;
 };
 
@@ -490,6 +491,7 @@ class Tape {
     walk_(
         value,
         [&](Node& node) {
+          ++found.nodes;
           found.seconds += node.seconds;
           found.possible &= !node.collective || ledger->single_rank || (planned && node.waits);
           for (auto& [_, output] : node.outputs) {
