@@ -185,7 +185,7 @@ def test_within_any_budget(model: Callable[[], nn.Module], budget: str | None, e
 @needs_meter
 @pytest.mark.parametrize("share", [0.62, 0.7])
 def test_a_governed_step_replays_what_the_program_has_emptied(share: float, same: Any) -> None:
-    """Batches of other sizes than the first follow no plan: what is evicted may start from an empty storage."""
+    """Batches of other sizes follow no plan: what is evicted may start from an empty storage."""
     batches = [torch.rand(rows, 2 * N) for rows in (160, 256, 192, 224)]
 
     def gradients(model: nn.Module) -> list[torch.Tensor | None]:
