@@ -209,7 +209,7 @@ def test_a_plan_is_printed_and_saved_without_training(
         (["train", "--resume", "a", "--checkpoint-dir", "b"], "leave out --checkpoint-dir"),
         (["train", "--json", "no/such/folder/r.json"], "cannot write a file there"),
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),
-        (["train", "--budget", "1MiB", *SMALL], "the budget of 1.0 MiB is too small: parameters "),
+        (["train", "--budget", "1MiB", *SMALL], "the budget of 1 MiB is too small: parameters "),
         (["plan", "--budget", "1MiB", *SMALL], "the smallest that works"),
         (["plan", "--seq", "5000"], "has 1024 positions"),
     ],

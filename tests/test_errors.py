@@ -219,8 +219,8 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
         plain_peak_bytes=52 * GIB,
     )
     assert str(error).splitlines() == [
-        "the budget of 25.0 GiB is too small: parameters 6.0, gradients 6.0, optimizer state 12.0, least "
-        "activations 2.0 take 26.0 GiB",
+        "the budget of 25 GiB is too small: parameters 6, gradients 6, optimizer state 12, least activations "
+        "2, others 0.01 take 26.01 GiB",
         "What to do, any one of these:",
         "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the "
         "smallest that works",
@@ -239,7 +239,7 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
 
 def test_a_refusal_without_a_message_has_words_wherever_it_is_shown() -> None:
     error = BudgetError(None, 2 * GIB, budget_bytes=GIB)
-    short = "the budget of 1.0 GiB is too small: at least 2.0 GiB are needed"
+    short = "the budget of 1 GiB is too small: at least 2 GiB are needed"
     for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert one.args == (short,) and repr(one) == f"BudgetError({short!r})"
         assert str(one).startswith(f"{short}\nWhat to do") and one.message is None
@@ -250,7 +250,7 @@ def test_a_text_follows_the_facts_and_a_message_stays() -> None:
     assert "for the policy 'full'" in str(error) and "use the policy 'optimal'" in str(error)
     error.add("It was the last one.")
     error = error.stating(smallest_bytes=3 * GIB)
-    assert "at least 3.0 GiB are needed" in str(error) and "3GiB" in error.remedies[0]
+    assert "at least 3 GiB are needed" in str(error) and "3GiB" in error.remedies[0]
     assert error.policy == "full" and str(error).endswith("It was the last one.")
     given = BudgetError("no layout", 2 * GIB, budget_bytes=GIB)
     assert str(given) == "no layout" and not given.remedies

@@ -98,17 +98,34 @@ def test_what_is_known_of_a_holder_comes_before_what_its_name_says() -> None:
 @pytest.mark.parametrize(
     ("budget", "needed", "said"),
     [
-        (4 << 20, 6 << 20, "budget of 4.0 MiB is too small: parameters 6.0 take 6.0 MiB"),
+        (4 << 20, 6 << 20, "budget of 4 MiB is too small: parameters 6 take 6 MiB"),
         (1 << 10, 6 << 20, "budget of 1 KiB is too small"),
-        (600 << 20, 2 << 30, "budget of 0.6 GiB is too small: parameters 2.0 take 2.0 GiB"),
-        ((6 << 20) - 40_000, 6 << 20, "budget of 5.96 MiB is too small: parameters 6.00 take 6.00 MiB"),
-        (100, 2000, "budget of 100 B is too small: parameters 2.0 take 2.0 KiB"),
+        (600 << 20, 2 << 30, "budget of 0.58 GiB is too small: parameters 2 take 2 GiB"),
+        ((6 << 20) - 40_000, 6 << 20, "budget of 5.96 MiB is too small: parameters 6 take 6 MiB"),
+        (100, 2000, "budget of 100 B is too small: parameters 1.96 take 1.96 KiB"),
     ],
 )
-def test_units_fit_the_size_and_digits_tell_the_two_apart(budget: int, needed: int, said: str) -> None:
+def test_units_fit_the_size_and_the_budget_is_below_what_is_needed(
+    budget: int, needed: int, said: str
+) -> None:
     assert said in in_short(budget, needed, {"parameters": needed})
 
 
 @pytest.mark.parametrize("count", [1, 1023, 1024, 5_067_477, (6 << 20) + 1, 12_345_678_901])
 def test_a_budget_that_is_proposed_is_enough(count: int) -> None:
     assert count <= parse(rounded_up(count)) <= 1.01 * count + 1024
+
+
+@pytest.mark.parametrize("smallest", [1000, 2_076_180, 26 * GIB + 1, 26 * GIB + 12_345_678])
+@pytest.mark.parametrize("shares", [(1,), (3, 3, 3), (0.3, 1, 50), (33, 33, 33), (7, 0.01, 0.4, 70)])
+def test_the_items_of_a_refusal_add_up_to_the_budget_that_it_proposes(
+    smallest: int, shares: tuple[float, ...]
+) -> None:
+    names = (PARAMETERS, BUFFERS, STATE, ACTIVATIONS)
+    parts = {name: int(smallest * share / 100) for name, share in zip(names, shares, strict=False)}
+    said = in_short(500, smallest, parts)
+    items, _, needed = said.partition("too small: ")[2].partition(" take ")
+    shown = [round(100 * float(item.split()[-1])) for item in items.split(", ")]
+    assert sum(shown) == round(100 * float(needed.split()[0]))
+    assert f"budget of {needed.replace(' ', '')} or more" in what_to_do(500, smallest, parts)[0]
+    assert "left free" in items, "more is needed than is live"

@@ -5,6 +5,7 @@ do.
 from __future__ import annotations
 
 import inspect
+import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
@@ -63,7 +64,7 @@ class BudgetError(LowtideError):
     Example:
         >>> error = BudgetError(None, 3 << 30, "Its peak is at the loss.", budget_bytes=1 << 30)
         >>> print(error)
-        the budget of 1.0 GiB is too small: at least 3.0 GiB are needed
+        the budget of 1 GiB is too small: at least 3 GiB are needed
         What to do, any one of these:
           - give a budget of 3GiB or more (3221225472 bytes), the smallest that works
         Its peak is at the loss.
@@ -191,6 +192,38 @@ class PlanError(LowtideError):
 
 class ReplayError(LowtideError, RuntimeError):
     """A value evicted during the forward did not come back bitwise equal."""
+
+
+_OWN = tuple(
+    os.path.join(os.path.dirname(__file__), name)
+    for name in ("run", "trace", "compiled", "extensions", "private", "interception.py")
+)
+"""What runs a user's code: frames of these say nothing about an error in that."""
+
+
+_CALLS = ("__call__", "_run", "redispatch")
+"""Functions of these that run an operation of PyTorch."""
+
+
+def shorten(error: BaseException, called: object = None) -> None:
+    """Leave only the first of our own frames in a traceback, where the error is a user's: it was raised on
+    purpose, or by what we called. Any other of ours keeps its frames.
+
+    Args:
+        error: what was raised.
+        called: the user's function that was called: other arguments than it takes are a user's error, too.
+    """
+    entries, entry = list[Any](), error.__traceback__
+    while entry is not None:
+        entries.append(entry)
+        entry = entry.tb_next
+    codes = [entry.tb_frame.f_code for entry in entries]
+    own = [code.co_filename.startswith(_OWN) for code in codes]
+    misfits = str(error).startswith(f"{getattr(called, '__qualname__', '')}() ")
+    if not own[-1] or isinstance(error, LowtideError) or codes[-1].co_name in _CALLS or misfits:
+        kept = [entry for at, entry in enumerate(entries) if not (own[at] and any(own[:at]))]
+        for entry, after in zip(kept, [*kept[1:], None], strict=True):
+            entry.tb_next = after
 
 
 def expect(fits: bool, name: str, given: object, allowed: str, error: type[LowtideError] = PlanError) -> None:

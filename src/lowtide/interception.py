@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.errors import shorten
 from lowtide.native import extension, takes_long
 from lowtide.ops import has_plain_storage, operation_named, returns_views
 
@@ -294,6 +295,9 @@ class _Kernel:
         running.level, running.keyset = len(active) - 1, keyset
         try:
             return active[-1].operation(func, args, kwargs)
+        except Exception as error:
+            shorten(error)
+            raise
         finally:
             running.level = -1
             if thread.active:

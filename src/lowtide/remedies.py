@@ -35,6 +35,9 @@ REDUCED = "gradients on their way"
 OF_PARAMETERS = "gradients of parameters, not added up yet"
 """Name of gradients that backward has just made."""
 
+FREE, OTHERS = "left free", "others"
+"""Names of what the smallest budget has beyond what is live at the peak, and of what is too small to name."""
+
 CHUNKS = 8
 """Chunks into which the loss is divided where that is proposed."""
 
@@ -49,6 +52,9 @@ _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, INPUTS, O
 
 _WHOLE = (PARAMETERS, BUFFERS, GRADIENTS, STATE, WORKSPACES, RESIDENT, UPDATE, REDUCED)
 """What no step makes: holders of their own, whoever made the rest."""
+
+_SMALL = 1 / 200
+"""Share of the smallest budget from which on an item of it has a name."""
 
 _LITTLE = 0.1
 """Share of a peak up to which sharing the model among devices is hardly worth its exchanges."""
@@ -151,30 +157,45 @@ def in_short(
         policy: the policy that cannot meet it, where another may.
 
     Example:
-        >>> in_short(12 << 30, 13 << 30, {PARAMETERS: 6 << 30, GRADIENTS: 6 << 30, ACTIVATIONS: 1 << 30})
-        'the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take \
-13.0 GiB'
+        >>> parts = {PARAMETERS: 6 << 30, GRADIENTS: 6 << 30, ACTIVATIONS: 1000 << 20}
+        >>> in_short(12 << 30, 13 << 30, parts)
+        'the budget of 12 GiB is too small: parameters 6, gradients 6, least activations 0.98, others 0.02 \
+take 13 GiB'
         >>> in_short(12 * 10**9, 13 << 30, {PARAMETERS: 13 << 30})
-        'the budget of 12 GB (11.2 GiB) is too small: parameters 13.0 take 13.0 GiB'
+        'the budget of 12 GB (11.17 GiB) is too small: parameters 13 take 13 GiB'
     """
-    total = sum(parts.values())
-    needed_bytes = total or smallest_bytes
-    unit, digits = _unit(needed_bytes), 1
-    while digits < 3 and _in(unit, budget_bytes, digits) == _in(unit, needed_bytes, digits):
-        digits += 1  # for the two to differ
-    budget, needed = _in(unit, budget_bytes, digits), _in(unit, needed_bytes, digits)
-    budget = f"{budget} {unit}" if budget_bytes >= SIZES[unit] / 10 else format_bytes(budget_bytes)
+    unit = _unit(smallest_bytes)
+    items = {name: parts[name] for name in (*filter(parts.__contains__, _ORDER), *parts) if parts[name]}
+    items[FREE] = max(0, smallest_bytes - sum(items.values()))
+    items[OTHERS] = sum(count for count in items.values() if count < _SMALL * smallest_bytes)
+    named = {
+        name: count for name, count in items.items() if count >= _SMALL * smallest_bytes or name == OTHERS
+    }
+    shares = _hundredths(named, SIZES[unit], math.ceil(100 * smallest_bytes / SIZES[unit]))
+    words = [f"{name} {share / 100:g}" for name, share in shares.items() if share]
+    needed = rounded_up(smallest_bytes).replace(unit, f" {unit}")
+    takes = f"{', '.join(words)} take {needed}" if parts else f"at least {needed} are needed"
+    budget = f"{budget_bytes * 100 // SIZES[unit] / 100:g} {unit}"  # rounded down, so below what is needed
+    if budget_bytes < SIZES[unit] / 10:
+        budget = format_bytes(budget_bytes)
     if budget_bytes % 10**6 == 0 and budget_bytes % SIZES["MiB"]:  # as it was written
         written, size = ("GB", 10**9) if budget_bytes >= 10**9 else ("MB", 10**6)
-        budget = f"{budget_bytes / size:g} {written} ({format_bytes(budget_bytes)})"
-    words = [
-        f"{name} {text}"
-        for name in (*filter(parts.__contains__, _ORDER), *(name for name in parts if name not in _ORDER))
-        if parts[name] >= total / 200 and (text := _in(unit, parts[name], digits)).strip("0.")
-    ]
-    takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
+        budget = f"{budget_bytes / size:g} {written} ({budget})"
     subject = subject or (f"the policy {policy!r}" if policy else "")
     return f"the budget of {budget} is too small{f' for {subject}' if subject else ''}: {takes}"
+
+
+def _hundredths(items: Mapping[str, int], unit: int, total: int) -> dict[str, int]:
+    """Bytes in hundredths of a unit. Each is rounded down or up, so that they add up to ``total``.
+
+    >>> _hundredths({"a": 333, "b": 333, "c": 334}, 1000, 100)
+    {'a': 33, 'b': 33, 'c': 34}
+    """
+    found = {name: 100 * count // unit for name, count in items.items()}
+    most = sorted(items, key=lambda name: 100 * items[name] % unit, reverse=True)
+    for name in most[: max(0, total - sum(found.values()))]:
+        found[name] += 1
+    return found
 
 
 def what_to_do(
@@ -276,7 +297,3 @@ def rounded_up(count: int) -> str:
 def _unit(count: int) -> str:
     """The unit for a count of bytes and others beside it."""
     return "GiB" if count >= 1 << 30 else "MiB" if count >= 1 << 20 else "KiB"
-
-
-def _in(unit: str, count: int, digits: int) -> str:
-    return f"{count / SIZES[unit]:,.{digits}f}"

@@ -276,6 +276,18 @@ def test_a_budget_that_no_plan_meets_says_what_does() -> None:
     assert real_peak(compiled, model, x) <= smallest
 
 
+def test_a_budget_below_what_is_resident_is_refused_without_asking_inductor() -> None:
+    model, x = Model(), torch.randn(1024, 32)
+    compiled = lowtide.compile(model, "1KiB")
+    with pytest.raises(lowtide.BudgetError, match="Inductor was not asked") as refused:
+        compiled(x)
+    smallest = refused.value.smallest_bytes
+    handle = lowtide.handle_of(compiled)
+    handle.set_budget(smallest)
+    compiled(x).backward()
+    assert handle.plan.predicted_peak_bytes <= smallest
+
+
 def test_another_budget_and_none() -> None:
     model, x = Model(), torch.randn(1024, 32)
     compiled = lowtide.compile(model, "100%", backend="aot_eager")

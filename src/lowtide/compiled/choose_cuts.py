@@ -242,6 +242,8 @@ class Choice:
         plain_peak = self.peak(self._plain) if exact else self._keeps_all.predicted_peak_bytes
         smallest = (yield from self._least()) if budgets.asks_for(self.budget) == "min" else None
         limit = self._limit_bytes(plain_peak, smallest)
+        if not exact and limit <= max(moment.bytes for moment in self.timeline.moments):
+            raise self._forecast_refusal(limit, plain_peak)
         if not exact and limit > (1 - DOUBT) * plain_peak:
             yield self._plain if limit >= plain_peak else Rejected()
             plain_peak = self.peak(self._plain)
@@ -287,13 +289,28 @@ class Choice:
         least = self._smallest if smallest is None else lambda: smallest
         return budgets.resolve(self.budget, plain_peak, least, device, resident_bytes=resident)
 
-    def _refusal(self, limit: int, smallest: int, plain_peak: int) -> BudgetError:
+    def _forecast_refusal(self, limit: int, plain_peak: int) -> BudgetError:
+        """Of a budget that no cut can hold, as what no call takes is above it: Inductor, which takes many
+        times as long as the planner, is not asked.
+        """
+        plan = at_or_smallest(self.step.graph, 1, self.policy)
+        smallest = with_slack(plan.predicted_peak_bytes / FIRST) + 1
+        error = self._refusal(limit, smallest, plain_peak, plan)
+        error.add(
+            "Inductor was not asked: the smallest budget is a forecast from single calls, and a smaller one "
+            "may do."
+        )
+        return error
+
+    def _refusal(
+        self, limit: int, smallest: int, plain_peak: int, forecast: Plan | None = None
+    ) -> BudgetError:
         resident, zeros = self.timeline.resident_bytes, 0
-        if self.timeline.zeros:
+        if self.timeline.zeros and forecast is None:
             least = self._best(None)
             assert least is not None
             zeros = self.candidates[0].zeros_bytes(least[0], self.timeline.zeros)
-        plan = min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
+        plan = forecast or min(self.tried.values(), key=lambda one: one.predicted_peak_bytes)
         sim = Simulator(self.step.graph)
         simulation = simulate_plan(sim, plan)
         found, shares = parts_of(sim, simulation), {RESIDENT: resident, OUTPUTS: zeros}

@@ -17,7 +17,7 @@ from lowtide.compiled.flow import UNCOMPILED, Flow, Surroundings
 from lowtide.compiled.moving import stores
 from lowtide.compiled.overruns import Overruns
 from lowtide.compiled.timeline import Resident
-from lowtide.errors import BudgetError, LowtideError, PlanError
+from lowtide.errors import BudgetError, LowtideError, PlanError, shorten
 from lowtide.extensions.advice.refusal import compiled_in_words
 from lowtide.extensions.optimizer.counted import check_optimizer
 from lowtide.extensions.optimizer.need import optimizer_need
@@ -446,7 +446,9 @@ class CompiledHandle(LimitHandle):
             flow.stop()
             inner = getattr(error, "inner_exception", None)
             if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
+                shorten(inner)
                 raise inner from None
+            shorten(error)
             raise
         flow.end(result, recompile_limit_hits() > hits)
         if flow.ran_uncompiled and self.compiled is not None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from lowtide import accelerator
 from lowtide.compiled.joint import Key
+from lowtide.errors import shorten
 from lowtide.meter import Peak, peak, storages
 from lowtide.meter.resident import gradient_of
 from lowtide.private import at_backward_end, storage_key
@@ -265,7 +266,11 @@ class Recording:
     def _end_of_backward(self) -> None:
         self._queued = False
         if not self._waiting:
-            self._ended()
+            try:
+                self._ended()
+            except Exception as error:
+                shorten(error)
+                raise
 
     def end_backward(self, call: GraphCall) -> None:
         """A backward has ended."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from lowtide import accelerator, private
+from lowtide.errors import shorten
 from lowtide.meter import LiveSource, MeterError, Peak, measurable, peaks
 
 
@@ -186,7 +187,11 @@ class StepWatch:
             self._timed = True
             self._marks.append(self._now())
         self.ends_backward()
-        self._on_end(self)
+        try:
+            self._on_end(self)
+        except Exception as error:
+            shorten(error)
+            raise
         self._check_gone()
 
     def _check_gone(self, forward: weakref.ref[_Mark] | None = None) -> None:

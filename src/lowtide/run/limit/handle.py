@@ -19,7 +19,7 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import PlanError, expect
+from lowtide.errors import PlanError, expect, shorten
 from lowtide.extension import Extension
 from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
@@ -290,7 +290,11 @@ class Handle(LimitHandle):
             BudgetError: no plan fits.
             PlanError: the limit was removed or replaced.
         """
-        return self._in_force().prepare(args, kwargs).calibrated()
+        try:
+            return self._in_force().prepare(args, kwargs).calibrated()
+        except Exception as error:
+            shorten(error)
+            raise
 
     def set_budget(self, budget: str | int) -> None:
         """Another budget from the next step on; what was learned about steps stays.

@@ -21,7 +21,7 @@ import torch
 
 from lowtide import accelerator, private
 from lowtide import budget as budgets
-from lowtide.errors import TraceError
+from lowtide.errors import TraceError, shorten
 from lowtide.extension import Extension, Face
 from lowtide.graph import no_collection
 from lowtide.interception import drop_idle_key, suspended
@@ -228,7 +228,11 @@ class Limiter:
         if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
         self.called = True
-        return self.limited(args, kwargs) if self.is_limited() else self.forward(*args, **kwargs)
+        try:
+            return self.limited(args, kwargs) if self.is_limited() else self.forward(*args, **kwargs)
+        except Exception as error:
+            shorten(error, self.forward)
+            raise
 
     @private.skipped_by_dynamo
     def limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

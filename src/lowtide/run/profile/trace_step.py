@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowtide.errors import TraceError, expect
+from lowtide.errors import TraceError, expect, shorten
 from lowtide.graph import StepGraph
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.transforms import with_overhead
@@ -66,10 +66,15 @@ def trace(
     expect(module, "trace(model=)", model, "a torch.nn.Module, or None", TraceError)
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     device = device_of(modules, args)
-    if fake:
-        graph = trace_fake(step, args, kwargs, modules, device, measure_costs if costs else lambda specs: {})
-    else:
-        _, graph = profile_aside(modules, device, step, args, kwargs, Tracer.loss_of)
+    try:
+        if fake:
+            measured = measure_costs if costs else lambda specs: {}
+            graph = trace_fake(step, args, kwargs, modules, device, measured)
+        else:
+            _, graph = profile_aside(modules, device, step, args, kwargs, Tracer.loss_of)
+    except Exception as error:
+        shorten(error)
+        raise
     if costs:
         return with_overhead(graph)
     free = {"seconds": 0.0, "scratch_bytes": 0, "blocks": ()}
