@@ -55,9 +55,9 @@ def limit_memory(
     gradients.
 
     The first step is profiled while it runs, within the budget where it is given in bytes. Each
-    operation runs twice, until it has reproduced five times at the same sizes: that shows whether it
-    reproduces, and how long it takes. When the step's backward has ended a plan is made, and later steps run
-    under it. The plan of a larger step serves smaller ones; steps in another mode, in autocast, in other
+    operation runs twice: that shows whether it reproduces, and how long it takes. After five equal runs at
+    the same sizes an operation runs once. When backward has ended, a plan is made. Later steps run under
+    it. The plan of a larger step serves smaller ones; steps in another mode, in autocast, in other
     dtypes or with other parameters that train are profiled and get plans of their own. Called again for a
     limited model, it replaces the limit.
 

@@ -40,7 +40,7 @@ SECOND = (
 OWN_OFF = "turn the model's own gradient checkpointing off"
 """The first remedy where a model checkpoints on its own."""
 
-OPTIMIZER_TOO = "Nor does the budget hold optimizer.step()."
+OPTIMIZER_TOO = "The budget is too small for optimizer.step(), too."
 """Of a refused step, where the optimizer's own step is refused, too."""
 
 _OF_GRAPH = {"workspace": WORKSPACES, "parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
@@ -76,9 +76,9 @@ def _add_of_later_gradients(error: BudgetError, model: torch.nn.Module) -> None:
     made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
     if more := budgets.with_slack(sum(own_share(p).nbytes for p in made)):
         error.add(
-            "Where gradients exist already when a forward begins (they add up over several steps, or are "
-            "cleared after it, as Lightning does), steps after the first take up to "
-            f"{format_bytes(more)} ({more:,} bytes) more: give that on top."
+            "Most steps clear gradients before the forward. If yours add gradients up, or clear them after the "
+            f"forward, as Lightning does, steps after the first take up to {format_bytes(more)} "
+            f"({more:,} bytes) more: add that to the budget."
         )
 
 

@@ -480,7 +480,7 @@ class Limiter:
             self._measured_bytes = None
             profiler.close()
             return
-        often = "each operation ran twice, until it had reproduced five times"
+        often = "each operation ran twice, until five of its runs were equal"
         twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         peak = profiler.peak_bytes

@@ -3,7 +3,7 @@
 In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
 when backward has ended: the `StepGraph`. What autograd saves lies in storages of its own, over the same
 bytes. So only user code itself holds the tensors, and a storage ends when user code releases it. A governor
-holds the budget meanwhile. Each forward operation runs twice, until it has reproduced five times at equal
+holds the budget meanwhile. Each forward operation runs twice, until five runs were equal at equal
 sizes: that verifies its replay, and times it warm. On the CPU the C++ recorder runs whatever replays plainly
 (`run/record/cpp/listen.h`), and Python the rest, on the same tape and the same lists.
 """
@@ -90,7 +90,7 @@ class Profiler(Interceptor):
     Args:
         model: its forward can be planned.
         device: whose memory and time are measured.
-        verify: run each operation twice and compare, until it has reproduced five times at the same sizes.
+        verify: run each operation twice and compare, until five runs were equal at the same sizes.
         on_end: called with this once backward has ended.
         gradients: as of `lowtide.trace.tracer.Tracer`.
         governor: makes what holds the step's budget (``Governor`` of ``run/record/cpp/governor.h``), from
