@@ -49,7 +49,7 @@ def test_checkpointing_of_the_models_own_is_told_once(reentrant: bool) -> None:
 def test_a_budget_that_checkpointing_stands_in_the_way_of_says_so() -> None:
     torch.manual_seed(0)
     model = Checkpointed(reentrant=False)
-    lowtide.limit_memory(model, "60%")
+    lowtide.limit_memory(model, "45%")  # less than parameters and gradients: nothing holds it
     with (
         pytest.warns(lowtide.LowtideWarning, match="by itself"),
         pytest.raises(lowtide.BudgetError) as caught,
