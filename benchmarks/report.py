@@ -363,7 +363,8 @@ def main() -> None:
         )
         parts += ["", "## Predicted against measured", "", where(found), "", text, "", accuracy(found)]
         brief += (
-            f" Predicted before any step, on six models at four budgets each: the peak within 1 % in "
+            f"\n- Predicted before any step, on six models at four budgets each ({where(found)}): the peak "
+            "within 1 % in "
             f"{held['peak_holds']} of {held['of']} rows, the extra time within 15 % of the measured one, or "
             f"2 % of the step, in {held['forecast_holds']}."
         )
