@@ -395,4 +395,5 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
-    return None if forward is None or forward.removed else forward.handle or Handle(forward)
+    limiter = None if forward is None else forward.of(model)
+    return None if limiter is None or limiter.removed else limiter.handle or Handle(limiter)
