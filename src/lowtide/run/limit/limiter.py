@@ -198,7 +198,7 @@ class Limiter:
     @property
     def __wrapped__(self) -> Any:
         """What the wrapper that this limit is around has wrapped."""
-        return _Below(self, self.original.__wrapped__)
+        return _Below(self, getattr(self.original, "__wrapped__"))  # noqa: B009
 
     @property
     def __code__(self) -> CodeType:
