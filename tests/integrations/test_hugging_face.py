@@ -48,8 +48,8 @@ def trainer(
 ) -> Any:
     """A trainer that accumulates, evaluates and saves."""
     args = transformers.TrainingArguments(
-        str(folder), num_train_epochs=epochs, use_cpu=True, logging_steps=1, disable_tqdm=True, eval_strategy="epoch",
-        save_strategy="epoch", max_grad_norm=0.5,
+        str(folder), num_train_epochs=epochs, use_cpu=True, logging_steps=1, disable_tqdm=True,
+        eval_strategy="epoch", save_strategy="epoch", max_grad_norm=0.5,
         **{
             "report_to": [],
             "per_device_train_batch_size": 8,
