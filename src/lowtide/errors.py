@@ -87,7 +87,8 @@ class BudgetError(LowtideError):
         """A refusal is out of memory in PyTorch's words, too, where PyTorch is loaded."""
         torch = sys.modules.get("torch")
         refuses = smallest_bytes is not None and budget_bytes is not None
-        return super().__new__(_out_of_memory(torch.OutOfMemoryError) if torch and refuses else BudgetError)
+        kind: Any = _out_of_memory(torch.OutOfMemoryError) if torch and refuses else cls
+        return super().__new__(kind)
 
     def __init__(
         self,
