@@ -106,6 +106,24 @@ def test_a_trainer_finds_the_batch_that_fits_the_budget(tmp_path: Path) -> None:
     assert found is not None and found.plan is not None and found.plan.predicted_peak_bytes <= budget
 
 
+def test_a_trainer_that_checkpoints_leaves_that_to_the_limit(tmp_path: Path) -> None:
+    """The model's own gradient checkpointing is off for the run, and on again after it."""
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    new = hasattr(transformers.TrainingArguments, "activation_checkpointing")
+    options = {"activation_checkpointing" if new else "gradient_checkpointing": True}
+    plain = trainer(tmp_path / "plain", epochs=1, **options)
+    plain.train()
+    callback = LimitMemory("80%")
+    limited = trainer(tmp_path / "limited", [callback], epochs=1, **options)
+    with pytest.warns(lowtide.LowtideWarning, match="off while its limit is on") as told:
+        limited.train()
+    assert len([one for one in told if issubclass(one.category, lowtide.LowtideWarning)]) == 1
+    assert all(map(torch.equal, weights(plain), weights(limited)))
+    assert callback.handle is not None and callback.handle.plan is not None and callback.handle.plan.replayed
+    assert any(getattr(module, "gradient_checkpointing", False) for module in limited.model.modules())
+
+
 def test_the_optimizers_state_counts_though_it_comes_later(tmp_path: Path) -> None:
     from lowtide.integrations.hugging_face import LimitMemory
 

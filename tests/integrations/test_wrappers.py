@@ -217,17 +217,16 @@ def test_adapters_go_on_from_what_was_saved(checkpoints: bool, tmp_path: Path) -
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         if state is not None:
             optimizer.load_state_dict(state)
-        budget = "110%" if checkpoints else "98%"
-        told = pytest.warns(lowtide.LowtideWarning, match="checkpoints by itself")
+        told = pytest.warns(lowtide.LowtideWarning, match="off while its limit is on")
         with told if limited and checkpoints else contextlib.nullcontext():
-            handle = lowtide.limit_memory(model, budget, optimizer=optimizer) if limited else None
+            handle = lowtide.limit_memory(model, "98%", optimizer=optimizer) if limited else None
         for step in steps:
             model(input_ids=tokens[step], labels=tokens[step]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if handle is not None:
             assert handle.plan is not None and handle.plan.budget_bytes is not None
-            assert handle.plan.changes_nothing == checkpoints, "what it recomputes itself is as it was"
+            assert not handle.plan.changes_nothing, "what the model recomputed itself is the plan's to decide"
             assert handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
         return optimizer.state_dict()
 

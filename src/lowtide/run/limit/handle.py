@@ -24,6 +24,7 @@ from lowtide.extension import Extension
 from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
 from lowtide.plan.data import Plan
+from lowtide.run.forwards import turn_off_checkpointing, turn_on_checkpointing
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import limit_line
@@ -336,7 +337,9 @@ class Handle(LimitHandle):
             limiter.compiled_handle.set_optimizer(optimizer)
 
     def remove(self) -> None:
-        """Give the model its own forward back. Steps that are under way finish under their plan."""
+        """Give the model its own forward back, and its own gradient checkpointing. Steps that are under way
+        finish under their plan.
+        """
         limiter = self._limiter
         limiter.engagement.end()
         if limiter.removed:
@@ -345,6 +348,7 @@ class Handle(LimitHandle):
         for extension in limiter.extensions:
             extension.close()
         limiter.uninstall()
+        turn_on_checkpointing(self.model, limiter.checkpointing)
         drop_idle_key()
 
     @contextmanager
@@ -356,11 +360,13 @@ class Handle(LimitHandle):
         """
         limiter = self._in_force()
         limiter.paused = True
+        turn_on_checkpointing(self.model, limiter.checkpointing)
         try:
             with limiter.engagement.paused():
                 yield
         finally:
             limiter.paused = False
+            turn_off_checkpointing(self.model)
 
     def _in_force(self) -> Limiter:
         """The limiter, which is still in force.

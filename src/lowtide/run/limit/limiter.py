@@ -98,6 +98,7 @@ class Limiter:
             part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
+        checkpointing: flags of the model's own gradient checkpointing, which is off while the limit is on.
         called: whether any call has come here.
         forwards: those of a pipeline's step, which has several and runs their backwards itself; ``None``
             where a step is one forward, and its caller runs backward.
@@ -121,6 +122,7 @@ class Limiter:
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
+        self.checkpointing: tuple[tuple[str, str], ...] = ()
         self._begin(settings | {"extensions": extensions})
 
     def _begin(self, settings: dict[str, Any]) -> None:
@@ -140,7 +142,8 @@ class Limiter:
         self._abandoned = False  # whether a profiled step was
 
     def __getstate__(self) -> dict[str, Any]:
-        names, maker = ("model", "loss_fn", "verify", "face", "original", "removed"), self.maker
+        maker = self.maker
+        names = ("model", "loss_fn", "verify", "face", "original", "removed", "checkpointing")
         copies = [copied for extension in maker.extensions if (copied := extension.copied()) is not None]
         settings = {name: getattr(maker, name) for name in ("budget", "policy", "progress", "plan_seconds")}
         return {
