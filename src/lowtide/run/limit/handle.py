@@ -25,7 +25,6 @@ from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
 from lowtide.plan.data import Plan
 from lowtide.run.forwards import turn_off_checkpointing, turn_on_checkpointing
-from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
@@ -79,14 +78,15 @@ class LimitHandle(ABC):
     def _given_budget(self) -> str | int | None:
         """The budget as it was given."""
 
+    @property
     @abstractmethod
-    def _all_plans(self) -> Sequence[Plan]:
-        """The plans so far."""
+    def plans(self) -> list[Plan]:
+        """The plans so far, one for each kind of step, in the order in which they were seen."""
 
     def __repr__(self) -> str:
         if self._is_removed():
             return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self._given_budget(), len(self._all_plans()), self.plan)
+        return limit_line(self.model, self._given_budget(), len(self.plans), self.plan)
 
     def _check_in_force(self) -> None:
         """Check that the limit is still in force.
@@ -219,9 +219,6 @@ class Handle(LimitHandle):
     def _given_budget(self) -> str | int | None:
         return self._limiter.maker.budget
 
-    def _all_plans(self) -> Sequence[Plan]:
-        return list(self.plans.values())
-
     @property
     def extensions(self) -> tuple[Extension, ...]:
         """What the limit does beyond one device and recomputation."""
@@ -263,12 +260,12 @@ class Handle(LimitHandle):
 
     @property
     @_of_engine
-    def plans(self) -> dict[StepKey, Plan]:
-        """The plans so far, by the key of a step. A plan serves smaller steps, too, whose keys are alike but
-        for size.
+    def plans(self) -> list[Plan]:
+        """The plans so far, one for each kind of step, in the order in which they were seen; none before the
+        first step has ended. A plan serves smaller steps of its kind, too.
         """
-        known = list(self._limiter.book.known.items())  # a thread that trains may begin a step meanwhile
-        return {key: entry.planned.calibrated() for key, entry in known if entry.planned is not None}
+        known = list(self._limiter.book.known.values())  # a thread that trains may begin a step meanwhile
+        return [entry.planned.calibrated() for entry in known if entry.planned is not None]
 
     @property
     @_of_engine
