@@ -123,7 +123,7 @@ def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) ->
             on_host.append(held.elements)
             if gradient.device_elements is not None:
                 pieces.append(gradient.device_elements)
-    unscale = torch._amp_foreach_non_finite_check_and_unscale_
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
     if pieces:
         unscale(pieces, found_inf, inverse)
     if on_host:
