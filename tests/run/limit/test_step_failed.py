@@ -1,4 +1,4 @@
-"""A backward that fails half-way, its error and loss kept: what these hold counts in later budgets."""
+"""A backward that fails half-way, and whose error and loss are kept: what these hold counts in later budgets."""
 
 from __future__ import annotations
 
