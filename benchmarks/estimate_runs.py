@@ -1,4 +1,4 @@
-"""How near `lowtide.estimate` comes to runs that public projects measured, and which it has words for.
+"""How near `lowtide.estimate` comes to runs that public projects measured, and which it can express.
 
 python -m benchmarks estimate_runs
 
@@ -93,7 +93,7 @@ TRL's does.
 
 
 class Unsaid(Exception):
-    """A run that there are no words for; the message says why."""
+    """A run that cannot be expressed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def scored(run: Run) -> dict[str, Any]:
 
 
 def summary(rows: Iterable[dict[str, Any]], given: int) -> dict[str, int]:
-    """How many runs have words, and how many are within the marks."""
+    """How many runs can be expressed, and how many are within the marks."""
     rows = list(rows)
     memory = [abs(row["memory_off"]) for row in rows if "memory_off" in row]
     speed = [abs(row["speed_off"]) for row in rows if "speed_off" in row]
@@ -388,7 +388,7 @@ def _source(name: str) -> str:
 
 def write_docs(lines: list[list[str]]) -> None:
     """The table in docs/estimate.md, between its marks."""
-    head = ["source", "has words", "memory within 5 %", "within 10 %", "tokens a second within 15 %"]
+    head = ["source", "can be expressed", "memory within 5 %", "within 10 %", "tokens a second within 15 %"]
     text = DOCS.read_text(encoding="utf-8")
     block = "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines))
     start, end = "<!-- runs -->", "<!-- end of runs -->"
@@ -483,7 +483,7 @@ def main() -> None:
         told = [f"{row[name]:+.1%}" if name in row else "" for name in ("memory_off", "speed_off")]
         print(row["run"], row.get("memory_gib", ""), row.get("predicted_gib", ""), *told, sep="  ")
     for other in others:
-        print("no words:", *other)
+        print("cannot be expressed:", *other)
     for name, source, value, off, most in fits:
         print(f"{name} without {source or 'none'}: {value}, its runs off by {off:.0%}, at most {most:.0%}")
     for name, counts in found.items():

@@ -241,7 +241,7 @@ def test_a_refusal_without_a_message_has_words_wherever_it_is_shown() -> None:
     error = BudgetError(None, 2 * GIB, budget_bytes=GIB)
     short = "the budget of 1 GiB is too small: at least 2 GiB are needed"
     for one in (error, pickle.loads(pickle.dumps(error)), copy.copy(error)):
-        assert one.args == (short,) and repr(one) == f"BudgetError({short!r})"
+        assert one.args[0].startswith(f"{short}. ") and repr(one) == f"BudgetError({short!r})"
         assert str(one).startswith(f"{short}\nWhat to do") and one.message is None
 
 
@@ -254,3 +254,25 @@ def test_a_text_follows_the_facts_and_a_message_stays() -> None:
     assert error.policy == "full" and str(error).endswith("It was the last one.")
     given = BudgetError("no layout", 2 * GIB, budget_bytes=GIB)
     assert str(given) == "no layout" and not given.remedies
+
+
+def test_a_refused_step_is_out_of_memory_and_a_malformed_budget_is_not() -> None:
+    refusal = BudgetError(None, 3 << 30, budget_bytes=1 << 30)
+    for error in (refusal, pickle.loads(pickle.dumps(refusal)), refusal.stating(budget_bytes=1 << 20)):
+        assert isinstance(error, torch.OutOfMemoryError) and type(error).__name__ == "BudgetError"
+        assert error.args[0].endswith("out of memory.") and "out of memory" not in str(error)
+    assert not isinstance(BudgetError("the budget 'x' is not understood"), torch.OutOfMemoryError)
+
+
+def test_accelerates_search_takes_a_smaller_batch_where_the_budget_is_too_small() -> None:
+    accelerate = pytest.importorskip("accelerate")
+
+    @accelerate.utils.find_executable_batch_size(starting_batch_size=64)
+    def train(batch: int) -> int:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 64))
+        lowtide.limit_memory(model, 400_000)
+        model(torch.randn(batch, 64)).square().mean().backward()
+        return batch
+
+    assert 8 <= train() < 64

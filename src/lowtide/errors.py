@@ -7,7 +7,9 @@ from __future__ import annotations
 import inspect
 import os
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from numbers import Integral
 from typing import Any, ClassVar, Protocol
 
@@ -40,7 +42,9 @@ class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
     Where no plan can, it is raised with facts and no message. Its text is made from them when somebody asks:
-    what the step takes at least (``args[0]``), then what to do, then what is live at the peak.
+    what the step takes at least (``args[0]``), then what to do, then what is live at the peak. It is then a
+    ``torch.OutOfMemoryError``, too, whose ``args[0]`` says so: what catches that, as accelerate's search for
+    a batch size does, catches this.
 
     Args:
         message: what is wrong, in words; ``None`` where the facts say it.
@@ -71,6 +75,20 @@ class BudgetError(LowtideError):
     """
 
     words: ClassVar[Words]  # given by the package, which loads what knows them when they are needed
+
+    def __new__(
+        cls,
+        message: str | None = None,
+        smallest_bytes: int | None = None,
+        *_: Any,
+        budget_bytes: int | None = None,
+        **__: Any,
+    ) -> BudgetError:
+        """A refusal is out of memory in PyTorch's words, too, where PyTorch is loaded."""
+        torch = sys.modules.get("torch")
+        refuses = smallest_bytes is not None and budget_bytes is not None
+        kind: Any = _out_of_memory(torch.OutOfMemoryError) if torch and refuses else cls
+        return super().__new__(kind)
 
     def __init__(
         self,
@@ -126,14 +144,18 @@ class BudgetError(LowtideError):
 
     @property
     def args(self) -> tuple[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What the step takes at least, in words."""
-        return (self.words.short(self) if self.message is None else self.message,)
+        """What the step takes at least, in words; of a refusal, with those of an error of PyTorch's."""
+        return (self._short + (_RUNS_OUT if type(self) is not BudgetError else ""),)
+
+    @property
+    def _short(self) -> str:
+        return self.words.short(self) if self.message is None else self.message
 
     def __repr__(self) -> str:
-        return f"BudgetError({self.args[0]!r})"
+        return f"BudgetError({self._short!r})"
 
     def __str__(self) -> str:
-        short, remedies, holders = self.args[0], self.remedies, self.holders
+        short, remedies, holders = self._short, self.remedies, self.holders
         if not remedies:
             return f"{short} {self.detail}".strip()
         lines = [
@@ -148,7 +170,8 @@ class BudgetError(LowtideError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         self._look_at_peak()
-        return BudgetError, (self.message,), self.__dict__
+        made = partial(BudgetError, budget_bytes=self.budget_bytes)
+        return made, (self.message, self.smallest_bytes), self.__dict__
 
     def _look_at_peak(self) -> None:
         """Take from the smallest plan's peak what is live there: once, when somebody asks."""
@@ -176,6 +199,16 @@ class BudgetError(LowtideError):
     def add_first_remedy(self, remedy: str) -> None:
         """What to do before all else."""
         self._first_remedies = (remedy, *self._first_remedies)
+
+
+_RUNS_OUT = ". A step within it runs out of memory."
+"""The end of what a refusal says in ``args[0]``."""
+
+
+@cache
+def _out_of_memory(kind: type[BaseException]) -> type[BudgetError]:
+    """`BudgetError`, as an error of PyTorch's, too."""
+    return type("BudgetError", (BudgetError, kind), {"__module__": __name__, "__doc__": BudgetError.__doc__})
 
 
 class TraceError(LowtideError):

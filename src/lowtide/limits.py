@@ -16,6 +16,7 @@ from lowtide.extension import Extension
 from lowtide.meter.resident import model_device
 from lowtide.plan import POLICIES, check_seconds
 from lowtide.plan.data import Plan
+from lowtide.run.forwards import turn_off_checkpointing
 from lowtide.run.limit.checks import (
     Demand,
     check_arguments,
@@ -25,7 +26,7 @@ from lowtide.run.limit.checks import (
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.messages import own_checkpointing, says_it_checkpoints
+from lowtide.run.messages import CHECKPOINTING_OFF, is_wrapped, own_checkpointing
 from lowtide.run.profile.profiler import load_ahead
 from lowtide.run.record.special import Verify, check_verify
 
@@ -62,7 +63,8 @@ def limit_memory(
     limited model, it replaces the limit.
 
     Args:
-        model: any module; its forward is replaced on the instance until ``handle.remove()``. What
+        model: any module; its forward is replaced on the instance until ``handle.remove()``, and gradient
+            checkpointing of its own (transformers, diffusers, timm) is off until then. What
             `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; only
             ``optimizer`` and ``plan_seconds`` go with that. Or a pipeline's schedule, as of
             ``torch.distributed.pipelining``, whose ``step`` is replaced: the budget is then for all of this
@@ -174,7 +176,7 @@ def limit_memory(
     load_ahead(model_device(model))
     if why_eager is not None:
         limiter.warn_once(why_eager)
-    if says_it_checkpoints(model):  # others show it in their first step
+    if any(map(is_wrapped, model.modules())):  # others show it in their first step
         limiter.warn_once(own_checkpointing(model))
     return handle
 
@@ -183,6 +185,9 @@ def _begun(limiter: Limiter) -> Handle:
     """The handle of a limit that is in force from now on."""
     limiter.extend(limiter.maker.budget)
     limiter.install()
+    limiter.checkpointing = turn_off_checkpointing(limiter.model)
+    if limiter.checkpointing:
+        limiter.warn_once(CHECKPOINTING_OFF)
     return Handle(limiter)
 
 

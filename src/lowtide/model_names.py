@@ -53,6 +53,30 @@ _ALIASES = {
 }  # fmt: skip
 
 
+_SUFFIXES = ("-hf", "-instruct", "-base", "-chat")
+
+
+def on_hub(name: str) -> str | None:
+    """The name here of what the hub calls ``OWNER/NAME``; ``None`` where that is not known. A model and its
+    variants for chats have one shape, and versions whose shapes are alike have one name.
+
+    >>> on_hub("meta-llama/Llama-3.1-8B"), on_hub("Qwen/Qwen3-8B-Base"), on_hub("somebody/new")
+    ('llama3-8b', 'qwen3-8b', None)
+    """
+    plain = name.lower()
+    for suffix in _SUFFIXES:
+        plain = plain.removesuffix(suffix)
+    for model, theirs in HUB.items():
+        if plain == theirs.lower().removesuffix("-hf"):
+            return model
+    last = plain.rpartition("/")[2].removeprefix("meta-")
+    for spelling in (last, last.replace("-", "", 1)):
+        found = _ALIASES.get(spelling, spelling)
+        if found in HUB or found in _ALIASES.values():
+            return found
+    return None
+
+
 def meant(name: str, known: Iterable[str]) -> str | None:
     """Which of the names that are known somewhere a name stands for; ``None`` where it is none of them.
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli import app
 from lowtide.errors import LowtideError
-from lowtide.estimate import configure, estimate
+from lowtide.estimate import EstimateError, configure, estimate
 
 
 def run(*arguments: str) -> str:
@@ -190,3 +190,18 @@ def test_plot(tmp_path: Path) -> None:
 def test_refusals(flags: list[str], says: str) -> None:
     with pytest.raises(LowtideError, match=says):
         run(*flags)
+
+
+@pytest.mark.parametrize("command", [["estimate"], ["suggest", "--devices", "4"], ["simulate"]])
+@pytest.mark.parametrize(
+    ("name", "preset"),
+    [
+        ("meta-llama/Llama-3.1-8B", "llama3-8b"),
+        ("meta-llama/Llama-3.2-1B-Instruct", "llama3-1b"),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b"),
+        ("meta-llama/Llama-2-7b-chat-hf", "llama2-7b"),
+    ],
+)
+def test_a_name_of_the_hub_is_answered_with_the_preset(command: list[str], name: str, preset: str) -> None:
+    with pytest.raises(EstimateError, match=f"the preset for it is '{preset}': give --model {preset}"):
+        CliRunner().invoke(app, [*command, "--model", name], catch_exceptions=False)

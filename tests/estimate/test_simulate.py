@@ -220,7 +220,8 @@ def test_hugging_face_as_transformers_builds_it() -> None:
     ("given", "says"),
     [
         (dict(offload_optimizer=0.5), "--offload-optimizer"),
-        (dict(zero=1, dp=2), "--zero"),
+        (dict(zero=2, dp=2), "--zero=2"),
+        (dict(experts=8, experts_per_token=2), "no experts"),
         (dict(recompute=4), "--recompute=4"),
         (dict(dtype="bf16", gradient_dtype="fp32"), "--gradient-dtype=fp32"),
         (dict(mlp="squared-relu", positions="rotary", bias=False), "GPT"),
@@ -283,3 +284,9 @@ def test_needs_its_own_ranks() -> None:
     finally:
         dist.destroy_process_group()
     assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_step_under_zero_1_keeps_what_the_plain_one_keeps() -> None:
+    plain, shared = (simulate(configure(**(GPT | dict(dp=2, zero=zero)))).stages[0] for zero in (0, 1))
+    assert shared.timeline.peak_bytes == plain.timeline.peak_bytes
+    assert shared.closed.activations_bytes == plain.closed.activations_bytes

@@ -29,7 +29,9 @@ def test_llama_3_8b_at_8k_on_four_cards() -> None:
     assert found.fits and 0 < found.fitting < found.tried
     best = found.best[0].time.total
     for one in found.best:
-        full = estimate(one.config)
+        full = estimate(one.config, A100)
+        assert full.reserved_bytes == one.reserved_bytes
+        assert full.reserved_expandable_bytes == one.reserved_expandable_bytes <= found.usable_bytes
         assert full.total_bytes == one.total_bytes <= found.usable_bytes
         assert one.config.devices == 4 and one.config.seq == 8192
     ranks = [one.time.total / best for one in found.best]
@@ -264,6 +266,8 @@ def test_the_printed_command_says_all_that_was_given() -> None:
     )
     stages = json.loads(again.output)["stages"]
     assert max(stage["total_bytes"] for stage in stages) == best["total_bytes"]
+    for name in ("total_bytes", "reserved_bytes", "reserved_expandable_bytes"):
+        assert json.loads(again.output)[name] == best[name]
 
 
 def test_help_promises_no_fixed_default_for_what_varies() -> None:
@@ -281,12 +285,12 @@ def test_llama_3_8b_at_8k_on_one_card_of_24_gb() -> None:
     told, code = answered("--model llama3-8b --seq 8192 --devices 1 --memory 24GB")
     assert code == 0
     assert "With lowtide it does not fit: it needs 1" in told and "With trl: It fits" in told
-    assert "Training all weights on the devices needs 6" in told
+    assert "To train all weights, with the optimizer on the devices, takes 6" in told
     for row in ("1 all full host fused-linear", "LoRA full device", "QLoRA full device fused-linear"):
         assert row in told
     assert "--optim paged_adamw_8bit --use_peft --lora_r 16 --lora_target_modules all-linear" in told
     found = suggest("llama3-8b", devices=1, device=A100, memory_bytes=24 * 10**9, seq=8192, runs_with="trl")
-    assert found.whole and found.whole.reserved_bytes > 60 * 2**30
+    assert found.whole and found.whole.reserved_expandable_bytes > 60 * 2**30
     for one in found.best:
         flags = ["estimate", "--model", "llama3-8b", *one.flags().split(), "--json"]
         done = CliRunner().invoke(app, flags, catch_exceptions=False)
@@ -344,3 +348,30 @@ def test_trl_takes_its_recipes() -> None:
             words = shlex.split(one.command)
             assert words[:2] == ["trl", "sft"]
             assert {word.lstrip("-") for word in words if word.startswith("--")} <= known
+
+
+@pytest.mark.parametrize("model", ["llama3-8b --for torchtitan", "22b", "llama3-8b --memory 30GiB"])
+def test_estimate_shows_the_bytes_of_the_row_that_it_explains(model: str) -> None:
+    """The figure in the table is the one under "reserved"."""
+    asked = ["suggest", "--model", *model.split(), "--devices", "8"]
+    data = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["suggestions"][0]
+    told, _ = answered(f"--model {model} --devices 8")
+    assert f" {data['reserved_expandable_bytes'] / 2**30:.1f} " in told
+    flags = ["estimate", "--model", model.split()[0], "--brief", *data["flags"].split()]
+    shown = CliRunner().invoke(app, flags, catch_exceptions=False).output
+    assert f" {data['reserved_expandable_bytes'] / 2**30:.2f} " in shown
+
+
+def test_a_shorter_sequence_that_fits_is_found() -> None:
+    model = "--model gpt2 --devices 1 --for lowtide --micro-batch 16 --recompute none --loss torch"
+    longest, half = (suggested_bytes(f"{model} --seq {seq}") for seq in (1024, 512))
+    memory = f"--memory {(longest + half) // 2} --reserve 0"
+    told, code = answered(f"{model} {memory}")
+    assert code == 0 and "At 1024 tokens it does not fit: it needs" in told and "gpt2 at 512 tokens" in told
+    told, code = answered(f"{model} {memory} --seq 1024")
+    assert code == 1 and "It fits at 512 tokens: give --seq 512." in told, "what is given is not varied"
+
+
+def suggested_bytes(asked: str) -> int:
+    done = CliRunner().invoke(app, ["suggest", *asked.split(), "--device", "a100", "--json"])
+    return json.loads(done.output)["suggestions"][0]["reserved_expandable_bytes"]

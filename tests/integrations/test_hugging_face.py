@@ -48,9 +48,14 @@ def trainer(
 ) -> Any:
     """A trainer that accumulates, evaluates and saves."""
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=8, num_train_epochs=epochs, use_cpu=True,
-        logging_steps=1, disable_tqdm=True, gradient_accumulation_steps=2, eval_strategy="epoch",
-        save_strategy="epoch", max_grad_norm=0.5, **{"report_to": [], **options},
+        str(folder), num_train_epochs=epochs, use_cpu=True, logging_steps=1, disable_tqdm=True,
+        eval_strategy="epoch", save_strategy="epoch", max_grad_norm=0.5,
+        **{
+            "report_to": [],
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 2,
+            **options,
+        },
     )  # fmt: skip
     return transformers.Trainer(
         made or model(seed), args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
@@ -81,6 +86,42 @@ def test_a_trainer_gives_the_same_weights_within_the_budget(tmp_path: Path, opti
         assert 0 < row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01
         assert row["memory_predicted_mib"] <= row["memory_budget_mib"] + 0.01
     assert lowtide.handle_of(limited.model) is None, "the limit goes with the training"
+
+
+def test_a_trainer_finds_the_batch_that_fits_the_budget(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    def train(rows: int, budget: Any, **options: Any) -> LimitMemory:
+        callback = LimitMemory(budget)
+        options |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": rows}
+        trainer(tmp_path, [callback], epochs=1, **options).train()
+        return callback
+
+    handle = train(2, "min").handle
+    assert handle is not None and handle.budget_bytes is not None
+    budget = handle.budget_bytes + 4096
+    with pytest.raises(torch.OutOfMemoryError, match="too small"):
+        train(16, budget)
+    found = train(16, budget, auto_find_batch_size=True).handle
+    assert found is not None and found.plan is not None and found.plan.predicted_peak_bytes <= budget
+
+
+def test_a_trainer_that_checkpoints_leaves_that_to_the_limit(tmp_path: Path) -> None:
+    """The model's own gradient checkpointing is off for the run, and on again after it."""
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    new = hasattr(transformers.TrainingArguments, "activation_checkpointing")
+    options = {"activation_checkpointing" if new else "gradient_checkpointing": True}
+    plain = trainer(tmp_path / "plain", epochs=1, **options)
+    plain.train()
+    callback = LimitMemory("80%")
+    limited = trainer(tmp_path / "limited", [callback], epochs=1, **options)
+    with pytest.warns(lowtide.LowtideWarning, match="off while its limit is on") as told:
+        limited.train()
+    assert len([one for one in told if issubclass(one.category, lowtide.LowtideWarning)]) == 1
+    assert all(map(torch.equal, weights(plain), weights(limited)))
+    assert callback.handle is not None and callback.handle.plan is not None and callback.handle.plan.replayed
+    assert any(getattr(module, "gradient_checkpointing", False) for module in limited.model.modules())
 
 
 def test_the_optimizers_state_counts_though_it_comes_later(tmp_path: Path) -> None:

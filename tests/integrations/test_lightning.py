@@ -139,7 +139,7 @@ def test_a_step_that_calls_several_parts_is_limited_and_seen_in_tensorboard(tmp_
         limited = fit(tmp_path, [callback], module=Parts(), logger=TensorBoardLogger(str(tmp_path), "curves"))
     assert same(plain, limited)
     assert callback.handle is not None
-    assert not all(plan.changes_nothing for plan in callback.handle.plans.values())
+    assert not all(plan.changes_nothing for plan in callback.handle.plans)
     (folder,) = (tmp_path / "curves").iterdir()
     written = events.EventAccumulator(str(folder))
     written.Reload()

@@ -14,12 +14,6 @@ from lowtide import meter
 transformers = pytest.importorskip("transformers")
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-CHECKPOINTING = (
-    "activation_checkpointing"
-    if hasattr(transformers.TrainingArguments, "activation_checkpointing")
-    else "gradient_checkpointing"  # before 5.23
-)
-
 pytestmark = [
     pytest.mark.usefixtures("quiet_transformers"),
     pytest.mark.filterwarnings("ignore"),
@@ -46,7 +40,7 @@ def trained(
     args = trl.SFTConfig(
         str(folder), per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=steps, bf16=bf16,
         report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, eval_strategy="epoch", max_length=32,
-        **{CHECKPOINTING: False, "save_strategy": "no", **options},
+        **{"save_strategy": "no", **options},
     )  # fmt: skip
     more: dict[str, Any] = {}
     if adapter:

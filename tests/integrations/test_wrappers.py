@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,17 +144,37 @@ def test_a_run_is_evaluated_saved_and_goes_on_bit_by_bit(accelerator: Any, tmp_p
 
 
 @pytest.mark.parametrize("accelerator", ["bf16"], indirect=True)
-def test_a_model_unwrapped_from_its_mixed_precision_keeps_its_limit(accelerator: Any) -> None:
+@pytest.mark.parametrize("when", ["before", "after", "both"])
+def test_a_model_unwrapped_from_its_mixed_precision_keeps_its_limit(accelerator: Any, when: str) -> None:
+    """It computes in its own precision again, and it can be copied and pickled as a plain model can."""
+
+    def train(one: nn.Module) -> list[torch.Tensor]:
+        one.zero_grad()
+        one(torch.ones(256, 32)).square().mean().backward()
+        return [parameter.grad.clone() for parameter in one.parameters() if parameter.grad is not None]
+
     model = net()
-    lowtide.limit_memory(model, "100%")
+    exact = train(copy.deepcopy(model))
+    if when != "after":
+        lowtide.limit_memory(model, "90%")
     prepared = accelerator.prepare(model)
-    prepared(torch.randn(8, 32)).sum().backward()
+    if when != "before":
+        lowtide.limit_memory(prepared, "90%")
+    rounded = train(prepared)
+    assert not all(map(torch.equal, exact, rounded)), "autocast is on"
+    twin = copy.deepcopy(prepared)
+    model.zero_grad()
+    assert all(map(torch.equal, train(twin), rounded))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
     plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
-    plain(torch.randn(8, 32)).sum().backward()
-    handle = lowtide.handle_of(plain)
-    assert handle is not None and len(handle.plans) >= 2
-    handle.remove()
-    plain(torch.randn(8, 32)).sum().backward()
+    for copied in (copy.deepcopy(plain), copy.deepcopy(copy.deepcopy(plain)), plain):
+        handle = lowtide.handle_of(copied)
+        assert handle is not None and handle.model is copied
+        assert all(map(torch.equal, train(copied), exact)) and len(handle.plans) >= 1
+        handle.remove()
+        assert all(map(torch.equal, train(copied), exact)) and lowtide.handle_of(copied) is None
+    assert all(map(torch.equal, train(pickle.loads(pickle.dumps(plain))), exact))
 
 
 def test_adapters_of_peft_around_a_frozen_model() -> None:
@@ -196,17 +217,16 @@ def test_adapters_go_on_from_what_was_saved(checkpoints: bool, tmp_path: Path) -
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         if state is not None:
             optimizer.load_state_dict(state)
-        budget = "110%" if checkpoints else "98%"
-        told = pytest.warns(lowtide.LowtideWarning, match="checkpoints by itself")
+        told = pytest.warns(lowtide.LowtideWarning, match="off while its limit is on")
         with told if limited and checkpoints else contextlib.nullcontext():
-            handle = lowtide.limit_memory(model, budget, optimizer=optimizer) if limited else None
+            handle = lowtide.limit_memory(model, "98%", optimizer=optimizer) if limited else None
         for step in steps:
             model(input_ids=tokens[step], labels=tokens[step]).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         if handle is not None:
             assert handle.plan is not None and handle.plan.budget_bytes is not None
-            assert handle.plan.changes_nothing == checkpoints, "what it recomputes itself is as it was"
+            assert not handle.plan.changes_nothing, "what the model recomputed itself is the plan's to decide"
             assert handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
         return optimizer.state_dict()
 

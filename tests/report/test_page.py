@@ -217,7 +217,10 @@ def test_it_says_what_the_report_says(browser: Any, file: Path, report: Report) 
     )
     assert [label.split(":")[0] for label in peaks] == ["Plain step", "Planned step"]
     assert "activations" in peaks[0]
-    assert "+25.0 % measured" in text
+    time = page.locator(".tile", has_text="Extra time")
+    forecast, measured = time.locator(".number").all()
+    assert measured.inner_text() == "+25.0 %" and "measured" in time.inner_text()
+    assert measured.bounding_box()["height"] == forecast.bounding_box()["height"], "as large as the forecast"
     assert "held:" in text
     layers = set(page_data(report)["layers"].values())
     assert page.locator("#decided tbody tr:not(.inside)").count() == len(layers) + 1  # and their total

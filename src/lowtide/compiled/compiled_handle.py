@@ -125,9 +125,6 @@ class CompiledHandle(LimitHandle):
     def _given_budget(self) -> str | int:
         return self.budget
 
-    def _all_plans(self) -> Sequence[Plan]:
-        return self.plans
-
     # ---- what is known ---------------------------------------------------------------------------
 
     @property

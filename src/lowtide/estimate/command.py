@@ -125,8 +125,9 @@ FLAGS: dict[str, Any] = {
         Dtypes | None,
         option(
             "Of weights and activations; autocast: float32 weights, bfloat16 products; mixed: float32 "
-            "weights that FSDP casts where it gathers them; bf16-true: bfloat16 of the optimizer's state, "
-            "too, without a float32 copy of the weights. [default: bf16]"
+            "weights that FSDP casts where it gathers them, and a bfloat16 residual stream (FSDP2's "
+            "MixedPrecisionPolicy), which autocast has in float32; bf16-true: bfloat16 of the optimizer's "
+            "state, too, without a float32 copy of the weights. [default: bf16]"
         ),
     ],
     "gradient_dtype": Annotated[

@@ -158,11 +158,10 @@ def _trl(model: str, config: Config, node: int) -> str:
     flags = {
         "--model_name_or_path": HUB.get(model, model), "--dataset_name": "$DATASET",
         "--dtype": "bfloat16" if config.dtype.startswith("bf16") else "float32", "--bf16": "true",
-        "--packing": "true", "--max_length": config.seq,
+        "--packing": "true" if config.cp == 1 else "false", "--max_length": config.seq,
         "--per_device_train_batch_size": config.micro_batch,
         "--gradient_accumulation_steps": config.micro_batches,
         "--gradient_checkpointing": "true" if config.recompute == "full" else "false",
-        "--use_liger_kernel": "true" if config.loss_kind == "fused-linear" else None,
         "--optim": "paged_adamw_8bit" if config.optimizer == "paged-adamw-8bit" else None,
         "--use_peft": config.lora > 0, "--lora_r": config.lora or None,
         "--lora_target_modules": "all-linear" if config.lora else None, "--load_in_4bit": quantized,

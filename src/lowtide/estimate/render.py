@@ -90,7 +90,8 @@ def summary_table(found: Estimate) -> Table:
     """One row a pipeline stage. Fits 80 characters."""
     config = found.config
     table = Table(
-        title="GiB on one device of each pipeline stage; total: at the peak, where not all is live",
+        title="GiB on one device of each pipeline stage; total: at the peak, where not all is live; "
+        "reserved: by PyTorch's allocator with expandable segments",
         title_justify="left",
         header_style="bold",
         box=SIMPLE_HEAD,
@@ -103,7 +104,7 @@ def summary_table(found: Estimate) -> Table:
     for name in names:
         table.add_column(name, justify="right", style="bold" if name == "reserved" else "", no_wrap=True)
     for stage in _stages(found):
-        held = reserved(config, stage)
+        held = reserved(config, stage, expandable=True)
         row: list[str | Text] = [str(stage.index), *(gib(stage.bytes(kind)) for kind in KINDS)]
         row += [gib(stage.total_bytes), gib(held)]
         if config.memory_bytes is not None:
@@ -192,7 +193,7 @@ def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None
         style = "bold green" if found.fits else "bold red"
         parts.append(
             Text(
-                f"{verdict}: {format_bytes(found.reserved_bytes)} reserved of "
+                f"{verdict}: {format_bytes(found.reserved_expandable_bytes)} reserved of "
                 f"{format_bytes(found.config.memory_bytes)}, "
                 f"{format_bytes(found.total_bytes)} in use at the peak",
                 style=style,
@@ -313,7 +314,7 @@ def suggestion_table(found: Suggestions) -> Table:
             "recompute": str(config.recompute).removeprefix("selective-"),
             "optim.": _place(config.offload_optimizer),
             "loss": config.loss_kind,
-            "GiB": gib(one.reserved_bytes, 1),
+            "GiB": gib(one.reserved_expandable_bytes, 1),
             "host": gib(one.host_bytes, 0),
             "s/step": f"{one.time.total:.3g}" if one.time.total < 1000 else f"{one.time.total:.0f}",
             "tok/s": f"{one.tokens_per_second / config.devices:,.0f}",

@@ -14,7 +14,7 @@ from lowtide.estimate.errors import EstimateError, unknown
 from lowtide.estimate.hugging_face import as_path, from_hugging_face, read_hugging_face, read_json
 from lowtide.estimate.presets import PAPER, PRESETS, Preset, changed, preset, preset_name
 from lowtide.estimate.shape import Shape
-from lowtide.model_names import HUGGING_FACE_PREFIX
+from lowtide.model_names import HUGGING_FACE_PREFIX, on_hub
 
 SHAPE_SETTINGS = tuple(f.name for f in fields(Shape) if f.name != "sequence")
 RUN_SETTINGS = tuple(f.name for f in fields(Config) if f.name != "model")
@@ -81,14 +81,24 @@ def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str
     return Preset(changed(found.shape, **shape), found.usual, found.published)
 
 
+_OTHERS = "; give the name of a preset, or the path of the model's config.json"
+
+
 def _named(name: str) -> Preset:
     if name.lower().startswith(HUGGING_FACE_PREFIX) and preset_name(name) not in PRESETS:
         from lowtide.models import model_spec  # and transformers, which take seconds
 
         return from_hugging_face(model_spec(name).describe(), repr(name))
     path = Path(name)
-    file = path.suffix == ".json" or path.is_dir() or "/" in name
-    return read_hugging_face(path) if file else preset(name)
+    if path.suffix == ".json" or path.is_dir() or path.exists():
+        return read_hugging_face(path)
+    if "/" not in name:
+        return preset(name)
+    same = on_hub(name)
+    hint = f"; the preset for it is {same!r}: give --model {same}" if same in PRESETS else ""
+    raise EstimateError(
+        f"cannot read {name!r}: no such file or folder, and nothing is fetched from the hub{hint or _OTHERS}"
+    )
 
 
 def read_config(path: str | os.PathLike[str], **settings: Any) -> Config:

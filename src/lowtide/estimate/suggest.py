@@ -42,18 +42,22 @@ class Suggestion:
 
     Attributes:
         config: the configuration.
-        total_bytes: peak of the device that needs most.
-        reserved_bytes: what PyTorch's allocator holds for it: what has to fit.
+        total_bytes: peak of the device that needs most, as `lowtide.estimate` says it.
+        reserved_bytes: what PyTorch's allocator holds for it by default, as `lowtide.estimate` says it.
+        reserved_expandable_bytes: the same with expandable segments: what has to fit.
+        time: predicted seconds of a step.
+        device: on which.
         host_bytes: host memory that all of a node's devices take for what is offloaded.
         command: what runs it, where a framework was chosen.
-        time: predicted seconds of a step.
         settings: what was given beside the sizes and ways that vary, by name.
     """
 
     config: Config
     total_bytes: int
     reserved_bytes: int
+    reserved_expandable_bytes: int
     time: StepTime
+    device: Device
     host_bytes: int = 0
     command: str = ""
     settings: tuple[tuple[str, Any], ...] = ()
@@ -66,7 +70,10 @@ class Suggestion:
     def flags(self) -> str:
         """The flags of ``lowtide estimate`` that say the same, the model left out."""
         config = self.config
-        parts = [
+        parts = [f"--device {self.device.name}"]
+        if config.memory_bytes not in (None, self.device.memory_bytes):
+            parts.append(f"--memory {config.memory_bytes}")
+        parts += [
             f"--seq {config.seq}",
             f"--micro-batch {config.micro_batch}",
             f"--global-batch {config.global_batch}",
@@ -97,6 +104,7 @@ class Suggestion:
             **{name: getattr(config, name) for name in names},
             "total_bytes": self.total_bytes,
             "reserved_bytes": self.reserved_bytes,
+            "reserved_expandable_bytes": self.reserved_expandable_bytes,
             "host_bytes": self.host_bytes,
             "seconds": self.time.total,
             "seconds_by_part": self.time.to_json(),
@@ -130,11 +138,11 @@ class Suggestions:
         return self.fitting > 0
 
 
-def fullest_stages(config: Config) -> list[Stage]:
+def fullest_stages(config: Config, device: Device | None = None) -> list[Stage]:
     """Those of the stages that may need most: the first has the embedding and most in flight, the last one
     the loss.
     """
-    return [stage_estimate(config, stage) for stage in sorted({0, config.pp - 1})]
+    return [stage_estimate(config, stage, device) for stage in sorted({0, config.pp - 1})]
 
 
 def suggest(
@@ -183,14 +191,15 @@ def suggest(
     way = framework(runs_with)
     asked = {key: value for key, value in settings.items() if value is not None}
     given = _with_framework(model, way, asked)
-    usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
+    memory = memory_bytes or device.memory_bytes
+    usable = int(memory * (1 - reserve))
     chosen = any(name in asked for finetune in way.finetunes[1:] for name in finetune if name != "dtype")
     tried, fitting = 0, 0
     found: list[Suggestion] = []
     least: list[Suggestion] = []
     reasons: list[str] = []
     for finetune in way.finetunes[:1] if chosen else way.finetunes:
-        look = _Look(model, way, devices, device, usable, finetune | given, reasons)
+        look = _Look(model, way, devices, device, memory, usable, finetune | given, reasons)
         tried, fitting = tried + look.tried, fitting + look.fitting
         found += look.by_sizes.values()
         least += [look.least] if look.least else []
@@ -209,7 +218,7 @@ def suggest(
         )
     fastest = min(map(_rank, found), default=(1.0, 0))[0]
     best = sorted(found, key=lambda one: _order(one, fastest))[:count] or [
-        min(least, key=lambda one: one.reserved_bytes)
+        min(least, key=lambda one: one.reserved_expandable_bytes)
     ]
     whole = [one for one in least if not one.config.lora and not one.config.offload_optimizer]
     held = [one for one in found if not one.config.lora and not one.config.offload_optimizer]
@@ -220,13 +229,14 @@ class _Look:
     """What was found of one finetune: what fits, the fastest of each set of parallel sizes, and the least."""
 
     def __init__(
-        self, model: Any, way: Framework, devices: int, device: Device, usable: int, given: dict[str, Any],
-        reasons: list[str],
+        self, model: Any, way: Framework, devices: int, device: Device, memory: int, usable: int,
+        given: dict[str, Any], reasons: list[str],
     ) -> None:  # fmt: skip
         base = configure(
             model,
             **{key: value for key, value in given.items() if key not in VARIED or key == "micro_batch"}
             | _alone(given),
+            memory_bytes=memory,
         )
         self.model, self.way, self.devices, self.device = model, way, devices, device
         self.batch = given.pop("global_batch", None) or _usual_batch(base.seq, devices)
@@ -257,21 +267,31 @@ class _Look:
                     break  # a larger micro-batch needs more
 
     def _suggestion(self, config: Config) -> Suggestion:
-        stages = fullest_stages(config)
+        stages = fullest_stages(config, self.device)
         need = max(stage.total_bytes for stage in stages)
-        held = max(reserved(config, one, expandable=True) for one in stages)
+        held, joined = (max(reserved(config, one, way) for one in stages) for way in (False, True))
         together = min(self.devices, self.device.node)
         host = together * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
         command = self.way.command(str(self.model), config, self.device.node)
-        return Suggestion(config, need, held, step_time(config, self.device), host, command, self.stated)
+        return Suggestion(
+            config,
+            need,
+            held,
+            joined,
+            step_time(config, self.device),
+            self.device,
+            host,
+            command,
+            self.stated,
+        )
 
     def _keep(self, found: Suggestion, usable: int) -> bool:
         """Note a configuration; whether it fits."""
         config = found.config
-        self.tried += 1
-        if self.least is None or found.reserved_bytes < self.least.reserved_bytes:
+        self.tried, joined = self.tried + 1, found.reserved_expandable_bytes
+        if self.least is None or joined < self.least.reserved_expandable_bytes:
             self.least = found
-        if found.reserved_bytes > usable:
+        if joined > usable:
             return False
         self.fitting += 1
         key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,9 @@ from lowtide.estimate.command import (
 from lowtide.estimate.tables import Whole
 from lowtide.words import count_text
 
+if TYPE_CHECKING:
+    from lowtide.estimate.suggest import Suggestions
+
 _VARIED = (
     "micro_batch",
     "tp",
@@ -32,6 +35,9 @@ _VARIED = (
     "zero",
     "recompute",
 )
+_SHORTEST = 512
+"""Tokens of the shortest sequence that is looked at where a model's longest does not fit."""
+
 _SHARED = """memory seq attention dropout dtype gradient_dtype optimizer update lora lora_targets lora_dtype
 lora_dropout dora quantize loss compile float8"""
 
@@ -108,28 +114,43 @@ def suggest_command(
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(given.get("recompute"))
     model = preset_name(model)
-    first = None
-    for chosen in [runs_with] if runs_with else candidates(model, given):
-        try:
-            found = suggest(
-                model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count,
-                runs_with=chosen, **given,
-            )  # fmt: skip
-        except EstimateError:
-            if first is None:
-                raise
-            continue
-        if first is None or found.fits:
-            first, told = first or (chosen, found), (chosen, found)
-        if found.fits:
+
+    def look(given: dict[str, Any]) -> tuple[tuple[str, Suggestions], tuple[str, Suggestions]]:
+        """What the first framework runs, and the first that fits; the first one twice where none fits."""
+        first = None
+        for chosen in [runs_with] if runs_with else candidates(model, given):
+            try:
+                found = suggest(
+                    model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve,
+                    count=count, runs_with=chosen, **given,
+                )  # fmt: skip
+            except EstimateError:
+                if first is None:
+                    raise
+                continue
+            first = first or (chosen, found)
+            if found.fits:
+                return first, (chosen, found)
+        assert first is not None
+        return first, first
+
+    first, (chosen, found) = look(given)
+    refused = first if first[0] != chosen else None
+    longest, seq, fitting = found, found.best[0].config.seq, None
+    for shorter in (seq >> power for power in range(1, 24)):
+        if found.fits or shorter < _SHORTEST:
             break
-    assert first is not None
-    refused, (chosen, found) = first if first[0] != told[0] else None, told
+        _, (other, less) = look(given | {"seq": shorter})
+        if less.fits:
+            fitting = shorter
+            if "seq" not in given:
+                chosen, found = other, less
+            break
     if json_out:
         data = {
             "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes,
             "usable_bytes": found.usable_bytes, "for": chosen,
-            "full_finetune_bytes": found.whole.reserved_bytes if found.whole else None,
+            "full_finetune_bytes": found.whole.reserved_expandable_bytes if found.whole else None,
             "suggestions": [one.to_json() for one in found.best],
             "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
@@ -138,10 +159,15 @@ def suggest_command(
         fixed = [
             f"{flag(name)} {value}" for name, value in given.items() if name in VARIED and value is not None
         ]
-        if refused:
-            least = format_bytes(refused[1].best[0].reserved_bytes)
+        if found is not longest:
+            least = format_bytes(longest.best[0].reserved_expandable_bytes)
+            typer.echo(f"At {seq} tokens it does not fit: it needs {least}. At {fitting} tokens:")
+        elif refused:
+            least = format_bytes(refused[1].best[0].reserved_expandable_bytes)
             typer.echo(f"With {refused[0]} it does not fit: it needs {least}. With {chosen}:")
-        _show(model, devices, kind.name, memory_bytes, chosen, found, fixed)
+        _show(model, devices, kind, memory_bytes, chosen, found, fixed)
+        if fitting and not found.fits:
+            typer.echo(f"It fits at {fitting} tokens: give --seq {fitting}.")
         if note := memory_note(memory, device):
             typer.echo(f"note: {note}")
     if not found.fits:
@@ -149,7 +175,7 @@ def suggest_command(
 
 
 def _show(
-    model: str, devices: int, kind: str, memory_bytes: int, chosen: str, found: Any, fixed: list[str]
+    model: str, devices: int, kind: Any, memory_bytes: int, chosen: str, found: Any, fixed: list[str]
 ) -> None:
     from rich.console import Console
     from rich.text import Text
@@ -157,11 +183,12 @@ def _show(
     from lowtide.estimate.render import suggestion_table
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import ORDER
+    from lowtide.estimate.total import RESIDUAL
 
     console = Console()
     best = found.best[0]
     where = (
-        f"{model} at {best.config.seq} tokens on {devices} x {kind} of {format_bytes(memory_bytes)} "
+        f"{model} at {best.config.seq} tokens on {devices} x {kind.name} of {format_bytes(memory_bytes)} "
         f"({format_bytes(found.usable_bytes)} usable)"
     )
     if found.fits:
@@ -170,12 +197,13 @@ def _show(
         console.print(f"Order: {ORDER}.", highlight=False)
     else:
         told = f"It does not fit: {where}. The least of {found.tried} configurations needs"
-        console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}.", style="bold red"))
+        console.print(Text(f"{told} {format_bytes(best.reserved_expandable_bytes)}.", style="bold red"))
         console.print(_to_make_it_fit(chosen, fixed), highlight=False)
     if found.whole:
-        whole = format_bytes(found.whole.reserved_bytes)
-        told = f"Training all weights on the devices needs {whole} of each at least"
-        console.print(f"{told}; what is below spares that.", highlight=False)
+        whole = format_bytes(found.whole.reserved_expandable_bytes)
+        told = f"To train all weights, with the optimizer on the devices, takes {whole} of each at least."
+        spared = " The rows below train adapters, or keep the optimizer on the host." if found.fits else ""
+        console.print(f"{told}{spared}", highlight=False)
     if chosen == "any":
         looked = "Looked through all that has a formula, whatever runs it"
     else:
@@ -189,13 +217,16 @@ def _show(
     )
     console.print("", Whole(suggestion_table(found)), "", sep="\n")
     console.print(
-        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel "
-        "(c context, e expert parallel), Z ZeRO's stage, b sequences in a micro-batch of one data-parallel "
-        "rank, GiB reserved on the fullest device, host GiB of a node's memory for what is offloaded, tok/s "
-        "on each device",
+        "As lowtide estimate says it: t tensor parallel (sp: and sequence parallel), p pipeline stages (x "
+        "chunks), d data parallel (c context, e expert parallel), Z ZeRO's stage (--zero), b sequences in a "
+        "micro-batch (--micro-batch), GiB reserved on the fullest device with expandable segments, tok/s of "
+        "each device. host: GiB of a node's memory for what is offloaded",
         style="dim",
         highlight=False,
     )
+    if any(one.reserved_bytes > one.reserved_expandable_bytes for one in found.best):
+        told = "Run with PYTORCH_ALLOC_CONF=expandable_segments:True; without it PyTorch reserves more."
+        console.print(told, highlight=False)
     if found.fits and best.command:
         console.print(f"Run the rows with {chosen}:", style="bold")
         for place, one in enumerate(found.best, 1):
@@ -204,7 +235,8 @@ def _show(
             console.print("on every node, with the first node's name in MASTER_ADDR", style="dim")
     console.print("The first row line by line:", style="bold")
     console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
-    for note in ASSUMPTIONS:
+    residual = (RESIDUAL,) if best.config.dtype == "autocast" else ()
+    for note in (*ASSUMPTIONS, *residual):
         console.print(f"assumed: {note}", style="dim", highlight=False)
 
 

@@ -22,6 +22,13 @@ from lowtide.estimate.states import host_bytes, model_states, stage_parameters, 
 from lowtide.estimate.traffic import Traffic, stage_traffic
 from lowtide.estimate.working import at_moments, offload_lines, temporary_lines, update_lines
 
+RESIDUAL = (
+    "autocast leaves the residual stream in float32; FSDP2's "
+    "MixedPrecisionPolicy(param_dtype=torch.bfloat16) has it in bfloat16: "
+    "--dtype mixed with --zero 3 counts that"
+)
+"""What estimates under autocast should say."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -282,6 +289,8 @@ def _notes(config: Config) -> list[str]:
             "gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 "
             "counts ZeRO's 16"
         )
+    if config.dtype == "autocast":
+        notes.append(RESIDUAL)
     if config.lora:
         own = ",".join(targets(config.lora_targets, config.model))
         count = int(config.model.layers * config.mean_layer(lambda kind: layer_adapters(kind, tp=1, ep=1)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -89,6 +89,9 @@ class SentGradient(torch.Tensor):
             for gradient in args[0]:
                 gradient.zero_()
             return None
+        if func is torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default:
+            _unscale(*args)
+            return None
         if isinstance(first, SentGradient) and not kwargs:
             if func is torch.ops.aten.add_.Tensor and not isinstance(args[1], SentGradient):
                 first.stream.add(first, args[1])
@@ -101,11 +104,39 @@ class SentGradient(torch.Tensor):
         raise _refusal(str(func))
 
 
+def _unscale(gradients: Sequence[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
+    """What ``GradScaler`` does to gradients, of which some are on the host: look for what is not finite, and
+    divide by the scale.
+    """
+    pieces = [gradient for gradient in gradients if not isinstance(gradient, SentGradient)]
+    on_host = list[Tensor]()
+    for gradient in gradients:
+        if isinstance(gradient, SentGradient):
+            held = gradient.stream.current(gradient)
+            if gradient.slot.updated:
+                raise OptimError(
+                    "overlap_update=True updates before GradScaler has looked at the gradients: use it with "
+                    "overlap_update=False"
+                )
+            held.rescale()
+            held.norm = None
+            on_host.append(held.elements)
+            if gradient.device_elements is not None:
+                pieces.append(gradient.device_elements)
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    if pieces:
+        unscale(pieces, found_inf, inverse)
+    if on_host:
+        seen = torch.zeros((), dtype=torch.float32)
+        unscale(on_host, seen, inverse.to("cpu"))
+        found_inf.copy_(torch.maximum(found_inf, seen.to(found_inf.device)))
+
+
 def _refusal(what: str) -> OptimError:
     return OptimError(
         f"{what} was asked to work on a gradient that is on the host: with stream_gradients=True gradients "
         "leave the device as backward produces them. Clip with optimizer.clip_grad_norm_(max_norm); for "
-        "GradScaler, DistributedDataParallel, and whatever else reads or writes .grad, make the optimizer "
+        "DistributedDataParallel, and whatever else reads or writes .grad, make the optimizer "
         "with stream_gradients=False"
     )
 

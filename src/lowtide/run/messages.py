@@ -36,6 +36,12 @@ UNREACHED = (
 )
 """The warning of a forward from which no backward can begin."""
 
+CHECKPOINTING_OFF = (
+    "the gradient checkpointing of this model is off while its limit is on: lowtide decides what is "
+    "recomputed. handle.remove() turns it on again"
+)
+"""The line that says what a limit does to a model whose modules have a flag for checkpointing."""
+
 LEAST = (
     "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
     "though no plan for them fits."
@@ -129,7 +135,7 @@ def own_checkpointing(model: torch.nn.Module) -> str:
         how = f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
     elif any(hasattr(module, "set_grad_checkpointing") for module in modules):
         how = "call model.set_grad_checkpointing(False)"
-    elif any(map(_is_wrapped, modules)):
+    elif any(map(is_wrapped, modules)):
         how = "leave apply_activation_checkpointing out"
     else:
         how = "call the blocks without torch.utils.checkpoint.checkpoint"
@@ -139,18 +145,8 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     )
 
 
-def says_it_checkpoints(model: torch.nn.Module) -> bool:
-    """Whether a model's modules say that they run parts of it under ``torch.utils.checkpoint``: by the flags
-    of transformers, diffusers and timm, or as PyTorch's wrapper.
-    """
-    flags = ("gradient_checkpointing", "grad_checkpointing")
-    return any(
-        _is_wrapped(module) or any(getattr(module, flag, None) is True for flag in flags)
-        for module in model.modules()
-    )
-
-
-def _is_wrapped(module: torch.nn.Module) -> bool:
+def is_wrapped(module: torch.nn.Module) -> bool:
+    """Whether a module is PyTorch's wrapper that runs another one under ``torch.utils.checkpoint``."""
     return type(module).__name__ == "CheckpointWrapper"  # importing it loads torch.distributed
 
 

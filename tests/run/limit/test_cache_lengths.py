@@ -49,7 +49,7 @@ class Plannings:
 
     def look(self) -> None:
         """After each step."""
-        self.keys |= set(self.handle.plans)
+        self.keys |= {plan.graph for plan in self.handle.plans}
 
     @property
     def count(self) -> int:

@@ -120,10 +120,10 @@ def test_handle(same: Any) -> None:
     model = small()
     before = dict(model.__dict__)
     handle = lowtide.limit_memory(model, policy="full")
-    assert handle.model is model and handle.plan is None and handle.graph is None and handle.plans == {}
+    assert handle.model is model and handle.plan is None and handle.graph is None and handle.plans == []
     model(batch()).backward()
     assert handle.plan.replayed and handle.plan.policy == "full"
-    assert handle.graph is not None and list(handle.plans.values()) == [handle.plan]
+    assert handle.graph is not None and handle.plans == [handle.plan]
     assert "layers.1" in str(handle.plan)
     handle.remove()
     assert model.__dict__.keys() == before.keys() and "forward" not in model.__dict__

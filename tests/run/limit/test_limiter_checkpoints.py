@@ -91,28 +91,43 @@ def test_regions_inside_a_limited_model(reentrant: bool) -> None:
 @pytest.mark.usefixtures("quiet_transformers")
 @pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_gradient_checkpointing_of_hugging_face(reentrant: bool) -> None:
+    """It is off while the limit is on, and what it was in each layer afterwards."""
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_embd=48, n_head=4, vocab_size=101, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
     name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
     getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": reentrant})
+    model.transformer.h[1].gradient_checkpointing = False  # as ``every_n_layers`` leaves it
+    before = [getattr(module, "gradient_checkpointing", None) for module in model.modules()]
     model.train()
     tokens = torch.randint(0, 101, (2, 40))
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
-    (said,), _ = check(model, inputs)
-    assert f"call model.{name}_checkpointing_disable(), and pass {name}_checkpointing=False" in said
-    getattr(model, f"{name}_checkpointing_disable")()
-    said, handle = check(model, inputs)
-    assert not said and handle.plan.replayed
+    (said,), handle = check(model, inputs)
+    assert "off while its limit is on" in said and "\n" not in said and handle.plan.replayed
+    with handle.paused():
+        assert before == [getattr(module, "gradient_checkpointing", None) for module in model.modules()]
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        limit = lowtide.handle_of(one)
+        assert limit is not None
+        limit.remove()
+        assert before == [getattr(module, "gradient_checkpointing", None) for module in one.modules()]
 
 
-class Flagged(Net):
+class Flagged(nn.Module):
     """As transformers, diffusers and timm have it: a module that checkpoints has a flag."""
 
     def __init__(self, flag: str) -> None:
-        super().__init__(reentrant=False)
-        setattr(self.blocks, flag, True)
+        super().__init__()
+        self.body = Net(False)
+        self.flag = flag
+        setattr(self.body, flag, True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.body.checkpoints = getattr(self.body, self.flag)
+        return self.body(x)
 
 
 class NoFlag(Net):
@@ -123,35 +138,40 @@ class NoFlag(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "method", "remedy"),
+    ("make", "told"),
     [
-        (lambda: Flagged("gradient_checkpointing"), "gradient_checkpointing_disable", "disable()"),
-        (lambda: Flagged("grad_checkpointing"), "set_grad_checkpointing", "set_grad_checkpointing(False)"),
-        (NoFlag, "train", "leave apply_activation_checkpointing out"),
+        (lambda: Flagged("gradient_checkpointing"), "off while its limit is on"),
+        (lambda: Flagged("grad_checkpointing"), "off while its limit is on"),
+        (NoFlag, "leave apply_activation_checkpointing out"),
     ],
     ids=["transformers", "timm", "wrapped by PyTorch"],
 )
-def test_what_a_model_says_of_itself_is_told_when_the_limit_is_set(
-    make: Any, method: str, remedy: str
-) -> None:
+def test_what_a_model_says_of_itself_is_told_when_the_limit_is_set(make: Any, told: str) -> None:
     """Before the first step, and not once more in it."""
     model = make()
-    setattr(model, method, getattr(model, method, lambda *_: None))
-    with pytest.warns(lowtide.LowtideWarning, match="checkpoints by itself") as told:
+    with pytest.warns(lowtide.LowtideWarning, match=told) as caught:
         lowtide.limit_memory(model, "150%")
-    assert len(told) == 1 and remedy in str(told[0].message)
-    assert told[0].filename == __file__
+    assert len(caught) == 1 and caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
         model(torch.randn(64, 32).requires_grad_()).backward()
 
 
+def test_a_refused_limit_leaves_a_models_checkpointing_on() -> None:
+    model = Flagged("gradient_checkpointing")
+    with pytest.raises(lowtide.BudgetError):
+        lowtide.limit_memory(model, "60 bananas")
+    assert model.body.gradient_checkpointing is True
+
+
 def test_a_flag_that_is_off_is_not_told_of() -> None:
     model = Flagged("gradient_checkpointing")
-    model.blocks.gradient_checkpointing = False
+    model.body.gradient_checkpointing = False
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
-        lowtide.limit_memory(model, "100%")
+        handle = lowtide.limit_memory(model, "100%")
+    handle.remove()
+    assert model.body.gradient_checkpointing is False
 
 
 @pytest.mark.parametrize("names", [["gradient"], ["gradient", "activation"]], ids=["old", "new"])

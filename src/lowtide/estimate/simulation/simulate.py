@@ -186,7 +186,7 @@ def simulate(
 
 def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in (
-        "offload_optimizer", "offload_activations", "partition_activations", "zero", "keep_gathered",
+        "offload_optimizer", "offload_activations", "partition_activations", "keep_gathered",
         "gather_logits", "compile", "float8", "overlap_tensor", "lora", "optimizer_in_backward",
         "ddp_buckets", "fused_qkv", "unfused_norms",
     ):  # fmt: skip
@@ -195,6 +195,17 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
                 f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; "
                 "leave it out here"
             )
+    if config.zero > 1:
+        raise EstimateError(
+            f"simulate --zero={config.zero}: one rank is traced, and what ranks share of gradients and "
+            "weights is not; estimate has it in closed form; give --zero 1, whose step is the plain one, or "
+            "leave it out"
+        )
+    if config.model.experts and build is None:
+        raise EstimateError(
+            f"simulate traces no experts, and this model has {config.model.experts} a layer: estimate has "
+            "them in closed form"
+        )
     if config.tiles > 1:
         raise EstimateError(f"simulate --tiles={config.tiles}: the project's own MLP is traced; leave it out")
     if config.cp > 1:

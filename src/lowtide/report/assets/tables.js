@@ -47,8 +47,16 @@ function tile(name, number, ...lines) {
   );
 }
 
+/** What the plan added to the step, as a share of it: beside plain steps, else of the planned steps that were
+ * timed; null where none was. */
+function measuredExtra(data) {
+  const {calibrated_plain_seconds: plain, calibrated_extra_seconds: extra} = data.summary;
+  return data.measured_extra ?? (plain && extra !== null && extra !== undefined ? extra / plain : null);
+}
+
 function tiles(data) {
-  const {summary, measured_planned: ran, measured_extra: extra} = data;
+  const {summary, measured_planned: ran} = data;
+  const extra = measuredExtra(data);
   const plain = summary.plain_peak_bytes;
   const peak = summary.predicted_peak_bytes;
   const saved = plain ? 1 - peak / plain : 0;
@@ -73,7 +81,7 @@ function tiles(data) {
       "Extra time",
       signedPercent(summary.plain_seconds ? summary.predicted_extra_seconds / summary.plain_seconds : 0),
       forecast,
-      extra === null || extra === undefined ? "" : `${signedPercent(extra)} measured`,
+      ...(extra === null ? [] : [element("span", {class: "number"}, signedPercent(extra)), "measured"]),
     ),
   ];
   if (budget) {
@@ -403,9 +411,7 @@ function measuredTable(data) {
     "not timed",
   );
   const share = (seconds, whole) => (whole ? seconds / whole : 0);
-  const seen =
-    data.measured_extra ??
-    (extra === null || extra === undefined ? null : share(extra, summary.calibrated_plain_seconds));
+  const seen = measuredExtra(data);
   const forecast = share(summary.predicted_extra_seconds, summary.plain_seconds);
   rows.push(
     tableRow(columns, [

@@ -24,7 +24,7 @@ from lowtide.extension import Extension
 from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
 from lowtide.plan.data import Plan
-from lowtide.run.limit.key import StepKey
+from lowtide.run.forwards import turn_off_checkpointing, turn_on_checkpointing
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
@@ -78,14 +78,15 @@ class LimitHandle(ABC):
     def _given_budget(self) -> str | int | None:
         """The budget as it was given."""
 
+    @property
     @abstractmethod
-    def _all_plans(self) -> Sequence[Plan]:
-        """The plans so far."""
+    def plans(self) -> list[Plan]:
+        """The plans so far, one for each kind of step, in the order in which they were seen."""
 
     def __repr__(self) -> str:
         if self._is_removed():
             return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self._given_budget(), len(self._all_plans()), self.plan)
+        return limit_line(self.model, self._given_budget(), len(self.plans), self.plan)
 
     def _check_in_force(self) -> None:
         """Check that the limit is still in force.
@@ -218,9 +219,6 @@ class Handle(LimitHandle):
     def _given_budget(self) -> str | int | None:
         return self._limiter.maker.budget
 
-    def _all_plans(self) -> Sequence[Plan]:
-        return list(self.plans.values())
-
     @property
     def extensions(self) -> tuple[Extension, ...]:
         """What the limit does beyond one device and recomputation."""
@@ -262,12 +260,12 @@ class Handle(LimitHandle):
 
     @property
     @_of_engine
-    def plans(self) -> dict[StepKey, Plan]:
-        """The plans so far, by the key of a step. A plan serves smaller steps, too, whose keys are alike but
-        for size.
+    def plans(self) -> list[Plan]:
+        """The plans so far, one for each kind of step, in the order in which they were seen; none before the
+        first step has ended. A plan serves smaller steps of its kind, too.
         """
-        known = list(self._limiter.book.known.items())  # a thread that trains may begin a step meanwhile
-        return {key: entry.planned.calibrated() for key, entry in known if entry.planned is not None}
+        known = list(self._limiter.book.known.values())  # a thread that trains may begin a step meanwhile
+        return [entry.planned.calibrated() for entry in known if entry.planned is not None]
 
     @property
     @_of_engine
@@ -336,7 +334,9 @@ class Handle(LimitHandle):
             limiter.compiled_handle.set_optimizer(optimizer)
 
     def remove(self) -> None:
-        """Give the model its own forward back. Steps that are under way finish under their plan."""
+        """Give the model its own forward back, and its own gradient checkpointing. Steps that are under way
+        finish under their plan.
+        """
         limiter = self._limiter
         limiter.engagement.end()
         if limiter.removed:
@@ -345,6 +345,7 @@ class Handle(LimitHandle):
         for extension in limiter.extensions:
             extension.close()
         limiter.uninstall()
+        turn_on_checkpointing(self.model, limiter.checkpointing)
         drop_idle_key()
 
     @contextmanager
@@ -356,11 +357,13 @@ class Handle(LimitHandle):
         """
         limiter = self._in_force()
         limiter.paused = True
+        turn_on_checkpointing(self.model, limiter.checkpointing)
         try:
             with limiter.engagement.paused():
                 yield
         finally:
             limiter.paused = False
+            turn_off_checkpointing(self.model)
 
     def _in_force(self) -> Limiter:
         """The limiter, which is still in force.
@@ -395,4 +398,5 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
-    return None if forward is None or forward.removed else forward.handle or Handle(forward)
+    limiter = None if forward is None else forward.of(model)
+    return None if limiter is None or limiter.removed else limiter.handle or Handle(limiter)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ _TOGETHER = (
 )
 
 
+_OWNED = "_lowtide_limiters"
+"""The attribute of a copied model that has its limiters, by the id of those that its forward shares."""
+
 _LEAST_SHARE = 0.25
 """Of a plain step's bytes so far, where a first step looks for the least that works."""
 
@@ -82,7 +85,9 @@ class Limiter:
         settings: budget, policy, progress and plan_seconds, as of `PlanMaker`.
 
     The limiter is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the
-    unchanged model. It can be copied and pickled with the model; the copy makes plans of its own.
+    unchanged model. It can be copied and pickled with the model; the copy makes plans of its own. Others may
+    wrap it, unwrap it, and bind it to the model like a function. Pickle writes a bound function by its name:
+    what it reads again is the class's own forward, without a limit.
 
     Attributes:
         maker: makes the plans.
@@ -93,12 +98,14 @@ class Limiter:
             part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
+        checkpointing: flags of the model's own gradient checkpointing, which is off while the limit is on.
         called: whether any call has come here.
         forwards: those of a pipeline's step, which has several and runs their backwards itself; ``None``
             where a step is one forward, and its caller runs backward.
     """
 
     _planned_step: Callable[..., PlannedStep] = PlannedStep
+    __name__ = "forward"
     forwards: Forwards | None = None
     compiles = True  # `torch.compile` around the model is taken to the compiled engine
 
@@ -115,6 +122,7 @@ class Limiter:
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.removed = False
+        self.checkpointing: tuple[tuple[str, str], ...] = ()
         self._begin(settings | {"extensions": extensions})
 
     def _begin(self, settings: dict[str, Any]) -> None:
@@ -134,7 +142,8 @@ class Limiter:
         self._abandoned = False  # whether a profiled step was
 
     def __getstate__(self) -> dict[str, Any]:
-        names, maker = ("model", "loss_fn", "verify", "face", "original", "removed"), self.maker
+        maker = self.maker
+        names = ("model", "loss_fn", "verify", "face", "original", "removed", "checkpointing")
         copies = [copied for extension in maker.extensions if (copied := extension.copied()) is not None]
         settings = {name: getattr(maker, name) for name in ("budget", "policy", "progress", "plan_seconds")}
         return {
@@ -185,6 +194,16 @@ class Limiter:
         return inspect.signature(self.forward)
 
     @property
+    def __func__(self) -> Limiter:
+        """What to bind to the model in place of this: wrappers ask a method for its function."""
+        return self
+
+    @property
+    def __wrapped__(self) -> Any:
+        """What the wrapper that this limit is around has wrapped."""
+        return _Below(self, getattr(self.original, "__wrapped__"))  # noqa: B009
+
+    @property
     def __code__(self) -> CodeType:
         """The code of the model's own forward; `torch.export` asks for its place."""
         return inspect.unwrap(self.forward).__code__
@@ -225,14 +244,34 @@ class Limiter:
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """A call of the model's forward."""
-        if args and args[0] is self.model:  # a caller has bound this to the model like a function
-            args = args[1:]
+        if args and isinstance(args[0], torch.nn.Module) and self._is_bound_to(args[0]):
+            return self.of(args[0])(*args[1:], **kwargs)
         self.called = True
         try:
             return self.limited(args, kwargs) if self.is_limited() else self.forward(*args, **kwargs)
         except Exception as error:
             shorten(error, self.forward)
             raise
+
+    def _is_bound_to(self, model: torch.nn.Module) -> bool:
+        """Whether ``model`` is what this is bound to like a function, and no argument of the forward."""
+        if model is self.model:
+            return True
+        method = model.__dict__.get("forward")
+        if isinstance(method, Limiter):  # around what this is bound in
+            method = method.original
+        return getattr(method, "__self__", None) is model and type(model) is type(self.model)
+
+    def of(self, model: torch.nn.Module) -> Limiter:
+        """The limiter of a model that this is bound to: a copy of the model shares the bound function, and
+        gets a limiter of its own.
+        """
+        if model is self.model or not self._is_bound_to(model):
+            return self
+        owned: dict[int, Limiter] = model.__dict__.setdefault(_OWNED, {})
+        if id(self) not in owned:
+            owned[id(self)] = copy.deepcopy(self, {id(self.model): model})
+        return owned[id(self)]
 
     @private.skipped_by_dynamo
     def limited(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -529,3 +568,27 @@ class Limiter:
         """
         for limiter in step.others:
             limiter.co_limited = self.co_limited = True
+
+
+class _Below:
+    """A function that a wrapper has wrapped, where a limit is around the wrapper. It is limited, too: bound
+    to the model, it takes the wrapper off and leaves the limit on.
+
+    Args:
+        limiter: of the model.
+        inner: the function.
+    """
+
+    __name__ = "forward"
+
+    def __init__(self, limiter: Limiter, inner: Any) -> None:
+        self.__func__, self._inner = limiter, inner
+
+    @property
+    def __wrapped__(self) -> Any:
+        return _Below(self.__func__, self._inner.__wrapped__)
+
+    def __call__(self, model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        limiter = self.__func__.of(model)
+        limiter.original = MethodType(self._inner, model)
+        return limiter(*args, **kwargs)

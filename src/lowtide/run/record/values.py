@@ -84,9 +84,7 @@ def here(value: Any) -> torch.Tensor:
         raise ReplayError(FILLED_OTHERWISE.format(nbytes=value.nbytes))
     now = current_stream(held.device)
     if value.stream is not None and now != value.stream:
-        # user code orders the streams that read it in forward. A replay may run on another, and start from a
-        # copy that the stream has made that overwrote the original.
-        now.wait_stream(value.stream)
+        # user code does so for the streams that read it in forward; a replay may run on another
         held.record_stream(now)
     return held
 

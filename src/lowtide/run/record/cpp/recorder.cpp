@@ -72,9 +72,6 @@ void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
     if (!op || !op->schema().is_mutable()) continue;
     library->second.impl(name.c_str(),
                          torch::dispatch(WRITES, torch::CppFunction::makeFromBoxedFunction<&writes>()));
-    if (op->hasKernelForDispatchKey(ANY_THREAD)) continue;
-    library->second.impl(name.c_str(), torch::dispatch(
-        ANY_THREAD, torch::CppFunction::makeFromBoxedFunction<&stray_writes>()));
   }
 }
 
@@ -277,11 +274,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
            py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "program"_a, "smaller"_a = false)
       .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
       .def_property("in_forward", [](Recorder& recorder) { return recorder.in_forward.load(); },
-                    [](Recorder& recorder, bool inside) {
-                      recorder.in_forward = inside;
-                      recorder.tape().recorded_on = inside ? std::this_thread::get_id() : std::thread::id();
-                      if (inside) watched.add(recorder.step()->tape);
-                    })
+                    [](Recorder& recorder, bool inside) { recorder.in_forward = inside; })
       .def_readwrite("compares", &Recorder::compares)
       .def("set_program", &Recorder::set_program)
       .def_property_readonly("follows", &Recorder::follows)

@@ -252,7 +252,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
       py::gil_scoped_acquire gil;
       for (size_t at : fact.writes) {
         each_tensor((*stack)[first_ + at], [&](const Tensor& tensor, size_t) {
-          if (has_bytes(tensor)) tape().before_change(storage_key(tensor));
+          if (plain(tensor)) tape().before_change(storage_key(tensor));
           return true;
         });
       }

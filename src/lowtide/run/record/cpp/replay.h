@@ -17,10 +17,6 @@ class Replay {
  public:
   Replay(ValuePtr value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor)
       : value_(std::move(value)), tape_(std::move(tape)), governor_(std::move(governor)) {}
-  Replay(const Replay&) = delete;
-  ~Replay() {
-    for (auto& start : starts_) --start->replays;
-  }
 
   Tensor run() {
     collect();
@@ -55,11 +51,7 @@ class Replay {
       Tensor bytes = here(alive);
       if (!bytes.defined() && !next->node) bytes = source(*next);
       values_[next].made = bytes;
-      if (bytes.defined()) {
-        ++alive->replays;
-        starts_.push_back(std::move(alive));
-        continue;
-      }
+      if (bytes.defined()) continue;
       Node* node = next->node.get();
       if (!seen.insert(node).second) continue;
       order_.emplace_back(node->order, node);
@@ -156,7 +148,6 @@ class Replay {
   std::shared_ptr<Tape> tape_;
   std::shared_ptr<Governor> governor_;
   const bool is_read_again_ = c10::GradMode::is_enabled();  // by a graph that this backward makes
-  std::vector<ValuePtr> starts_;  // no other thread writes to their bytes meanwhile
   std::vector<std::pair<double, Node*>> order_;
   ska::flat_hash_map<Value*, Known> values_;
 };

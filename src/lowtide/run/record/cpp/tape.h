@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
 #include <unordered_map>
 
 #include "call.h"
@@ -71,7 +70,6 @@ struct Value : c10::intrusive_ptr_target {
   int64_t digest = 0;
   long readers = 0;             // handles, and pinned nodes
   long saved = 0;               // handles that nobody has asked yet
-  long replays = 0;             // under way, that have started from it
   int64_t unit = 0;             // of FSDP, in which it was made or first read
   int32_t run = 0;              // of that unit
   at::ScalarType dtype = at::kByte;  // of a source
@@ -232,7 +230,7 @@ inline Tensor locked(const Value& source, c10::Device device, at::ScalarType dty
       c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
   int64_t elements = static_cast<int64_t>(storage->nbytes() / c10::elementSize(dtype));
   made.unsafeGetTensorImpl()->set_sizes_contiguous({elements});
-  if (source.counter.enabled()) made.unsafeGetTensorImpl()->set_version_counter(source.counter);
+  made.unsafeGetTensorImpl()->set_version_counter(source.counter);
   return made;
 }
 
@@ -321,10 +319,7 @@ class Tape {
   int64_t unit = 0;  // of FSDP that runs now, and the number of its run
   int32_t run = 0;
   bool natural = false;  // somebody watches how long the program's own storages live
-  std::thread::id recorded_on;  // the thread whose forward is recorded now
   c10::intrusive_ptr<Ledger> ledger = c10::make_intrusive<Ledger>();
-
-  bool records_here() const { return recorded_on == std::this_thread::get_id(); }
 
   // ---- which value a storage shows ----
 
