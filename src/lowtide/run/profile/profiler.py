@@ -269,12 +269,15 @@ class Profiler(Interceptor):
             yield
 
     def _forward_ends(self, begin: int) -> None:
-        """The forward is over, which began with this operation."""
+        """The forward is over, which began with this operation: writes to what replays start from are watched
+        from here on.
+        """
         self.forward_spans.append((begin, len(self.tracer.operations)))
         if self._has_scopes:  # whose operations wait to run again, whether anybody needs them or not
             self.tape.core.forget_unasked()
         else:
             self.tape.core.forget_ended()
+        self.tape.core.watch()
 
     def _note_gathered(self, gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note storages that weights are gathered into, with the names of the weights."""
@@ -555,14 +558,13 @@ class Profiler(Interceptor):
         if not self.tracer.closed:
             self.tracer.close()
             self.saved.written.clear()
+            if not (self.watch.backwards or self.early):  # else it may be handed on yet
+                self._on_end = None
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
             self._stack.close()
             self.tape.core.forget_unasked()
             self.core.pack_hook = None  # a cycle that the garbage collector does not see
-        # else it may be handed on yet, or its step is one whose saved tensors take memory beside later steps
-        if not (self.watch.backwards or self.early or self.tracer.unreleased):
-            self._on_end = None
 
     def graph(self) -> StepGraph:
         """The step; gradients that it left in the model have their parameters' names."""
