@@ -250,7 +250,7 @@ def too_small() -> str:
 
 def test_what_one_rank_refuses_fails_on_all() -> None:
     texts = on_ranks(2, too_small)
-    assert texts[0] == texts[1] and "10.0 KiB" in texts[0]
+    assert texts[0] == texts[1] and "budget of 10 KiB" in texts[0]
 
 
 def moving() -> str:

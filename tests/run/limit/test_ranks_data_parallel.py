@@ -173,7 +173,7 @@ def ddp_refused(rank: int) -> None:
 
     wrapped = Wrap(make())
     lowtide.limit_memory(wrapped, "1KiB" if rank else "90%")
-    with pytest.raises(lowtide.BudgetError, match=r"1\.0 KiB"):
+    with pytest.raises(lowtide.BudgetError, match=r"budget of 1 KiB"):
         wrapped(tokens(rank, 0)).backward()
 
     expected = Wrap(make())
@@ -249,7 +249,7 @@ def fsdp_refused(rank: int) -> None:
     """What one rank refuses fails on all; else all hold one plan."""
     model = sharded(make())
     lowtide.limit_memory(model, "1KiB" if rank else "90%")
-    with pytest.raises(lowtide.BudgetError, match=r"1\.0 KiB"):
+    with pytest.raises(lowtide.BudgetError, match=r"budget of 1 KiB"):
         model(tokens(rank, 0)).backward()
     model = sharded(make())
     handle = lowtide.limit_memory(model, "80%")
