@@ -264,28 +264,27 @@ def test_tied_weights_get_one_gradient() -> None:
     assert torch.equal(model.head.weight.grad, twin.head.weight.grad)
 
 
+def within_what_is_told(compiled: Any, x: torch.Tensor, match: str) -> int:
+    """The smallest budget that a refusal tells, within which a step then runs."""
+    with pytest.raises(lowtide.BudgetError, match=match) as refused:
+        compiled(x)
+    lowtide.handle_of(compiled).set_budget(refused.value.smallest_bytes)
+    compiled(x).backward()
+    return refused.value.smallest_bytes
+
+
 def test_a_budget_that_no_plan_meets_says_what_does() -> None:
     model, x = Model(), torch.randn(1024, 32)
     compiled = lowtide.compile(model, "100KiB", backend="aot_eager")
-    with pytest.raises(lowtide.BudgetError, match="too small") as refused:
-        compiled(x)
-    smallest = refused.value.smallest_bytes
-    handle = lowtide.handle_of(compiled)
-    handle.set_budget(smallest)
-    compiled(x).backward()
+    smallest = within_what_is_told(compiled, x, "too small")
     assert real_peak(compiled, model, x) <= smallest
 
 
 def test_a_budget_below_what_is_resident_is_refused_without_asking_inductor() -> None:
     model, x = Model(), torch.randn(1024, 32)
     compiled = lowtide.compile(model, "1KiB")
-    with pytest.raises(lowtide.BudgetError, match="Inductor was not asked") as refused:
-        compiled(x)
-    smallest = refused.value.smallest_bytes
-    handle = lowtide.handle_of(compiled)
-    handle.set_budget(smallest)
-    compiled(x).backward()
-    assert handle.plan.predicted_peak_bytes <= smallest
+    smallest = within_what_is_told(compiled, x, "Inductor was not asked")
+    assert lowtide.handle_of(compiled).plan.predicted_peak_bytes <= smallest
 
 
 def test_another_budget_and_none() -> None:

@@ -181,7 +181,7 @@ inline std::pair<int64_t, int64_t> Forms::guess_bytes(const OperatorHandle& op, 
       return true;
     });
   }
-  for (auto& argument : op.schema().arguments()) {  // the state that it draws from is copied, before and after
+  for (auto& argument : op.schema().arguments()) {  // the state that it draws from is copied twice
     if (argument.name() == "generator") sum += 2 * GENERATOR_BYTES;
   }
   const std::string& name = op.schema().name();
@@ -326,8 +326,8 @@ class Governor {
     if (live() + need > room_) relieve(need);
   }
 
-  // Evicts until so many bytes are free. Returns how many are missing then. Where the budget is not known yet,
-  // the room grows once that takes more than twice what the step has run.
+  // Evicts until so many bytes are free. Returns how many are missing then. Where the budget is not known
+  // yet, the room grows once that takes more than twice what the step has run.
   int64_t relieve(int64_t need) {
     py::gil_scoped_acquire gil;
     if (open_ && replayed + walked_ / WALKED > 2 * (ran_ - replayed)) room_ += room_ / 16;

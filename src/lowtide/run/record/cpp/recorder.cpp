@@ -104,8 +104,8 @@ ValuePtr wrote(Tape& tape, const NodePtr& node, const Tensor& tensor, int64_t ex
   return made;
 }
 
-// Bytes of the storages of tensors and of their gradients, each once, on devices of one type. Those that are no
-// plain tensors are returned for Python to ask.
+// Bytes of the storages of tensors and of their gradients, each once, on devices of one type. Those that are
+// no plain tensors are returned for Python to ask.
 std::pair<int64_t, py::list> resident_bytes(const py::iterable& tensors, c10::DeviceType device) {
   ska::flat_hash_set<uintptr_t> seen;
   int64_t bytes = 0;
