@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,24 @@ def group_backend(request: pytest.FixtureRequest) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(BACKEND, request.param)
         yield request.param
+
+
+@pytest.fixture
+def one_rank() -> Iterator[Callable[[], None]]:
+    """Begins a process group of this process alone, once. The group ends after all of the test has: a
+    `DistributedDataParallel` that outlives its group frees it under the interpreter's lock, and may then wait
+    for ever for a thread of Gloo that waits for the lock.
+    """
+    import torch.distributed as dist
+
+    def begin() -> None:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    yield begin
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -228,23 +228,18 @@ def test_reserved_counts_gradients_that_the_allocator_caches() -> None:
     assert found.reserved_bytes > stage.cached_bytes
 
 
-def test_distributed_data_parallel_has_buckets_beside_gradients() -> None:
+def test_distributed_data_parallel_has_buckets_beside_gradients(one_rank: Callable[[], None]) -> None:
     """As many bytes as all gradients; none where these are views of them."""
-    from torch import distributed as dist
-
     plain, buckets = (alone(llama(dp=8, loss="torch", ddp_buckets=how)) for how in (False, True))
     assert {name: buckets[name] - plain[name] for name in plain} == dict.fromkeys(plain, 2 * P)
     with pytest.raises(EstimateError, match="--ddp-buckets with --zero=3"):
         llama(dp=8, zero=3, ddp_buckets=True)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        for view, copies in ((False, 2), (True, 1)):
-            model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
-            given: list[Any] = [torch.randn(1, 256)]
-            taken = lowtide.measure(_wrapped_step(model, view, given)).end_bytes
-            assert taken == pytest.approx(copies * 8 * 256 * 256 * 4, rel=0.01)
-    finally:
-        dist.destroy_process_group()
+    one_rank()
+    for view, copies in ((False, 2), (True, 1)):
+        model = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+        given: list[Any] = [torch.randn(1, 256)]
+        taken = lowtide.measure(_wrapped_step(model, view, given)).end_bytes
+        assert taken == pytest.approx(copies * 8 * 256 * 256 * 4, rel=0.01)
 
 
 def _wrapped_step(model: torch.nn.Module, view: bool, held: list[Any]) -> Callable[[], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_collectives_among_ranks_that_are_not_there() -> None:
         dist.destroy_process_group()
 
 
-def test_who_averages_the_gradients() -> None:
+def test_who_averages_the_gradients(one_rank: Callable[[], None]) -> None:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
@@ -72,18 +73,15 @@ def test_who_averages_the_gradients() -> None:
     inner = Asks(2, 2)
     inner(torch.ones(2))
     assert inner.found == (None, None)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    try:
-        wrapped = DistributedDataParallel(inner)
-        wrapped(torch.ones(2))
-        assert inner.found == (dist.group.WORLD, None)
-        assert not private.has_new_buckets(wrapped) and not private.has_new_buckets(inner)
-        for _ in range(2):
-            wrapped(torch.ones(2)).sum().backward()
-        assert private.has_new_buckets(wrapped)
-        assert private.replicated_by(wrapped) is dist.group.WORLD and private.replicated_by(inner) is None
-    finally:
-        dist.destroy_process_group()
+    one_rank()
+    wrapped = DistributedDataParallel(inner)
+    wrapped(torch.ones(2))
+    assert inner.found == (dist.group.WORLD, None)
+    assert not private.has_new_buckets(wrapped) and not private.has_new_buckets(inner)
+    for _ in range(2):
+        wrapped(torch.ones(2)).sum().backward()
+    assert private.has_new_buckets(wrapped)
+    assert private.replicated_by(wrapped) is dist.group.WORLD and private.replicated_by(inner) is None
 
 
 def test_a_group_that_is_not_there() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import patterns_gradients
 import patterns_loops
 import patterns_modules
@@ -13,5 +15,7 @@ UNPLANNED = {"inference only", "nested limits"}  # nothing is trained; the outer
 
 
 @pytest.mark.parametrize("name", PATTERNS)
-def test_pattern(name: str) -> None:
+def test_pattern(name: str, one_rank: Callable[[], None]) -> None:
+    if name == "distributed data parallel":
+        one_rank()
     check(PATTERNS[name], planned=name not in UNPLANNED)
