@@ -558,13 +558,14 @@ class Profiler(Interceptor):
         if not self.tracer.closed:
             self.tracer.close()
             self.saved.written.clear()
-            if not (self.watch.backwards or self.early):  # else it may be handed on yet
-                self._on_end = None
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
             self._stack.close()
             self.tape.core.forget_unasked()
             self.core.pack_hook = None  # a cycle that the garbage collector does not see
+        # else it may be handed on yet, or its step is one whose saved tensors take memory beside later steps
+        if not (self.watch.backwards or self.early or self.tracer.unreleased):
+            self._on_end = None
 
     def graph(self) -> StepGraph:
         """The step; gradients that it left in the model have their parameters' names."""

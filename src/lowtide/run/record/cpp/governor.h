@@ -258,6 +258,7 @@ class Governor {
     resident_ += own_bytes;
     room_ = budget - resident_;
     share_ = 0;
+    open_ = false;
     joint_ = true;
   }
   bool is_joint() const { return joint_; }
