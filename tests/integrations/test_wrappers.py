@@ -177,6 +177,26 @@ def test_a_model_unwrapped_from_its_mixed_precision_keeps_its_limit(accelerator:
     assert all(map(torch.equal, train(pickle.loads(pickle.dumps(plain))), exact))
 
 
+def test_a_model_with_a_hook_of_accelerate_is_copied_with_its_limit() -> None:
+    """The hook wraps the limit by `functools.update_wrapper`, which copies attributes."""
+    from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+
+    def train(one: nn.Module) -> list[torch.Tensor | None]:
+        one.zero_grad()
+        one(torch.ones(256, 32)).square().mean().backward()
+        return [parameter.grad for parameter in one.parameters()]
+
+    model = net()
+    plain = train(copy.deepcopy(model))
+    handle = lowtide.limit_memory(model, "90%")
+    add_hook_to_module(model, ModelHook())
+    for one in (model, copy.deepcopy(model)):
+        for _ in range(2):
+            assert all(map(torch.equal, train(one), plain))
+    assert len(handle.plans) == 1
+    assert lowtide.handle_of(remove_hook_from_module(model)) is handle
+
+
 def test_adapters_of_peft_around_a_frozen_model() -> None:
     peft = pytest.importorskip("peft")
     found = []

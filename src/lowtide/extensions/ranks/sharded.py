@@ -24,6 +24,8 @@ UNCALLED = (
 class ShardedLimiter(Limiter):
     """Replaces ``model.forward``, and of FSDP's root the whole call."""
 
+    __slots__ = ()
+
     @property
     def own_step(self) -> Callable[..., Any]:
         """What runs in a step: the model's own forward; of FSDP's root the whole call."""

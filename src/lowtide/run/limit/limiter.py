@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from types import CodeType, MethodType
 from typing import Any
 
@@ -104,6 +104,11 @@ class Limiter:
             where a step is one forward, and its caller runs backward.
     """
 
+    __slots__ = (  # no `__dict__`: `functools.update_wrapper` copies it to what wraps the limiter
+        "__weakref__", "_abandoned", "_forms", "_measured_bytes", "_profile_ended", "_step_ended", "book",
+        "called", "calls", "checkpointing", "co_limited", "delegate", "engagement", "face", "handle", "local",
+        "loss_fn", "maker", "model", "original", "paused", "removed", "verify", "warn_once",
+    )  # fmt: skip
     _planned_step: Callable[..., PlannedStep] = PlannedStep
     __name__ = "forward"
     forwards: Forwards | None = None
@@ -140,6 +145,7 @@ class Limiter:
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.co_limited = self.paused = self.called = False
         self._abandoned = False  # whether a profiled step was
+        self._forms: Any = None  # what the operations of the model's steps need
 
     def __getstate__(self) -> dict[str, Any]:
         maker = self.maker
@@ -149,12 +155,13 @@ class Limiter:
         return {
             "settings": settings | {"extensions": copies},
             "not_copied": [one.not_copied for one in maker.extensions if one.not_copied],
-            **{name: self.__dict__[name] for name in names},
+            **{name: getattr(self, name) for name in names},
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings, not_copied = state.pop("settings"), state.pop("not_copied")
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
         self._begin(settings)
         for text in not_copied:
             warn(text)
@@ -434,11 +441,6 @@ class Limiter:
         self._expect_measured(step)
         return step
 
-    @cached_property
-    def _forms(self) -> Any:
-        """What the operations of the model's steps need."""
-        return forms(model_device(self.model).type)
-
     def _governor(self, entry: Entry, inputs: Inputs, live: Any, resident_bytes: int) -> Any:
         """What holds the budget of a step. ``None`` without a budget, once there is a plan; and where a share
         of 1 or more is not known in bytes yet.
@@ -472,6 +474,7 @@ class Limiter:
         room = 0 if limit is None else limit - resident_bytes
         together = limit is not None and bool(self.maker.extensions) and self.maker.raises_together
         more = {"is_open": limit is None, "widens": not together, "resident_bytes": resident_bytes}
+        self._forms = self._forms or forms(model_device(self.model).type)
         self.local.governor = engine().Governor(live, room, share=share, forms=self._forms, **more)
         return self.local.governor
 
