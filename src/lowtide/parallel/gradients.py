@@ -24,7 +24,7 @@ from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_counts, check_tensors, parameters_of
 from lowtide.parallel.groups import TensorGroup, tensor_group
-from lowtide.parallel.shared import watch_gradient
+from lowtide.parallel.shared import watch_gradients
 
 BUFFER_BYTES = 32 * 2**20
 
@@ -37,15 +37,17 @@ class _Mark:
         partial: a backward has added a part since the last sum.
         summed: the gradient that holds a finished sum, and its version.
         mixed: a backward added a part to a finished sum.
+        passed: autograd has made a part that no backward has added (``torch.autograd.grad``).
         watches: it hears of every backward. Dynamo can ask for this, and not for the hook.
     """
 
-    __slots__ = ("group", "hook", "mixed", "partial", "summed", "watches")
+    __slots__ = ("group", "hook", "mixed", "partial", "passed", "summed", "watches")
 
     def __init__(self, group: TensorGroup) -> None:
         self.group = group
         self.partial = False
         self.mixed = False
+        self.passed = False
         self.summed: tuple[weakref.ref[Tensor], int] | None = None
         self.hook: Any = None
         self.watches = False
@@ -57,6 +59,16 @@ class _Mark:
         """Hear of every backward that adds to the gradient, from when the parameter is trained."""
         if self.hook is None and parameter.requires_grad:
             self.hook, self.watches = parameter.register_post_accumulate_grad_hook(self.added), True
+            parameter.register_hook(self.passes)
+
+    def passes(self, part: Tensor) -> None:
+        """Autograd has made a part, which a backward adds, or the program may."""
+        self.passed = True
+
+    def assigned(self) -> None:
+        """The program has written to ``parameter.grad``: a part, where autograd has just made one."""
+        if self.passed:
+            self.partial, self.passed = True, False
 
     def added(self, parameter: Tensor) -> None:
         """A backward has added to the parameter's gradient."""
@@ -66,12 +78,11 @@ class _Mark:
             if gradient() is parameter.grad and private.version(parameter.grad) == version + 1:
                 self.mixed = True
         self.summed = None
-        self.partial = True
-        watch_gradient(parameter)
+        self.partial, self.passed = True, False
 
     def done(self, parameter: Tensor) -> None:
         """The gradient holds the sum."""
-        self.partial = False
+        self.partial = self.passed = False
         if parameter.grad is not None:
             self.summed = (weakref.ref(parameter.grad), private.version(parameter.grad))
 
@@ -96,6 +107,7 @@ def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
         mark = _Mark(group)
         parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]
         parameter._lowtide_partial = mark  # type: ignore[attr-defined]
+        watch_gradients(parameter)
         _guard_optimizers()
     mark.watch(parameter)
 

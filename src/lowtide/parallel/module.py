@@ -49,6 +49,15 @@ class ParallelModule(nn.Module):
         if isinstance(value, nn.Parameter) and name in self.__dict__.get("partitions", ()):
             mark_shared(value, self.partitions[name])  # FSDP2 replaces parameters so
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.mark_shared()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        applied = super()._apply(fn, recurse)
+        self.mark_shared()
+        return applied
+
     def mark_shared(self) -> None:
         """Mark the parameters of which this rank holds a part, as they are now: copies and what was unfrozen,
         too.

@@ -2,18 +2,19 @@
 norm is the whole one's.
 
 A cut parameter is a plain tensor, so whoever takes its norm would take this rank's part for the whole.
-`mark_shared` gives it neuronx- distributed's attributes (``tensor_model_parallel``, ``partition_dim``,
-``partition_stride``), by which `lowtide.parallel.clip_grad_norm` counts it, and a hook behind backward that
-makes its gradient a `SharedGradient`: the functions that ``torch.nn.utils.clip_grad_norm_`` and
-``get_total_norm`` call then give the norm over all ranks.
+`mark_shared` gives it neuronx-distributed's attributes (``tensor_model_parallel``, ``partition_dim``,
+``partition_stride``), by which `lowtide.parallel.clip_grad_norm` counts it, and a class whose ``grad`` is a
+`SharedGradient`: the functions that ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` call then give
+the norm over all ranks. Who wrote the gradient (backward, DDP, the program) makes no difference.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
-import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -21,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.errors import expect
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.partition import Partition
-from lowtide.private import without_torch_function
+from lowtide.private import no_torch_function, without_torch_function
 
 _NORMS = ("linalg_vector_norm", "_foreach_norm")
 """What ``torch.nn.utils.get_total_norm`` calls: on one gradient, and on a list of them."""
@@ -34,14 +36,12 @@ class Share:
 
     Attributes:
         where: which part.
-        watched: its gradients become a `SharedGradient`.
     """
 
-    __slots__ = ("watched", "where")
+    __slots__ = ("where",)
 
     def __init__(self, where: Partition) -> None:
         self.where = where
-        self.watched = False
 
     def __reduce__(self) -> Any:
         return _no_share, ()
@@ -63,36 +63,37 @@ def mark_shared(parameter: Tensor, where: Partition) -> None:
     """
     if where.dimension is None or where.group.size == 1:
         return
-    share = share_of(parameter)
-    if share is None:
-        share = Share(where)
+    if share_of(parameter) is None:
         marked: Any = parameter
-        marked._lowtide_share = share
+        marked._lowtide_share = Share(where)
         marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = (
             True,
             where.dimension,
             where.stride,
         )
-    if not share.watched and parameter.requires_grad:
-        share.watched = True
-        parameter.register_post_accumulate_grad_hook(watch_gradient)
+        watch_gradients(parameter)
 
 
-def share_of(parameter: Tensor) -> Share | None:
-    """What is known of a parameter of which this rank holds a part; ``None`` of one that it holds whole."""
-    return getattr(parameter, "_lowtide_share", None)
+def share_of(tensor: Tensor) -> Share | None:
+    """What is known of a parameter of which this rank holds a part, or of its gradient; ``None`` of one that
+    it holds whole.
+    """
+    return getattr(tensor, "_lowtide_share", None)
 
 
-def refuse_partial(parameter: Tensor) -> None:
+def refuse_partial(tensor: Tensor) -> None:
     """Refuse to take the norm of a gradient that has not been summed over the ranks yet.
+
+    Args:
+        tensor: the parameter, or its gradient.
 
     Raises:
         ParallelError: it is a part of a sum.
     """
-    mark = getattr(parameter, "_lowtide_partial", None)
+    mark = getattr(tensor, "_lowtide_partial", None)
     if mark is not None and (mark.partial or mark.mixed):
         raise ParallelError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is only this rank's part of a "
+            f"the gradient of a parameter of shape {tuple(tensor.shape)} is only this rank's part of a "
             f"sum over {mark.group.size} ranks, so its norm means nothing yet: call "
             "lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) first, then "
             "lowtide.parallel.clip_grad_norm(parameters, max_norm)"
@@ -102,49 +103,117 @@ def refuse_partial(parameter: Tensor) -> None:
 # ---- gradients that know their norm --------------------------------------------------------------
 
 
-class SharedGradient(Tensor):
-    """A gradient of a parameter that ranks share. A plain tensor in everything but its norm, which is the
-    whole gradient's.
+def watch_gradients(parameter: Tensor) -> None:
+    """Make the parameter one whose ``grad`` is a `SharedGradient`.
+
+    A tensor that stands for another one while a program is traced (a fake one) has no gradient, and is let
+    be.
+    """
+    if not isinstance(parameter, _Watched) and _holds_bytes(type(parameter)):
+        parameter.__class__ = _with(_Watched, type(parameter))
+
+
+_GRAD: Any = Tensor.grad
+"""PyTorch's own attribute of a tensor."""
+
+
+class _Mixed:
+    """What is added to a tensor's class. Copies and pickles of the tensor have its own class."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        with _own_class(self):
+            return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with _own_class(self):
+            return self.__reduce_ex__(protocol)
+
+
+class _Watched(_Mixed):
+    """Added to a parameter's class: the parameter's gradient is a `SharedGradient`."""
+
+    __slots__ = ()
+
+    @property
+    def grad(self) -> Any:
+        own: Any = self
+        gradient: Any = _GRAD.__get__(own)
+        if gradient is None or not _holds_bytes(type(gradient)):
+            return gradient
+        if isinstance(gradient, torch.nn.Parameter):  # of the program, which goes on using it as such
+            gradient = gradient.view_as(gradient)
+            _GRAD.__set__(own, gradient)
+        if not isinstance(gradient, SharedGradient):
+            gradient.__class__ = _with(SharedGradient, type(gradient))
+        shared: Any = gradient
+        shared._lowtide_share = share_of(own)
+        shared._lowtide_partial = getattr(own, "_lowtide_partial", None)
+        return shared
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        own: Any = self
+        _GRAD.__set__(own, gradient)
+        mark = getattr(own, "_lowtide_partial", None)
+        if gradient is not None and mark is not None:
+            mark.assigned()
+
+    @grad.deleter
+    def grad(self) -> None:
+        own: Any = self
+        _GRAD.__delete__(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = super().__deepcopy__(memo)
+        share = share_of(self)  # type: ignore[arg-type]
+        if share is not None:
+            mark_shared(copied, share.where)
+        return copied
+
+
+class SharedGradient(_Mixed):
+    """Added to the class of a gradient of a parameter that ranks share. The gradient is a plain tensor in
+    everything but its norm, which is the whole gradient's.
 
     The norm is a collective: every rank that shares the parameter has to ask for it.
     """
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _call(func, args, kwargs or {})
 
-    def __reduce_ex__(self, proto: Any) -> Any:
-        with without_torch_function():
-            return self.detach().__reduce_ex__(proto)
-
 
 @cache
-def _shared_dtensor() -> type[Tensor]:
-    """`SharedGradient` for gradients that FSDP2 shards as well; made when there is one, since importing
-    DTensor takes long.
+def _with(added: type, kind: type[Tensor]) -> Any:
+    """The class ``kind`` with what ``added`` adds."""
+    names: dict[str, Any] = {"__slots__": (), "__module__": __name__}
+    if kind is Tensor and added is _Watched:
+        names["__torch_function__"] = no_torch_function  # as of a parameter
+    return type(f"{added.__name__.strip('_')}{kind.__name__}", (added, kind), names)
+
+
+@contextmanager
+def _own_class(tensor: Any) -> Iterator[None]:
+    """In the block the tensor has the class that it had before anything was added."""
+    kind = type(tensor)
+    tensor.__class__ = kind.__bases__[1]
+    try:
+        yield
+    finally:
+        tensor.__class__ = kind
+
+
+def _holds_bytes(kind: type[Tensor]) -> bool:
+    """Whether tensors of this class are no stand-ins: PyTorch runs their operations itself, or FSDP2 shards
+    them.
     """
-    from torch.distributed.tensor import DTensor
-
-    class SharedDTensorGradient(DTensor):
-        __slots__ = ()
-        __torch_function__ = SharedGradient.__torch_function__  # type: ignore[assignment]
-        __reduce_ex__ = SharedGradient.__reduce_ex__
-
-    return SharedDTensorGradient
-
-
-def watch_gradient(parameter: Tensor) -> None:
-    """Make the parameter's gradient one that knows its norm. Tensors of other kinds (fake ones, stand-ins)
-    are let be.
-    """
-    gradient = parameter.grad
-    tensors = sys.modules.get("torch.distributed.tensor")
-    kind: Any = type(gradient)
-    if kind is not Tensor and (tensors is None or kind is not tensors.DTensor):
-        return
-    shared: Any = gradient
-    shared.__class__ = SharedGradient if kind is Tensor else _shared_dtensor()
-    shared._lowtide_parameter = weakref.ref(parameter)
+    sharded = sys.modules.get("torch.distributed.tensor")
+    plain = getattr(kind, "__torch_dispatch__") is getattr(Tensor, "__torch_dispatch__")  # noqa: B009
+    return plain or (sharded is not None and issubclass(kind, sharded.DTensor))
 
 
 def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -160,18 +229,18 @@ def _call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _norm(func: Any, gradient: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """The norm of one gradient, over every rank that holds a part of it."""
     own = func(gradient, *args, **kwargs)
-    reference = getattr(gradient, "_lowtide_parameter", None)
-    parameter = None if reference is None else reference()
-    if parameter is None or own.ndim:  # norms of rows are this rank's
+    if not isinstance(gradient, SharedGradient) or own.ndim:  # norms of rows are this rank's
         return own
     if own.requires_grad:
         raise ParallelError(
             "the norm of a shared parameter's gradient cannot be differentiated: take it within "
             "torch.no_grad(), or of gradient.detach()"
         )
-    refuse_partial(parameter)
-    share = share_of(parameter)
+    refuse_partial(gradient)
+    share = share_of(gradient)
     order = float(args[0] if args else kwargs.get("ord", 2.0))
+    allowed = "the order of a norm over ranks, above 0, or float('inf')"
+    expect(order > 0, "torch.linalg.vector_norm(ord=)", order, allowed, ParallelError)
     placed: Any = own
     here = placed.full_tensor() if hasattr(placed, "full_tensor") else own
     if share is not None:
