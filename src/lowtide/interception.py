@@ -9,10 +9,9 @@ everything else of PyTorch runs as it does in a plain step. Views have no kernel
 subclasses come apart above it. The kernel is C++ (``run/record/cpp/recorder.cpp``): the recorder that is on
 takes what it can, and what it leaves goes on to Python's kernels (`_Kernel`), at a key of their own.
 
-A second key, above autograd, is for the tapes of steps whose forward is over. Between forward and backward,
-and in backward, any code may write to a tensor that a replay starts from: in place, or through ``.data``,
-where no version counter moves. Only operations that write have a kernel at it (``run/record/cpp/writes.h``),
-so all others cost nothing.
+A second key, above autograd, is for writes, which any code may make to a tensor that a replay starts from: in
+place, or through ``.data``, where no version counter moves. Only operations that write have a kernel at it
+(``run/record/cpp/writes.h``), so all others cost nothing.
 """
 
 from __future__ import annotations

@@ -269,15 +269,12 @@ class Profiler(Interceptor):
             yield
 
     def _forward_ends(self, begin: int) -> None:
-        """The forward is over, which began with this operation: writes to what replays start from are watched
-        from here on.
-        """
+        """The forward is over, which began with this operation."""
         self.forward_spans.append((begin, len(self.tracer.operations)))
         if self._has_scopes:  # whose operations wait to run again, whether anybody needs them or not
             self.tape.core.forget_unasked()
         else:
             self.tape.core.forget_ended()
-        self.tape.core.watch()
 
     def _note_gathered(self, gathered: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Note storages that weights are gathered into, with the names of the weights."""

@@ -122,7 +122,7 @@ class Recorder(Interceptor):
         plain = self.mover is None and not self.check and self.around_unpack is None
         pack, back = self.core.hooks() if plain and self.director is None else (self.pack, engine().unpack)
         with ExitStack() as stack:
-            stack.callback(self._watch)
+            stack.callback(self._forward_ends)
             stack.callback(private.before_storage_resizes(self.tape.before_resize))
             stack.enter_context(private.saving(pack, back))
             self.core.in_forward = True
@@ -152,13 +152,12 @@ class Recorder(Interceptor):
         else:
             self.tape.core.forget_all()
 
-    def _watch(self) -> None:
-        """The forward is over: writes to what replays start from are watched from here on."""
+    def _forward_ends(self) -> None:
+        """Forget what nobody can ask for."""
         if self.governor is None:
             self.tape.core.forget_unasked()
         else:
             self.tape.core.forget_ended()
-        self.tape.core.watch()
 
     @property
     def ran(self) -> tuple[int, int]:

@@ -228,8 +228,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("node", &special_node, "special"_a, "inputs"_a, "grad"_a)
       .def("pin", &start_from, "node"_a, "tensors"_a, "governor"_a)
       .def("boundary", &Tape::boundary)
-      .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a)
-      .def("watch", [](const std::shared_ptr<Tape>& tape) { watched.add(tape); });
+      .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a);
 
   py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms")
       .def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
@@ -274,7 +273,11 @@ PYBIND11_MODULE(lowtide_recorder, m) {
            py::kw_only(), "tape"_a, "governor"_a, "pack"_a, "program"_a, "smaller"_a = false)
       .def_property("on", [](Recorder& recorder) { return recorder.on.load(); }, &Recorder::turn)
       .def_property("in_forward", [](Recorder& recorder) { return recorder.in_forward.load(); },
-                    [](Recorder& recorder, bool inside) { recorder.in_forward = inside; })
+                    [](Recorder& recorder, bool inside) {
+                      recorder.in_forward = inside;
+                      recorder.tape().recorded_on = inside ? std::this_thread::get_id() : std::thread::id();
+                      if (inside) watched.add(recorder.step()->tape);
+                    })
       .def_readwrite("compares", &Recorder::compares)
       .def("set_program", &Recorder::set_program)
       .def_property_readonly("follows", &Recorder::follows)

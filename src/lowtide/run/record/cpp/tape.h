@@ -15,6 +15,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <thread>
 #include <unordered_map>
 
 #include "call.h"
@@ -319,7 +320,10 @@ class Tape {
   int64_t unit = 0;  // of FSDP that runs now, and the number of its run
   int32_t run = 0;
   bool natural = false;  // somebody watches how long the program's own storages live
+  std::thread::id recorded_on;  // the thread whose forward is recorded now
   c10::intrusive_ptr<Ledger> ledger = c10::make_intrusive<Ledger>();
+
+  bool records_here() const { return recorded_on == std::this_thread::get_id(); }
 
   // ---- which value a storage shows ----
 

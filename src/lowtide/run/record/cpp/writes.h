@@ -1,6 +1,6 @@
-// Tells the tapes of steps whose forward is over before an operation writes to what their replays start from.
-// A dispatch key of lowtide's own is let in for that, above autograd: only operations that write have a
-// kernel.
+// Tells tapes before an operation writes to what their replays start from. A dispatch key of lowtide's own is
+// let in for that, above autograd: some operations (`torch.library.custom_op`) move version counters before
+// their kernels run. Only operations that write have a kernel at it.
 #pragma once
 
 #include <mutex>
@@ -16,6 +16,7 @@ class Watched {  // the tapes of the process
   // From here on writes of this thread, and of backwards that it begins, are told to the tape.
   void add(const std::shared_ptr<Tape>& tape) {
     std::lock_guard<std::mutex> guard(mutex_);
+    std::erase_if(tapes_, [&](auto& one) { return !one.owner_before(tape) && !tape.owner_before(one); });
     tapes_.push_back(tape);
     any = true;
     c10::impl::tls_set_dispatch_key_included(WRITES, true);
@@ -61,6 +62,7 @@ inline void writes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) 
       each_tensor((*stack)[stack->size() - arguments.size() + at], [&](const Tensor& tensor, size_t) {
         if (!plain(tensor)) return true;
         watched.each([&](Tape& tape) {
+          if (tape.records_here() && tape.replayable(storage_key(tensor))) return;  // the recorder tells it
           tape.before_change(storage_key(tensor), swaps ? Change::Swapped : Change::Written);
         });
         return true;
