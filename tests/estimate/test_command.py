@@ -205,3 +205,10 @@ def test_refusals(flags: list[str], says: str) -> None:
 def test_a_name_of_the_hub_is_answered_with_the_preset(command: list[str], name: str, preset: str) -> None:
     with pytest.raises(EstimateError, match=f"the preset for it is '{preset}': give --model {preset}"):
         CliRunner().invoke(app, [*command, "--model", name], catch_exceptions=False)
+
+
+def test_what_nobody_said_is_said() -> None:
+    told = " ".join(run("--model", "falcon-7b", "--brief").split())
+    assert "not given, and assumed: --seq 2048, the longest that the model takes; --dtype bf16" in told
+    told = run("--model", "falcon-7b", "--brief", "--seq", "512", "--dtype", "bf16-true")
+    assert "assumed" not in told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ BAD = [
         "one of the two",
     ),
     (dict(model="22b", loss_chunks=4), "--loss-chunks=4", "--loss chunked"),
-    (dict(model="22b", unfused_mlp=True), "--unfused-mlp", "swiglu"),
+    (dict(model="opt-1.3b", unfused_mlp=True), "--unfused-mlp", "swiglu and gelu"),
     (dict(model="22b", keep_output_tensors=True), "--keep-output-tensors", "--pp 2"),
     (dict(model="22b", memory_bytes=-1), "--memory=-1", "above 0"),
     (dict(model="22b", iteration_seconds=0), "--iteration-time=0", "above 0"),
@@ -157,7 +158,39 @@ def test_hugging_face_agrees_with_transformers() -> None:
         max_position_embeddings=32,
     )  # fmt: skip
     cases = [("gpt2", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32))]
-    cases += [(kind, sizes) for kind in ("llama", "mistral", "qwen2", "qwen3", "nemotron")]
+    cases += [
+        (kind, sizes)
+        for kind in (
+            "llama",
+            "mistral",
+            "qwen2",
+            "qwen3",
+            "nemotron",
+            "gemma",
+            "phi",
+            "gpt_neox",
+            "stablelm",
+            "granite",
+            "starcoder2",
+        )
+    ]
+    short = dict(sizes, pad_token_id=0)
+    cases += [("phi3", short), ("cohere", short), ("smollm3", short)]
+    cases += [("stablelm", dict(sizes, use_parallel_residual=True, use_qkv_bias=True))]
+    bare = dict(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=128)
+    old = dict(parallel_attn=False, multi_query=False, alibi=True, bias=True)
+    for more in ({}, dict(new_decoder_architecture=True, num_kv_heads=2), old):
+        cases.append(("falcon", bare | more))
+    opt = dict(ffn_dim=256, max_position_embeddings=32, word_embed_proj_dim=64)
+    cases += [("opt", bare | opt), ("bloom", dict(n_layer=2, hidden_size=64, n_head=4, vocab_size=128))]
+    cases += [("gpt_bigcode", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32))]
+    latent: dict[str, Any] = dict(
+        sizes, num_key_value_heads=4, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+        moe_intermediate_size=32, first_k_dense_replace=1, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=16, kv_lora_rank=32, head_dim=8,
+    )  # fmt: skip
+    cases += [("deepseek_v2", dict(latent, q_lora_rank=rank)) for rank in (None, 24)]
+    cases += [("deepseek_v3", dict(latent, q_lora_rank=rank, n_group=1, topk_group=1)) for rank in (None, 24)]
     for kind, given in cases:
         config = transformers.AutoConfig.for_model(kind, **given)
         with torch.device("meta"):
@@ -181,7 +214,12 @@ def test_presets_agree_with_the_built_in_models(name: str) -> None:
         ("llama3-8b", 8.030), ("llama3-70b", 70.554),
         ("llama3-1b", 1.236), ("llama3-3b", 3.213), ("llama3-405b", 405.85), ("mistral-7b", 7.242),
         ("qwen2-7b", 7.616), ("qwen2-72b", 72.706),
-        ("qwen3-8b", 8.191), ("qwen3-32b", 32.762),
+        ("qwen3-8b", 8.191), ("qwen3-32b", 32.762), ("qwen-7b", 7.721), ("qwen2-0.5b", 0.494),
+        ("qwen2.5-3b", 3.086), ("qwen2.5-32b", 32.764), ("yi-6b", 6.061), ("yi-34b", 34.389),
+        ("tinyllama-1.1b", 1.100), ("gemma-2b", 2.506), ("gemma-7b", 8.538), ("phi-2", 2.780),
+        ("phi-3-mini", 3.821), ("phi-4", 14.66), ("falcon-7b", 6.922), ("falcon-40b", 41.303),
+        ("pythia-1b", 1.012), ("pythia-6.9b", 6.857), ("gpt-neox-20b", 20.555), ("opt-1.3b", 1.316),
+        ("opt-66b", 65.72), ("bloom-7b1", 7.069), ("bloom-176b", 176.247), ("starcoder2-7b", 7.174),
     ],
 )  # fmt: skip
 def test_presets_have_the_sizes_on_their_model_cards(name: str, billions: float) -> None:

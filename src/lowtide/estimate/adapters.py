@@ -110,6 +110,8 @@ def frozen_inputs(config: Any) -> set[str]:
         "inputs of the experts": {"gate", "up"},
         "input of the MLP's last layer": {"down", "shared_down"},
     }
+    if config.model.norms == 1:
+        readers["input of the q, k, v projection"] |= {"gate", "up"}
     if not config.fused_attention:  # a fused kernel keeps its output itself
         readers["input of the output projection"] = {"o"}
     return {name for name, needed in readers.items() if not needed & own}

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.estimate.adapters import LORA_ONLY, targets
 from lowtide.estimate.errors import EstimateError, divisors
-from lowtide.estimate.shape import GATED
+from lowtide.estimate.shape import SEPARATE
 from lowtide.words import count_text
 
 Config = Any
@@ -63,9 +63,10 @@ def _check_model(config: Config) -> None:
         )
     if config.unfused_norms and model.norm != "rmsnorm":
         raise EstimateError(f"--unfused-norms with --norm={model.norm}: it is for rmsnorm; leave it out")
-    if config.unfused_mlp and model.mlp not in GATED:
+    if config.unfused_mlp and model.mlp not in SEPARATE:
         raise EstimateError(
-            f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave it out"
+            f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu and gelu; "
+            "leave it out"
         )
 
 

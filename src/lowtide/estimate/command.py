@@ -25,8 +25,8 @@ from lowtide.estimate.shape import Mlp
 Switch = bool | None
 _SMALLEST_MEMORY = 1 << 20
 MODEL_HELP = (
-    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt*, llama*, mistral-7b, mixtral-8x*, qwen*, deepseek-v3, "
-    "gpt-oss-*, nemotron-15b, hf:TYPE[:key=value,...], or a Hugging Face config.json."
+    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt*, llama*, mistral-7b, mixtral-8x*, qwen*, gemma-*, phi-*, "
+    "falcon-*, deepseek-v3, gpt-oss-*, ..., hf:TYPE[:key=value,...], or a Hugging Face config.json."
 )
 
 
@@ -217,7 +217,10 @@ FLAGS: dict[str, Any] = {
         option("RMS norms in separate float32 operations, as transformers has them.", "--unfused-norms"),
     ],
     "unfused_mlp": Annotated[
-        Switch, option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
+        Switch,
+        option(
+            "MLP in separate operations: SwiGLU also keeps silu(gate), gelu_new four more.", "--unfused-mlp"
+        ),
     ],
     "keep_output_tensors": Annotated[
         Switch,
@@ -437,11 +440,13 @@ def estimate_command(
     else:
         from rich.console import Console
 
-        render.show(found, Console(), stage, lines=not brief, name=given.get("model"))
+        console = Console()
+        render.show(found, console, stage, lines=not brief, name=given.get("model"))
+        for note in (memory_note(memory, given.get("device")), _assumed(given, config, as_published, found)):
+            if note:
+                console.print(f"note: {note}", highlight=False)
         if from_hf is not None:
             typer.echo(f"found by formula: {from_hf} is of a type that has one")
-        if note := memory_note(memory, given.get("device")):
-            typer.echo(f"note: {note}")
 
 
 def _traced(path: Path, why: str, given: dict[str, Any], json_out: bool) -> None:
@@ -496,3 +501,15 @@ def make(given: dict[str, Any], config: Path | None, as_published: bool) -> Any:
     if config is not None:
         return estimate(read_config(config, **given), known)
     return estimate(configure(given.pop("model", None), **given), known)
+
+
+def _assumed(given: dict[str, Any], config: Path | None, as_published: bool, found: Any) -> str:
+    """What changes bytes most, where nobody said it."""
+    from lowtide.estimate.hugging_face import read_json
+
+    asked, told = (read_json(config) if config else {}) | given, []
+    if "seq" not in asked and not as_published:
+        told.append(f"--seq {found.config.seq}, the longest that the model takes")
+    if "dtype" not in asked:
+        told.append(f"--dtype {found.config.dtype}, bfloat16 beside float32 copies of the weights")
+    return f"not given, and assumed: {'; '.join(told)}" if told else ""

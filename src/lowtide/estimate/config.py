@@ -132,7 +132,8 @@ class Config:
         fused_qkv: values are a view of one product of q, k and v, which stays whole for them (LitGPT).
         unfused_norms: RMS norms in separate operations in float32 (transformers), which keep their input in
             float32 and what they divide it to.
-        unfused_mlp: SwiGLU in separate operations, which keep silu(gate) too.
+        unfused_mlp: the MLP's activation in separate operations: SwiGLU keeps silu(gate) too, GELU with its
+            tanh written out (``gelu_new``) four tensors more.
         keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
             before).
         iteration_seconds, peak_flops: measured time of a step, and peak FLOP/s of one device: for MFU and

@@ -14,7 +14,7 @@ from fractions import Fraction
 from lowtide.estimate.adapters import adapter_terms, frozen_inputs
 from lowtide.estimate.config import Config
 from lowtide.estimate.lines import KORTHIKANTI, Term, total
-from lowtide.estimate.shape import GATED
+from lowtide.estimate.shape import GATED, SEPARATE
 
 SECTION = f"{KORTHIKANTI} Sec. 4.1"
 AUTOCAST = "liveness: autocast's casts"
@@ -88,9 +88,11 @@ def layer_terms(config: Config) -> list[Term]:
     ]
     if config.dropout:
         terms.append(Term("mask of the attention's dropout", hidden, f"sbh{over}", SECTION, "attention"))
+    if not model.parallel:
+        terms.append(Term("input of the MLP norm", x * hidden, f"{x}sbh{over}", SECTION, "mlp"))
+    if model.norms > 1:
+        terms.append(Term("input of the MLP", e * hidden, f"{e}sbh{over}", SECTION, "mlp"))
     terms += [
-        Term("input of the MLP norm", x * hidden, f"{x}sbh{over}", SECTION, "mlp"),
-        Term("input of the MLP", e * hidden, f"{e}sbh{over}", SECTION, "mlp"),
         *_expert_terms(config),
         *_activation_terms(config, inner, over_t),
         Term("input of the MLP's last layer", e * inner, _ffn(config, e, over_t), SECTION, "mlp"),
@@ -98,7 +100,10 @@ def layer_terms(config: Config) -> list[Term]:
     if config.dropout:
         terms.append(Term("mask of the MLP's dropout", hidden, f"sbh{over}", SECTION, "mlp"))
     if config.tiles > 1:
-        inner_names = ("gate and up projections", "silu(gate)", "input of GELU", "input of the square")
+        inner_names = (
+            "gate and up projections", "silu(gate)", "input of GELU", "operations of GELU",
+            "input of the square",
+        )  # fmt: skip
         terms = [one for one in terms if one.name not in (*inner_names, "input of the MLP's last layer")]
     if config.keep_gathered:
         more = Fraction(2 * (config.tp - 1), config.tp) * e * tokens * model.hidden
@@ -188,7 +193,15 @@ def _ffn(config: Config, factor: int, over: str) -> str:
 def _activation_terms(config: Config, inner: Fraction, over: str) -> list[Term]:
     e = config.element_bytes
     if config.model.mlp == "gelu":
-        return [Term("input of GELU", e * inner, _ffn(config, e, over), SECTION, "mlp")]
+        terms = [Term("input of GELU", e * inner, _ffn(config, e, over), SECTION, "mlp")]
+        if config.unfused_mlp:
+            size, note = e * SEPARATE["gelu"], "only where its tanh is written out in separate operations"
+            terms.append(
+                Term("operations of GELU", size * inner, _ffn(config, size, over), SECTION, "mlp", note)
+            )
+        return terms
+    if config.model.mlp == "relu":  # its backward reads its output, which the last layer keeps
+        return []
     if config.model.mlp == "squared-relu":
         note = "relu keeps its output, which is the square's input"
         return [Term("input of the square", e * inner, _ffn(config, e, over), SQUARED, "mlp", note)]

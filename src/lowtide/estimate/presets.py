@@ -92,6 +92,48 @@ def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> 
     return Preset(shape, dict(MODERN))
 
 
+def _plain(
+    layers: int, hidden: int, heads: int, vocab: int, sequence: int = 2048, run: Any = (), **rest: Any
+) -> Preset:
+    """A decoder whose MLP has two matrices and whose linear layers have biases."""
+    style: dict[str, Any] = dict(positions="rotary", tied=False) | rest
+    shape = Shape(layers=layers, hidden=hidden, heads=heads, vocab=vocab, sequence=sequence, **style)
+    return Preset(shape, MODERN | dict(run))
+
+
+def _neox(layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> Preset:
+    """GPT-NeoX: attention and MLP side by side, values a part of one product."""
+    return _plain(layers, hidden, heads, vocab, run={"fused_qkv": True}, parallel=True, **rest)
+
+
+def _phi(layers: int, hidden: int, heads: int) -> Preset:
+    return _plain(layers, hidden, heads, 51200, parallel=True, norms=1, more=51200)
+
+
+def _falcon(layers: int, hidden: int, heads: int, kv_heads: int, norms: int) -> Preset:
+    style: dict[str, Any] = dict(bias=False, tied=True, norms=norms)
+    return _neox(layers, hidden, heads, 65024, kv_heads=kv_heads, **style)
+
+
+def _opt(layers: int, hidden: int, heads: int) -> Preset:
+    style: dict[str, Any] = dict(mlp="relu", positions="learned", tied=True, more=2 * hidden)
+    return _plain(layers, hidden, heads, 50272, run={"dropout": 0.1}, **style)
+
+
+def _bloom(layers: int, hidden: int, heads: int) -> Preset:
+    run = {"attention": "unfused"}
+    return _plain(layers, hidden, heads, 250880, run=run, tied=True, more=2 * hidden)
+
+
+def _starcoder2(layers: int, hidden: int, heads: int, kv_heads: int) -> Preset:
+    return _plain(layers, hidden, heads, 49152, 16384, kv_heads=kv_heads, tied=True)
+
+
+def _qwen(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, **rest: Any) -> Preset:
+    given: dict[str, Any] = dict(vocab=151936, sequence=8192) | rest
+    return _llama(layers, hidden, heads, kv_heads, ffn, given.pop("vocab"), qkv_bias=True, **given)
+
+
 def _mpt(layers: int, hidden: int, heads: int) -> Preset:
     """A model of MosaicML's benchmarks, without its learned positions: they are as many as a run's tokens."""
     shape = Shape(
@@ -138,6 +180,15 @@ PRESETS: dict[str, Preset] = {
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192),
     "qwen2-7b": _llama(28, 3584, 28, 4, 18944, 152064, 8192, qkv_bias=True),
     "qwen2-72b": _llama(80, 8192, 64, 8, 29568, 152064, 8192, qkv_bias=True),
+    "qwen-1.8b": _qwen(24, 2048, 16, 16, 5504),
+    "qwen-7b": _qwen(32, 4096, 32, 32, 11008),
+    "qwen-14b": _qwen(40, 5120, 40, 40, 13696, vocab=152064),
+    "qwen-72b": _qwen(80, 8192, 64, 64, 24576, vocab=152064),
+    "qwen2-0.5b": _qwen(24, 896, 14, 2, 4864, tied=True),
+    "qwen2-1.5b": _qwen(28, 1536, 12, 2, 8960, tied=True),
+    "qwen2.5-3b": _qwen(36, 2048, 16, 2, 11008, tied=True),
+    "qwen2.5-14b": _qwen(48, 5120, 40, 8, 13824, vocab=152064),
+    "qwen2.5-32b": _qwen(64, 5120, 40, 8, 27648, vocab=152064),
     "qwen3-0.6b": _llama(28, 1024, 16, 8, 3072, 151936, 8192, head_width=128, qk_norm=True, tied=True),
     "qwen3-1.7b": _llama(28, 2048, 16, 8, 6144, 151936, 8192, head_width=128, qk_norm=True, tied=True),
     "qwen3-4b": _llama(36, 2560, 32, 8, 9728, 151936, 8192, head_width=128, qk_norm=True, tied=True),
@@ -161,6 +212,45 @@ PRESETS: dict[str, Preset] = {
         46, 4096, 96, 8, 1408, 151552, 131072, head_width=128, qkv_bias=True, router="sigmoid",
         experts=128, experts_per_token=8, shared_experts=1, dense_layers=1, dense_ffn=10944,
     ),
+    "tinyllama-1.1b": _llama(22, 2048, 32, 4, 5632, 32000, 2048),
+    "yi-6b": _llama(32, 4096, 32, 4, 11008, 64000, 4096),
+    "yi-9b": _llama(48, 4096, 32, 4, 11008, 64000, 4096),
+    "yi-34b": _llama(60, 7168, 56, 8, 20480, 64000, 4096),
+    "deepseek-7b": _llama(30, 4096, 32, 32, 11008, 102400, 4096),
+    "mistral-nemo-12b": _llama(40, 5120, 32, 8, 14336, 131072, 131072, head_width=128),
+    "mistral-small-24b": _llama(40, 5120, 32, 8, 32768, 131072, 32768, head_width=128),
+    "codellama-7b": _llama(32, 4096, 32, 32, 11008, 32016, 16384),
+    "codellama-13b": _llama(40, 5120, 40, 40, 13824, 32016, 16384),
+    "powerlm-3b": _llama(40, 2304, 36, 36, 9216, 49152, 4096, tied=True),
+    "gemma-2b": _llama(18, 2048, 8, 1, 16384, 256000, 8192, head_width=256, tied=True),
+    "gemma-7b": _llama(28, 3072, 16, 16, 24576, 256000, 8192, head_width=256, tied=True),
+    "phi-1.5": _phi(24, 2048, 32),
+    "phi-2": _phi(32, 2560, 32),
+    "phi-3-mini": _llama(32, 3072, 32, 32, 8192, 32064, 4096),
+    "phi-3-medium": _llama(40, 5120, 40, 10, 17920, 32064, 4096),
+    "phi-4": _llama(40, 5120, 40, 10, 17920, 100352, 16384),
+    "phi-4-mini": _llama(32, 3072, 24, 8, 8192, 200064, 131072, tied=True),
+    "stablelm-alpha-3b": _neox(16, 4096, 32, 50688),
+    "stablelm-alpha-7b": _neox(16, 6144, 48, 50432),
+    "stablelm-3b": _llama(32, 2560, 32, 32, 6912, 50304, 4096, norm="layernorm"),
+    "stablelm2-1.6b": _llama(24, 2048, 32, 32, 5632, 100352, 4096, norm="layernorm", qkv_bias=True),
+    "falcon-7b": _falcon(32, 4544, 71, 1, norms=1),
+    "falcon-40b": _falcon(60, 8192, 128, 8, norms=2),
+    "gpt-neox-20b": _neox(44, 6144, 64, 50432),
+    **{f"pythia-{size}": _neox(*sizes) for size, sizes in {
+        "70m": (6, 512, 8, 50304), "160m": (12, 768, 12, 50304), "410m": (24, 1024, 16, 50304),
+        "1b": (16, 2048, 8, 50304), "1.4b": (24, 2048, 16, 50304), "2.8b": (32, 2560, 32, 50304),
+        "6.9b": (32, 4096, 32, 50432), "12b": (36, 5120, 40, 50688)}.items()},
+    **{f"opt-{size}": _opt(*sizes) for size, sizes in {
+        "125m": (12, 768, 12), "1.3b": (24, 2048, 32), "2.7b": (32, 2560, 32), "6.7b": (32, 4096, 32),
+        "13b": (40, 5120, 40), "30b": (48, 7168, 56), "66b": (64, 9216, 72)}.items()},
+    **{f"bloom-{size}": _bloom(*sizes) for size, sizes in {
+        "560m": (24, 1024, 16), "1b1": (24, 1536, 16), "1b7": (24, 2048, 16), "3b": (30, 2560, 32),
+        "7b1": (30, 4096, 32), "176b": (70, 14336, 112)}.items()},
+    "starcoder2-3b": _starcoder2(30, 3072, 24, 2),
+    "starcoder2-7b": _starcoder2(32, 4608, 36, 4),
+    "starcoder2-15b": _starcoder2(40, 6144, 48, 4),
+    "santacoder-1b": _plain(24, 2048, 16, 49280, kv_heads=1, positions="learned", tied=True),
     "gpt-oss-20b": _gpt_oss(24, 32),
     "gpt-oss-120b": _gpt_oss(36, 128),
     "mpt-125m": _mpt(12, 768, 12),

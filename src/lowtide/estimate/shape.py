@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.estimate.errors import EstimateError, divisors
 
-Mlp = Literal["gelu", "swiglu", "swiglu-clamped", "squared-relu"]
+Mlp = Literal["gelu", "swiglu", "swiglu-clamped", "squared-relu", "relu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary"]
 Router = Literal["softmax", "sigmoid", "chosen"]
@@ -17,6 +17,8 @@ Router = Literal["softmax", "sigmoid", "chosen"]
 _CHOICES: dict[str, Any] = {"mlp": Mlp, "norm": Norm, "positions": Positions, "router": Router}
 GATED = {"swiglu": 1, "swiglu-clamped": 4}
 """MLPs with a gate, and how many tensors more of the inner size they keep in separate operations."""
+SEPARATE = {**GATED, "gelu": 4}
+"""All that keep more in separate operations. GELU does where it is written out with its tanh (gelu_new)."""
 
 MOST = {
     "layers": 100_000, "hidden": 1 << 22, "heads": 1 << 16, "kv_heads": 1 << 16, "ffn": 1 << 24,
@@ -25,7 +27,7 @@ MOST = {
 """Sizes above these are taken for mistakes."""
 _NONE = (
     "experts", "experts_per_token", "shared_experts", "dense_layers", "dense_ffn", "query_latent",
-    "kv_latent", "rope_width",
+    "kv_latent", "rope_width", "more",
 )  # fmt: skip
 """Sizes that are 0 in a model that has no such thing."""
 
@@ -77,12 +79,15 @@ class Shape:
         head_width: size of one head; h / a unless the model says otherwise.
         value_width: size of one head of values; ``head_width`` unless the model says otherwise.
         ffn: inner size of the MLP, or of one expert.
-        mlp: ``gelu`` and ``squared-relu`` have two matrices, ``swiglu`` three; so has ``swiglu-clamped``,
-            whose gate and product are bounded (gpt-oss).
+        mlp: ``gelu``, ``relu`` and ``squared-relu`` have two matrices, ``swiglu`` three, with any smooth
+            gate; so has ``swiglu-clamped``, whose gate and product are bounded (gpt-oss).
         norm: ``layernorm`` has two vectors, ``rmsnorm`` one.
         positions: ``learned`` adds a table of ``sequence`` rows to the embedding, ``rotary`` turns queries
             and keys.
         sequence: the longest sequence, and the default one.
+        parallel: attention and MLP read the stream side by side (GPT-NeoX), not one behind the other.
+        norms: norms of a layer; with one the two read the same (Falcon, Phi).
+        more: parameters at the model's ends besides: an output layer's bias, a norm behind the embedding.
         bias, qkv_bias: whether the linear layers have biases, and those of q, k and v.
         qk_norm: whether queries and keys are normalised (Qwen 3).
         tied: whether the output layer shares the embedding's matrix.
@@ -113,6 +118,9 @@ class Shape:
     norm: Norm = "layernorm"
     positions: Positions = "learned"
     sequence: int = 2048
+    parallel: bool = False
+    norms: int = 2
+    more: int = 0
     bias: bool = True
     qkv_bias: bool | None = None
     qk_norm: bool = False
@@ -142,6 +150,8 @@ class Shape:
             if getattr(self, name) not in get_args(kind):
                 known = " or ".join(get_args(kind))
                 raise EstimateError(f"--{name}={getattr(self, name)!r}: choose {known}")
+        if self.norms not in (1, 2) or (self.norms == 1 and not self.parallel):
+            raise EstimateError(f"norms={self.norms}, parallel={self.parallel}: 2, or 1 where both read it")
         if self.head_width == 0:
             if self.hidden % self.heads:
                 raise EstimateError(
@@ -237,7 +247,7 @@ class Shape:
         """Parameters of one layer that every tensor-parallel rank holds: norms, the router, and the biases
         behind a reduction.
         """
-        shared = 2 * self.norm_vectors * self.hidden + self.query_latent + self.kv_latent
+        shared = self.norms * self.norm_vectors * self.hidden + self.query_latent + self.kv_latent
         shared += self.experts * self.hidden + self.heads * self.sinks
         if self.bias:
             shared += self.hidden * (1 + max(1, self.experts // ep)) + self.experts
@@ -252,7 +262,7 @@ class Shape:
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         embeddings += self.sequence * self.hidden if self.positions == "learned" else 0
         layers = sum(share * self.layers * kind.layer_parameters() for share, kind in self.kinds)
-        return embeddings + int(layers) + self.norm_vectors * self.hidden
+        return embeddings + int(layers) + self.norm_vectors * self.hidden + self.more
 
     def active_parameters(self) -> int:
         """Parameters that work on each token: without the experts that a token does not go to."""
@@ -284,6 +294,7 @@ def _matrices(shape: Shape, tp: int, ep: int) -> dict[str, Matrix]:
     h, heads, kv = shape.hidden, shape.heads // tp, kv_heads_per_rank(shape.kv_heads, tp)
     if shape.kv_latent:
         first = {
+            "q": (h, 0 if shape.query_latent else heads * shape.head_width),
             "q_a": (h, shape.query_latent), "q_b": (shape.query_latent, heads * shape.head_width),
             "kv_a": (h, shape.kv_latent + shape.rope_width),
             "kv_b": (shape.kv_latent, heads * (shape.head_width - shape.rope_width + shape.value_width)),

@@ -40,7 +40,7 @@ def edge_parameters(config: Config, stage: int) -> int:
     if first:
         count += table + (model.sequence * model.hidden if model.positions == "learned" else 0)
     if last:
-        count += model.norm_vectors * model.hidden
+        count += model.norm_vectors * model.hidden + model.more
         if not (model.tied and first):
             count += table
     return count

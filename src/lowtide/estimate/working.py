@@ -27,7 +27,7 @@ from lowtide.estimate.layer import (
 )
 from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
 from lowtide.estimate.optimizers import OPTIMIZERS
-from lowtide.estimate.shape import GATED
+from lowtide.estimate.shape import SEPARATE
 from lowtide.estimate.states import (
     first_gradients,
     frozen_bytes,
@@ -35,6 +35,11 @@ from lowtide.estimate.states import (
     trained_parameters,
     updated_parameters,
 )
+
+ACTIVATION = (
+    "input of GELU", "operations of GELU", "input of the square", "gate and up projections", "silu(gate)",
+)  # fmt: skip
+"""Terms of a layer that the MLP's activation keeps."""
 
 
 def loss_moment(config: Config) -> Fraction:
@@ -60,11 +65,7 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     given = ("input of the MLP's last layer", "outputs of the experts")
     down = total(term for term in terms if term.name in given)
     act = sum(
-        (
-            term.bytes
-            for term in terms
-            if term.name in ("input of GELU", "input of the square", "gate and up projections", "silu(gate)")
-        ),
+        (term.bytes for term in terms if term.name in ACTIVATION),
         Fraction(0),
     )
     mlp = total(term for term in terms if term.part == "mlp")
@@ -85,7 +86,7 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     elif config.weigh_float32:  # their gradient, and two products of that: float32
         mlps["weighing of the experts' outputs"] = stream + 12 * rows
     if config.tiles > 1:  # forward again and backward of one, beside the gradient of the MLP's input
-        tile = 2 * first + inner * (1 + (GATED.get(model.mlp, 0) if config.unfused_mlp else 0))
+        tile = 2 * first + inner * (1 + (SEPARATE.get(model.mlp, 0) if config.unfused_mlp else 0))
         mlps = {"tile of the MLP": stream + branch + e * full + e * tile / config.tiles}
     return mlps | {
         "attention core": stream

@@ -43,7 +43,7 @@ def model_config(config: Config, layers: int) -> ModelConfig:
     )
     llama = (shape.mlp, shape.norm, shape.positions, shape.bias) == ("swiglu", "rmsnorm", "rotary", False)
     llama = llama and not shape.qkv_bias and not shape.qk_norm and not shape.experts and not shape.kv_latent
-    if not (gpt or llama) or shape.head_width * shape.heads != shape.hidden:
+    if not (gpt or llama) or shape.parallel or shape.more or shape.head_width * shape.heads != shape.hidden:
         raise EstimateError(
             "simulate runs the project's GPT (gelu, layernorm, learned positions, biases) and Llama "
             "(swiglu, rmsnorm, rotary positions, no biases), or a Hugging Face configuration at --tp 1 --pp "
