@@ -14,7 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowtide import meter
 from lowtide.estimate import Config, EstimateError, configure
-from lowtide.estimate.layer import layer_terms
+from lowtide.estimate.layer import core_terms, layer_terms
+from lowtide.estimate.lines import total
 from lowtide.estimate.simulation.traced import default_dtype
 from lowtide.estimate.working import backward_moments
 
@@ -134,3 +135,14 @@ def test_expert_parallel_ranks_beside_layers_with_one_mlp() -> None:
     """DeepSeek's first layers have no experts to share."""
     apart = configure("deepseek-v3", dp=64, zero=3, ep=8, imbalance=1.2, score_before_experts=True)
     assert [kind.ep for _, kind in apart.kinds] == [1, 8] and kept(apart.kinds[1][1]) > 0
+
+
+def test_attention_and_mlp_behind_one_norm() -> None:
+    """Phi: the stream, its norm, queries, keys, values and attention's output; of the MLP five of 4h with
+    GELU's tanh written out: its input, the tanh, two factors and their product.
+    """
+    config = configure("phi-2", seq=1024, dtype="bf16-true", unfused_mlp=True)
+    kept = total(layer_terms(config)) - total(core_terms(config))
+    assert kept == 2 * 1024 * 2560 * (6 + 5 * 4)
+    beside = configure("pythia-2.8b", seq=1024, dtype="bf16-true", fused_qkv=False)
+    assert total(layer_terms(beside)) - total(core_terms(beside)) == 2 * 1024 * 2560 * (7 + 2 * 4)

@@ -219,7 +219,7 @@ FLAGS: dict[str, Any] = {
     "unfused_mlp": Annotated[
         Switch,
         option(
-            "MLP in separate operations: SwiGLU also keeps silu(gate), gelu_new four more.", "--unfused-mlp"
+            "MLP in separate operations: SwiGLU also keeps silu(gate), gelu_new three more.", "--unfused-mlp"
         ),
     ],
     "keep_output_tensors": Annotated[

@@ -133,7 +133,7 @@ class Config:
         unfused_norms: RMS norms in separate operations in float32 (transformers), which keep their input in
             float32 and what they divide it to.
         unfused_mlp: the MLP's activation in separate operations: SwiGLU keeps silu(gate) too, GELU with its
-            tanh written out (``gelu_new``) four tensors more.
+            tanh written out (``gelu_new``) three tensors more.
         keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
             before).
         iteration_seconds, peak_flops: measured time of a step, and peak FLOP/s of one device: for MFU and

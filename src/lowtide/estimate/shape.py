@@ -17,7 +17,7 @@ Router = Literal["softmax", "sigmoid", "chosen"]
 _CHOICES: dict[str, Any] = {"mlp": Mlp, "norm": Norm, "positions": Positions, "router": Router}
 GATED = {"swiglu": 1, "swiglu-clamped": 4}
 """MLPs with a gate, and how many tensors more of the inner size they keep in separate operations."""
-SEPARATE = {**GATED, "gelu": 4}
+SEPARATE = {**GATED, "gelu": 3}
 """All that keep more in separate operations. GELU does where it is written out with its tanh (gelu_new)."""
 
 MOST = {
