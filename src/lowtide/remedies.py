@@ -100,7 +100,7 @@ class Holder:
         if self.name == STATE:
             return "lowtide.optim.HostOptimizer(..., host_fraction=1)", self.bytes
         if self.name in (PARAMETERS, GRADIENTS, OF_PARAMETERS):
-            return "sharing the model between 2 devices (FSDP2)", self.bytes // 2
+            return "sharing them among twice as many devices (FSDP2)", self.bytes // 2
         if self.name == WORKSPACES:
             return "CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment (slower products)", self.bytes
         if self.name in (BUFFERS, RESIDENT, REDUCED, UPDATE):
