@@ -281,12 +281,7 @@ class _Kernel:
         if func is None:
             func = self.func = _overload(self.name)
         thread = _known_thread()
-        if (
-            thread is None
-            or _THREAD.level >= 0
-            or not thread.active
-            or (args and isinstance(args[0], private.FakeTensor))
-        ):
+        if thread is None or _THREAD.level >= 0 or not thread.active:
             with unseen():
                 return _run(func, keyset & _BELOW, args, kwargs)
         _include(_PARSED, False)

@@ -101,6 +101,48 @@ def test_compiled_submodule_stays_compiled(same: Any, way: str, limit: str, ever
     assert not any("middle" in name for name in inside)
 
 
+class Calls(nn.Module):
+    """Its forward calls a function that the user has compiled."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first, self.last, self.norm = nn.Linear(N, 4 * N), nn.Linear(4 * N, N), nn.LayerNorm(4 * N)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self.norm, self.first(x).exp()).sin()).square().sum()
+
+
+def alone(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x * 2 + x.shape[0])
+
+
+def calls_a_module(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return norm(torch.tanh(x * 2 + x.shape[0]))
+
+
+@pytest.mark.parametrize("function", [alone, calls_a_module])
+@pytest.mark.parametrize("backend", [Backend, lambda: "aot_eager"], ids=["eager", "aot_eager"])
+def test_a_compiled_function_whose_sizes_become_symbols(
+    same: Any, function: Any, backend: Any, everything: Any
+) -> None:
+    torch.manual_seed(0)
+    plain = Calls(function)
+    model = copy.deepcopy(plain)
+    made = backend()
+    model.function = torch.compile(function, backend=made, fullgraph=True)
+    lowtide.limit_memory(model, policy=everything)
+    for rows in (100, 100, 120, 90, 120, 100):
+        x = torch.randn(rows, N)
+        for one in (plain, model):
+            one.zero_grad()
+            one(x).backward()
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert same(a.grad, b.grad)
+    if isinstance(made, Backend):  # for the first size, and for all; a trace's hooks on modules change guards
+        assert made.compiled <= (2 if function is alone else 4)
+
+
 def test_limited_model_that_is_compiled_whole(same: Any) -> None:
     """Compiling around a limited model: right numbers; the limited forward itself is not compiled."""
     torch.manual_seed(0)

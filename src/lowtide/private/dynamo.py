@@ -78,12 +78,15 @@ def out_of_dynamo() -> Iterator[Compiling | None]:
 
 
 TRACED = {
-    "lowtide": ("models", "parallel", "extensions", "errors", "private"),
+    "lowtide": ("models", "parallel", "extensions", "errors", "private", "trace"),
     "lowtide.extensions": ("scopes",),
     "lowtide.extensions.scopes": ("marked_regions",),
     "lowtide.private": ("distributed", "fake"),
+    "lowtide.trace": ("modules",),
 }
-"""Parts of packages that Dynamo may trace. Layers need errors and private, and of that these two files."""
+"""Parts of packages that Dynamo may trace. Layers need errors and private, and of that these two files. The
+hooks of ``lowtide.trace.modules`` do nothing while Dynamo traces; a hook that it skips breaks the graph.
+"""
 
 
 def keep_dynamo_out() -> None:

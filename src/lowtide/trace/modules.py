@@ -55,11 +55,13 @@ def following_modules(model: torch.nn.Module, under_way: list[str]) -> Iterator[
     names = {id(module): name for name, module in model.named_modules()}
 
     def begins(module: torch.nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         here = under_way[-1] if under_way else ""
         under_way.append(names.get(id(module), here))
 
     def ends(*_: object) -> None:
-        if under_way:
+        if not torch.compiler.is_compiling() and under_way:
             under_way.pop()
 
     with ExitStack() as stack:

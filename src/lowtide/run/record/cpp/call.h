@@ -3,6 +3,7 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/utils/pybind.h>
 
 namespace lowtide {
@@ -83,6 +84,11 @@ struct Unseen {  // bypasses our kernels
   Without ours{OURS}, writes{WRITES};
 };
 
+inline void run_below(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {  // our key
+  static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
+  op.redispatchBoxed(keys & below, stack);
+}
+
 // Calls `with` for each tensor in an argument or result until one returns false; whether none did.
 template <class With>
 bool each_tensor(const IValue& value, With with) {
@@ -94,6 +100,24 @@ bool each_tensor(const IValue& value, With with) {
     if (!with(items[item].toTensor(), item)) return false;
   }
   return true;
+}
+
+// Whether a compiler traces (torch.compile within a forward, torch.export): calls compute nothing there.
+inline bool is_tracing() {
+  using Modes = c10::impl::TorchDispatchModeTLS;
+  using Mode = c10::impl::TorchDispatchModeKey;
+  if (!Modes::any_modes_set()) return false;
+  return Modes::get_mode(Mode::FAKE) || Modes::get_mode(Mode::PROXY) || Modes::get_mode(Mode::FUNCTIONAL);
+}
+
+// Whether an argument has no bytes: a tensor that is fake or of the meta device, or that device.
+inline bool is_abstract(const IValue& value) {
+  if (value.isTensor()) {
+    const auto* impl = value.toTensor().unsafeGetTensorImpl();
+    return impl->has_storage() && impl->unsafe_storage().device_type() == at::kMeta;
+  }
+  if (value.isList()) return std::ranges::any_of(value.toListRef(), is_abstract);
+  return value.isDevice() && value.toDevice().is_meta();
 }
 
 // A number in place of a tensor (`x * 0.5`), in the form that PyTorch gives it.

@@ -329,7 +329,7 @@ class ProfileRecorder : public Recorder {
   }
 
   double run_measured(bool warm, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    return run_governed(op, stack, [&] { measure(warm, [&] { run(op, keys, stack); }); });
+    return run_governed(op, stack, [&] { measure(warm, [&] { run_below(op, keys, stack); }); });
   }
 
   // The arguments of a second run are noted before the first, with a copy of what that overwrites.

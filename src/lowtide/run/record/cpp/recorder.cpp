@@ -7,6 +7,7 @@
 //   replay.h     brings evicted values back
 //   governor.h   evicts values when memory is short
 //   tape.h       values, and the nodes that wrote them, made of call.h and python.h
+//   settings.h   PyTorch's settings, under which an operation runs again
 //   share.h      storages over the same bytes
 //   hooks.h      saved-tensor hooks
 //   writes.h     what is about to be overwritten
@@ -41,11 +42,15 @@ std::shared_ptr<Recorder> recorder_here() {
 }
 
 void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  size_t count = op.schema().arguments().size();
+  if (is_tracing() || std::ranges::any_of(torch::jit::last(*stack, count), is_abstract)) {
+    Unseen unseen;
+    return run_below(op, keys, stack);
+  }
   if (std::shared_ptr<Recorder> recorder = recorder_here()) {
     if (recorder->takes(op, keys, stack)) return;
     if (recorder->governor() != nullptr) {
-      size_t first = stack->size() - op.schema().arguments().size();
-      recorder->governor()->run_special(op, *stack, first, recorder->learns(), [&] {
+      recorder->governor()->run_special(op, *stack, stack->size() - count, recorder->learns(), [&] {
         op.callBoxedForDispatchKey(PYTHON, *stack);
       });
       return;

@@ -215,14 +215,9 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     if (governor()) governor()->list(step_->tape, value);
   }
 
-  void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
-    op.redispatchBoxed(keys & below, stack);
-  }
-
   // Runs an operation within the budget; how long one of its form takes.
   double run_governed(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    return run_governed(op, stack, [&] { run(op, keys, stack); });
+    return run_governed(op, stack, [&] { run_below(op, keys, stack); });
   }
 
   template <class Run>

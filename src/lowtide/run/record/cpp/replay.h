@@ -73,6 +73,7 @@ class Replay {
       TORCH_CHECK(bases.back().defined(), "a replay lacks an input: please report this");
     }
     if (governor_) ++governor_->replayed;
+    UnderSettings settings(*node.settings);
     if (node.call) run_again(node, bases);
     else run_in_python(node, bases);
     bases.clear();

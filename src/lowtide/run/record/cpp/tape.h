@@ -20,6 +20,7 @@
 
 #include "call.h"
 #include "python.h"
+#include "settings.h"
 #include "share.h"
 
 namespace lowtide {
@@ -127,6 +128,7 @@ struct Node : c10::intrusive_ptr_target {
   bool waits = false, exact = true, grad = true, collective = false;
   bool moved = false;  // it fetches, for each who asks: a retained graph keeps no copy on the device
   c10::SmallVector<ValuePtr, 4> inputs;
+  std::shared_ptr<const Settings> settings = Settings::now();  // it runs again under the same
   std::optional<RecordedCall> call;
   py::object special;  // else: an object of Python with a method `run(bases, sole_reader)`
   c10::SmallVector<std::pair<uint32_t, WeakValue>, 2> outputs;  // with the places among the results
