@@ -137,6 +137,27 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(schedule._stages) if hasattr(schedule, "_stages") else [schedule._stage]
 
 
+INFERS = "_compute_outputs"
+"""The method in which a stage runs its module to work out the shapes that travel (PyTorch 2.13 and later)."""
+
+
+def trains(schedule: Any) -> bool:
+    """Whether a step of the schedule, as it is called now, runs backwards: ``schedule.eval`` runs none."""
+    return schedule._has_backward
+
+
+def has_begun(schedule: Any) -> bool:
+    """Whether the schedule has what its next step begins with (`make_buffers`). A step of training makes it
+    anew after one of evaluation, and the other way round.
+    """
+    of_one, of_both = "_stage_forward_initialized", "_stages_forward_initialized"
+    forward = of_one if hasattr(schedule, of_one) else of_both
+    if not hasattr(schedule, forward):  # before PyTorch 2.13 it is made once
+        return any(getattr(schedule, f"_{one}_initialized", False) for one in ("stage", "stages"))
+    backward = getattr(schedule, forward.replace("forward", "backward"))
+    return getattr(schedule, forward) and backward == schedule._has_backward
+
+
 def forget_last_step(stage: Any) -> None:
     """Let go of what a stage holds of the step before: the results and gradients of its micro-batches, as a
     schedule does when its next step begins, and what it was handed by a stage of the same rank, which the
@@ -150,6 +171,21 @@ def forget_last_step(stage: Any) -> None:
             for one in (one for of_batch in received.values() for one in of_batch):
                 if getattr(one, "buffer", None) is not None:
                     one.buffer = None
+
+
+def buffer_bytes(schedule: Any) -> int:
+    """What the buffers take into which this rank's stages receive."""
+    received = [
+        one
+        for stage in stages_of(schedule)
+        for infos in (stage.args_recv_info, stage.grad_recv_info)
+        for of_batch in infos.values()
+        for one in of_batch
+    ]
+    buffers = (
+        None if getattr(one, "is_root_arg", False) else getattr(one, "buffer", None) for one in received
+    )
+    return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
 
 def make_buffers(schedule: Any, step: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:

@@ -237,6 +237,61 @@ def test_decisions_differ_by_micro_batch_and_the_limit_comes_off() -> None:
     assert "first schedule.step()" in refused[0] and "loss_fn=" in refused[1]
 
 
+def validated(schedule: str, with_gradients: bool) -> list[Any]:
+    """Steps with evaluations before the first one and between them: (resident bytes, peaks, budget, whether
+    losses and gradients are the plain ones, plannings).
+    """
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    plain, run = Run(schedule), Run(schedule)
+    handle = lowtide.limit_memory(run.schedule, "min", optimizer=run.optimizer)
+
+    def evaluate(of: Run) -> list[float]:
+        losses: list[Tensor] = []
+        more = {**of.targets, "losses": losses} if of.targets else {}
+        with torch.set_grad_enabled(with_gradients):
+            of.schedule.eval(*of.given, **more)
+        return [loss.item() for loss in losses]
+
+    expected, found, peaks = [], [], []
+    for several in ([evaluate, Run.step], [Run.step], [Run.step], [evaluate, Run.step], [evaluate, Run.step]):
+        expected.append([one(plain) for one in several])
+        with meter.peak(torch.get_default_device()) as peak:
+            found.append([one(run) for one in several])
+        peaks.append(peak.peak_bytes)
+    steps = [[each[-1] for each in rows] for rows in (found, expected)]
+    equal = same(*steps) and all(a[0] == b[0] for a, b in zip(found, expected, strict=True) if len(a) > 1)
+    assert handle.graph is not None and handle.plan is not None
+    return [handle.graph.resident_bytes, peaks, handle.plan.budget_bytes, equal, handle.plannings]
+
+
+@pytest.mark.parametrize("with_gradients", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("interleaved", marks=pytest.mark.slow)])
+def test_a_pipeline_that_validates_keeps_to_its_budget(schedule: str, with_gradients: bool) -> None:
+    for resident, peaks, budget, equal, plannings in on_ranks(2, validated, schedule, with_gradients):
+        _, _, planned, *after_evaluation = peaks
+        assert resident + max(planned, *after_evaluation) <= budget, (resident, peaks, budget)
+        assert equal and plannings == 1
+
+
+def begins() -> tuple[int, int]:
+    """What the first step takes, with what the schedule runs before it, and its budget in bytes."""
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    least = Run("1f1b")
+    handle = lowtide.limit_memory(least.schedule, "min", optimizer=least.optimizer)
+    least.step()
+    least.step()
+    assert handle.plan is not None
+    run, budget = Run("1f1b"), int(1.1 * handle.plan.budget_bytes)
+    lowtide.limit_memory(run.schedule, budget, optimizer=run.optimizer)
+    own = sum(one.nbytes for one in (*run.parameters, *run.given, *run.targets.values()))
+    return own + run.step()[-1], budget
+
+
+def test_a_first_step_is_within_its_budget() -> None:
+    for took, budget in on_ranks(2, begins):
+        assert took <= budget, (took, budget)
+
+
 def too_small() -> str:
     """The budget of the second rank alone is too small."""
     run = Run("1f1b")

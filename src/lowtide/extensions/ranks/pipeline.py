@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ import torch
 from lowtide.errors import PlanError
 from lowtide.private import distributed
 from lowtide.run.forwards import Forwards, left_alone
-from lowtide.run.limit.entry import Entry, Planned
+from lowtide.run.limit.entry import Entry, How, Planned
 from lowtide.run.limit.key import Inputs
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.watch import meter_gathered
+from lowtide.run.watch import meter_gathered, weakly
 
 
 def group_of(schedule: Any) -> Any:
@@ -53,7 +54,10 @@ class PipelineLimiter(Limiter):
     def __init__(self, schedule: Any, model: torch.nn.Module, *rest: Any, **settings: Any) -> None:
         self.schedule, self._schedule_step = schedule, schedule.step
         super().__init__(model, *rest, **settings)
-        self.forwards = Forwards(distributed.stages_of(schedule), "forward_one_chunk")
+        stages = distributed.stages_of(schedule)
+        self.forwards = Forwards(stages, "forward_one_chunk")
+        self._inferences = Forwards([s for s in stages if hasattr(s, distributed.INFERS)], distributed.INFERS)
+        self._governed_ended = weakly(self._on_governed_end)
         self._losses: list[Any] | None = None
 
     def __call__(self, *args: Any, losses: list[Any] | None = None, **kwargs: Any) -> Any:
@@ -77,10 +81,50 @@ class PipelineLimiter(Limiter):
         return self._schedule_step(*args, losses=self._losses, **kwargs)
 
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
-        # what the schedule makes once is resident in later steps; to work out shapes it may run the stages
-        with meter_gathered(self.model):
-            distributed.make_buffers(self.schedule, self._schedule_step, inputs.args, inputs.kwargs)
+        self._begin_schedule(entry, inputs)
         return super()._begin_profiled(entry, inputs)
+
+    def _begin_planned(self, entry: Entry, how: How, inputs: Inputs, co_limited: bool) -> PlannedStep:
+        self._begin_schedule(entry, inputs)
+        return super()._begin_planned(entry, how, inputs, co_limited)
+
+    def _begin_schedule(self, entry: Entry, inputs: Inputs) -> None:
+        """Make what the schedule holds from now on. To work out shapes it may run a forward and a backward of
+        each stage.
+        """
+
+        def make(*args: Any, **kwargs: Any) -> None:
+            distributed.make_buffers(self.schedule, self._schedule_step, args, kwargs)
+
+        if not distributed.has_begun(self.schedule):
+            with meter_gathered(self.model):
+                self._run_governed(make, self._inferences, entry, inputs)
+        self._note_buffers(entry)
+
+    def _note_buffers(self, entry: Entry) -> None:
+        """Before a step of the entry is written down, the schedule's buffers are all that is known to be
+        there besides the model and what the step is given.
+        """
+        if not entry.listened:
+            entry.facts.outside_bytes = distributed.buffer_bytes(self.schedule)
+
+    def _run_next(self, entry: Entry, inputs: Inputs) -> Any:
+        if distributed.trains(self.schedule):
+            return super()._run_next(entry, inputs)
+        self._note_buffers(entry)
+        return self._run_governed(self.own_step, self.forwards, entry, inputs)
+
+    def _run_governed(self, call: Callable[..., Any], forwards: Any, entry: Entry, inputs: Inputs) -> Any:
+        """Run what is no step of training: the governor alone holds it to the budget."""
+        governor, ended = partial(self._governor, entry, inputs), self._governed_ended
+        claimed = self.maker.claimed_bytes
+        step = PipelineStep(forwards, entry, How.GOVERN, inputs, "never", ended, governor, claimed)
+        with self.inside():
+            return step.run(call)
+
+    def _on_governed_end(self, step: PlannedStep) -> None:
+        self._measured_bytes = step.measured_bytes
+        self._warn_above(step.governor)
 
     def _planned_step(self, *given: Any) -> PlannedStep:
         assert self.forwards is not None
@@ -105,6 +149,7 @@ class PipelineLimiter(Limiter):
         """Give the schedule its own step back."""
         assert self.forwards is not None
         self.forwards.remove()
+        self._inferences.remove()
         if self.schedule.__dict__.get("step") is self:
             del self.schedule.step
 
