@@ -1,4 +1,4 @@
-"""The command line; ``lowtide train`` and ``lowtide plan`` are here. Mistakes in what the user asked for end
+"""The command line; ``lowtide train`` is here. Mistakes in what the user asked for end
 with one line and exit code 2.
 """
 
@@ -30,16 +30,17 @@ from lowtide.flags import (
     DtypeOption,
     LossChunks,
     Model,
-    PlanDevice,
-    PlanDtype,
     PlanSeconds,
     PolicyName,
     Seq,
     Unfused,
     budget_asked,
+    given_options,
+    write_text,
 )
 from lowtide.progress import mute
-from lowtide.train.report_command import report_command
+from lowtide.steps.commands import plan_command, report_command, trace_command
+from lowtide.steps.target import ScriptFailed
 from lowtide.version import __version__
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at
@@ -218,7 +219,7 @@ def train(
     )
     asked["checkpoint_dir"] = named_folder(run_folder, resume, checkpoint_dir)
     if resume:
-        asked = options_to_resume(asked, _given(context))
+        asked = options_to_resume(asked, given_options(context))
     if asked["warmup"] is None:
         asked["warmup"] = min(asked["steps"], max(20, asked["steps"] // 10))
     with mute() if quiet else nullcontext():
@@ -232,46 +233,12 @@ def train(
     finally:
         progress.finish()
     if first and options.json is not None:
-        _write_text(options.json, json.dumps(result.to_json(), indent=1) + "\n")
+        write_text(options.json, json.dumps(result.to_json(), indent=1) + "\n")
     if first and result.report is not None and options.report is not None:
         save_report(result.report, options.report)
     show(result, console)
     if result.stopped:
         raise typer.Exit(130)
-
-
-@app.command(short_help="Plan a training step without running it.")
-def plan(
-    model: Model = "gpt-small",
-    budget: Budget = None,
-    policy: PolicyName = None,
-    plan_seconds: PlanSeconds = None,
-    batch: Batch = 8,
-    seq: Seq = 256,
-    dtype: PlanDtype = None,
-    device: PlanDevice = "cpu",
-    dropout: Dropout = None,
-    unfused_attention: Unfused = False,
-    loss_chunks: LossChunks = None,
-    compile: Compile = False,
-    compile_backend: CompileBackend = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
-) -> None:
-    """Plan one training step of a model without running it, and explain the plan."""
-    asked: dict[str, Any] = dict(locals())  # every option by its name
-    del asked["quiet"], asked["json_file"]
-    from lowtide.train.planning import PlanOptions, make_plan
-
-    asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None, json=json_file)
-    options = PlanOptions(**asked)
-    with mute() if quiet else nullcontext():
-        made = make_plan(options)
-    if json_file is not None:
-        _write_text(json_file, made.to_json())
-    if not quiet:
-        # of a terminal, or as COLUMNS says; a file takes lines of any length
-        typer.echo(str(made))
 
 
 @app.command(short_help="Say whether this machine is ready, and what to do.")
@@ -288,16 +255,12 @@ def doctor(
         raise typer.Exit(1)
 
 
+app.command("plan", short_help="Plan a training step without running it.")(plan_command)
 app.command("estimate", short_help="Estimate a step's bytes and FLOPs by closed formulas.")(estimate_command)
 app.command("simulate", short_help="Trace a step of any size without a GPU.")(simulate_command)
 app.command("suggest", short_help="Suggest parallel sizes and more that fit.")(suggest_command)
+app.command("trace", short_help="Show what a plain step takes.")(trace_command)
 app.command("report", short_help="Show a planned step on a page.")(report_command)
-
-
-def _given(context: typer.Context) -> list[str]:
-    """The parameters that the command line (or the environment) says something about."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
 
 def _share(text: str | None) -> float | Literal["auto"] | None:
@@ -312,13 +275,6 @@ def _share(text: str | None) -> float | Literal["auto"] | None:
         ) from None
 
 
-def _write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-
-
 def main() -> None:
     """The command line; exits with 2 for what the user can mend, 130 when interrupted."""
     try:
@@ -327,6 +283,9 @@ def main() -> None:
             app()
     except LowtideError as error:
         _fail(str(error))
+    except ScriptFailed as failed:
+        traceback.print_exception(failed.error)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
     except MemoryError as error:

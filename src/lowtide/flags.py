@@ -1,10 +1,15 @@
-"""Flags that several commands share: a model, a step of it, and how to meet a budget."""
+"""Flags that several commands share: a model, a step of it, and how to meet a budget; which of them were
+given, and files that are written.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+from lowtide.errors import LowtideError
 
 Dtype = Literal["fp32", "bf16"]
 Model = Annotated[
@@ -12,6 +17,16 @@ Model = Annotated[
     typer.Option(
         help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b, mixtral-8x7b, gpt-oss-20b), "
         "hf:TYPE[:key=value,...], a Hugging Face config.json or its folder, or a name on the hub."
+    ),
+]
+Script = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[FILE.py:FUNCTION]",
+        help="A step of your own in place of a preset's: a function, in a file or as "
+        "package.module:function, that returns (model, args), (model, args, kwargs), or a step to call; an "
+        "optimizer may follow.",
+        show_default=False,
     ),
 ]
 Budget = Annotated[
@@ -34,7 +49,7 @@ PlanSeconds = Annotated[
     float | None,
     typer.Option(
         help="About how long a search for a plan may take; less time may mean a slower plan. [default: 0.7 "
-        "s or ten plain steps while training, half a minute else]"
+        "s or ten plain steps while training and for a script, half a minute for a preset]"
     ),
 ]
 Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
@@ -81,3 +96,21 @@ def budget_asked(budget: str | None, policy: str | None) -> str | None:
     wanted.
     """
     return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
+
+
+def given_options(context: typer.Context) -> list[str]:
+    """The parameters that the command line (or the environment) says something about."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file.
+
+    Raises:
+        LowtideError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

@@ -31,7 +31,7 @@ NEEDS = {
 }
 """Packages without which a page cannot run."""
 
-RUN = r"lowtide (doctor|plan|train|report --|simulate --model 1t)"
+RUN = r"lowtide (doctor|plan|trace|train|report (--|my_train)|simulate --model 1t)"
 """Commands that take a second or two."""
 
 TWO_STEPS = ("--steps", "2", "--data", "text.txt")
@@ -129,15 +129,19 @@ def test_a_command_does_what_it_is_for(
     (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
     words = shlex.split(line)
     name = words[1]
-    smaller = [] if "--device" in words else SMALLER.get(name, [])  # for a card nothing runs here
+    script = words[2] if words[2:] and words[2].startswith("my_train.py:") else None
+    if script is not None:
+        block = next(block for block in blocks_of(ROOT / "docs/script.md") if block.language == "python")
+        (tmp_path / "my_train.py").write_text(block.text)
+    as_it_is = script is not None or "--device" in words  # for a card nothing runs here
+    smaller = [] if as_it_is else SMALLER.get(name, [])
     if "llama-1b" in words:  # a minute of searching
         smaller = ["--model", "llama-160m", "--batch", "1", "--seq", "256", "--budget", "min"]
     monkeypatch.setattr("sys.argv", [*words, *smaller])
     cli.app(standalone_mode=False)
     said = capsys.readouterr().out
-    assert {"doctor": "PyTorch", "plan": "peak   ", "train": "bitwise equal", "report": "report in"}.get(
-        name, "GiB"
-    ) in said
+    says = {"doctor": "PyTorch", "plan": "peak   ", "train": "bitwise equal", "report": "report in"}
+    assert (says | {"trace": "saved by autograd"}).get(name, "GiB") in said
     files = re.findall(r"report in (\S+)", said)
     assert all((tmp_path / file).stat().st_size > 10_000 for file in files)
     assert len(files) == (name == "report" or "--report" in words)

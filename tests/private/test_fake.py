@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -85,3 +88,16 @@ def test_optimizers_choose_for_fakes_as_for_parameters() -> None:
     with private.foreach_takes_fakes():
         assert private.has_foreach(fake)
     assert not private.has_foreach(fake)
+
+
+def test_pytorch_logs_no_operation_that_fails_on_fakes(caplog: pytest.LogCaptureFixture) -> None:
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addHandler(caplog.handler)
+    for quiet in (True, False):
+        caplog.clear()
+        with private.without_fake_log() if quiet else nullcontext(), private.fake_mode():
+            a, b = torch.ones(2, 3), torch.ones(2, 3)
+            with pytest.raises(RuntimeError, match="same reduction dim"):
+                a @ b
+        assert bool(caplog.records) is not quiet
+    log.removeHandler(caplog.handler)

@@ -74,6 +74,7 @@ from lowtide.private.fake import (
     has_foreach,
     is_fake,
     is_fake_mode_active,
+    without_fake_log,
     without_fake_mode,
 )
 from lowtide.private.measuring import (

@@ -5,6 +5,7 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -30,6 +31,19 @@ def fake_mode() -> FakeTensorMode:
 
 without_fake_mode = unset_fake_temporarily
 """A context: operations in the block see no fake tensor mode, whatever is active outside."""
+
+
+@contextmanager
+def without_fake_log() -> Iterator[None]:
+    """In the block PyTorch logs no traceback of an operation that fails on fake tensors; it raises all the
+    same.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def is_fake_mode_active() -> bool:

@@ -55,6 +55,7 @@ def trace_fake(
     faker = Faker()
     with ExitStack() as stack:
         stack.enter_context(same_random())
+        stack.enter_context(private.without_fake_log())
         stack.enter_context(with_fakes(modules, faker))
         stack.enter_context(faker.mode)
         fake_args, fake_kwargs = faker.tree((args, kwargs))

@@ -21,6 +21,8 @@ from lowtide.trace.results import plain_leaves
 
 _NOT_ASKED = ("torch.", "lowtide.", "contextlib.", "functools.")
 _ASKED = ("lowtide.models.", "lowtide.parallel.")
+_COMMAND = "lowtide.steps."
+_NOBODY = "nobody"  # calls what runs a user's model in a command: no line of the user's is further out
 
 
 def tensor_names(model: torch.nn.Module) -> dict[int, tuple[StorageKind, str]]:
@@ -95,7 +97,7 @@ def calling_line(files: dict[CodeType, str]) -> str:
         if file is None:
             file = files[code] = _file_of(frame)
         if file:
-            return f"{file}:{frame.f_lineno}"
+            return f"{file}:{frame.f_lineno}" if file is not _NOBODY else ""
         frame = frame.f_back
     return ""
 
@@ -105,6 +107,8 @@ def _file_of(frame: FrameType) -> str:
     code is not a user's.
     """
     name = f"{frame.f_globals.get('__name__', '')}."
+    if name.startswith(_COMMAND):
+        return _NOBODY
     if name.startswith(_NOT_ASKED) and not name.startswith(_ASKED):
         return ""
     file = frame.f_code.co_filename.replace("\\", "/")

@@ -147,7 +147,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
             made = within(error.smallest_bytes)
             made = replace(made, notes=(*made.notes, raised_note(options.budget, error)))
         how = f"compiled by {backend}: what it would allocate is predicted, no kernel was compiled"
-        made = replace(made, notes=(*made.notes, how, _no_optimizer(model)))
+        made = replace(made, notes=(*made.notes, how, no_optimizer(model)))
         work.done(in_one_line(made))
     return made
 
@@ -193,9 +193,11 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
             lambda specs: {key: price(specs[key]) for key in specs},
         )
         graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
-        made = _plan_within(graph, replace(options, budget=_budget_on(card, model, options.budget)))
-        made = replace(made, notes=(*made.notes, _price_note(card)))
-    notes = (_most_held(graph, made, card), *_reserve_note(graph, made, card), _no_optimizer(model))
+        made = _plan_within(
+            graph, replace(options, budget=budget_on(card, options.budget, adamw_bytes(model)))
+        )
+        made = replace(made, notes=(*made.notes, price_note(card)))
+    notes = (most_held(graph, made, card), *reserve_note(graph, made, card), no_optimizer(model))
     made = replace(made, notes=(*made.notes, *notes))
     return graph, made
 
@@ -208,15 +210,16 @@ def _model(options: PlanOptions, device: torch.device) -> nn.Module:
     return untouched(lambda: build_model(spec), device)
 
 
-def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None:
-    """The budget, where ``auto`` is what the card has for PyTorch, less AdamW's state."""
+def budget_on(card: Device, budget: str | None, state_bytes: int) -> str | None:
+    """The budget, where ``auto`` is what the card has for PyTorch, less an optimizer's state that no plan
+    counts.
+    """
     if budgets.asks_for(budget) != "auto":
         return budget
-    state = sum(2 * parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return f"{int(card.memory_bytes * (1 - RESERVE) / (1 + fitted()['reserved']['plain'])) - state} B"
+    return f"{int(card.memory_bytes * (1 - RESERVE) / (1 + fitted()['reserved']['plain'])) - state_bytes} B"
 
 
-def _price_note(card: Device) -> str:
+def price_note(card: Device) -> str:
     workspaces = budgets.format_bytes(card.workspaces_bytes)
     return (
         f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
@@ -225,14 +228,14 @@ def _price_note(card: Device) -> str:
     )
 
 
-def _most_held(graph: StepGraph, plan: Plan, card: Device | None) -> str:
+def most_held(graph: StepGraph, plan: Plan, card: Device | None = None) -> str:
     """What holds most at the plan's peak, and what would free how much of it; workspaces are no tensors."""
     if card is not None:
         graph = replace(graph, resident_bytes=graph.resident_bytes - card.workspaces_bytes)
     return "at the peak stand " + "; ".join(in_lines(planned_holders(graph, plan, sources_of=sources_of)))
 
 
-def _reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
+def reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]:
     """What PyTorch's allocator takes for the plan's steps, where the device is a CUDA card."""
     if plan.moves or not (graph.device.startswith("cuda") or card is not None):
         return []
@@ -240,14 +243,15 @@ def _reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str
     return [budgets.would_reserve(*reserved_either_way(graph, plan.stored, workspaces))]
 
 
-def _no_optimizer(model: nn.Module) -> str:
-    """What a plan of the command line leaves out."""
-    state = sum(
-        2 * parameter.numel() * parameter.element_size()
-        for parameter in model.parameters()
-        if parameter.requires_grad
-    )
-    return f"no optimizer is counted: AdamW's state takes {budgets.format_bytes(state)} more"
+def no_optimizer(model: nn.Module) -> str:
+    """What is told of a plan that counts no optimizer."""
+    return f"no optimizer is counted: AdamW's state takes {budgets.format_bytes(adamw_bytes(model))} more"
+
+
+def adamw_bytes(model: nn.Module) -> int:
+    """Bytes of AdamW's state for a model."""
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    return sum(2 * parameter.numel() * parameter.element_size() for parameter in trained)
 
 
 def _plan_within(graph: StepGraph, options: PlanOptions) -> Plan:

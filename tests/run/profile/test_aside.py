@@ -129,3 +129,24 @@ def test_a_step_that_cannot_be_called_is_no_matter_of_fake_tensors() -> None:
     model = make()
     with pytest.raises(TraceError, match=r"a tensor of shape \(50, 16\) that does not require grad"):
         lowtide.trace(lambda: torch.zeros(50, 16), model=model)
+
+
+def test_the_model_of_the_object_that_a_step_is_bound_to_is_found() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = make()
+
+        def step(self) -> torch.Tensor:
+            return self.model(batch()).sum()
+
+        def __call__(self) -> torch.Tensor:
+            return self.step()
+
+    trainer = Trainer()
+    for step in (trainer.step, trainer):
+        graph = lowtide.trace(step, costs=False)
+        assert {s.name for s in graph.storages if s.kind == "parameter"} <= {
+            name for name, _ in trainer.model.named_parameters()
+        }
+        assert any(operation.module for operation in graph.operations)
+        assert all(parameter.grad is None for parameter in trainer.model.parameters())

@@ -399,10 +399,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
-    """The lines of the table of ``modules``, with their total. Where they are longer than ``width``, names
-    have lines of their own above their numbers.
-    """
-    rows = fold(modules)
+    """The lines of the table of ``modules``, with their total."""
     cells = [("module", "saved by autograd", "kept", "replayed", "extra")]
     cells += [
         (
@@ -412,9 +409,22 @@ def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
             str(r.replayed_operations),
             seconds_text(r.extra_seconds),
         )
-        for r in [*rows, _total("total", rows)]
+        for r in with_total(modules)
     ]
-    widths = [max(len(row[k]) for row in cells) for k in range(5)]
+    return in_columns(cells, width)
+
+
+def with_total(modules: Sequence[ModuleRow]) -> list[ModuleRow]:
+    """The rows of a table, alike ones as one, and their total."""
+    rows = fold(modules)
+    return [*rows, _total("total", rows)]
+
+
+def in_columns(cells: Sequence[tuple[str, ...]], width: int | None = None) -> list[str]:
+    """The lines of a table: heads, rows and a total. Where they are longer than ``width``, names have lines
+    of their own above their numbers.
+    """
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = [
         [
             row[0].ljust(widths[0]),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -82,20 +82,29 @@ def trace(
 
 
 def find_modules(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    step: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> list[torch.nn.Module]:
-    """The modules that a callable can reach: itself, its arguments, what it is bound to, and the variables
-    that its code names.
+    """The modules that a callable can reach (`reached_by`)."""
+    reached = reached_by(step, args, kwargs or {})
+    return list(dict.fromkeys(item for item in reached if isinstance(item, torch.nn.Module)))
+
+
+def reached_by(
+    step: Callable[..., Any], args: Iterable[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> list[Any]:
+    """What a callable can reach: itself, its arguments, what it is bound to with the attributes of that, and
+    the variables that its code names.
     """
-    reached = [step, *args, *kwargs.values()]
+    reached = [step, *args, *(kwargs or {}).values()]
     function: Any = step
     while isinstance(function, functools.partial):
         reached += [*function.args, *function.keywords.values(), function.func]
         function = function.func
-    reached.append(getattr(function, "__self__", None))
+    owner = getattr(function, "__self__", None if inspect.isfunction(function) else function)
+    reached += [owner, *getattr(owner, "__dict__", {}).values()]
     for item in _variables(getattr(function, "__func__", function)):
         reached += [item, *_variables(item)]
-    return list(dict.fromkeys(item for item in reached if isinstance(item, torch.nn.Module)))
+    return reached
 
 
 def _variables(function: Any) -> list[Any]:
