@@ -20,10 +20,13 @@ from statistics import fmean, median
 from typing import Any
 
 from lowtide.estimate import Config, EstimateError, configure, estimate
+from lowtide.estimate.adapters import adapted
 from lowtide.estimate.devices import Device, device
+from lowtide.estimate.presets import PRESETS
 from lowtide.estimate.settings import SHAPE_SETTINGS
 from lowtide.estimate.speed import efficiencies, step_time
 from lowtide.estimate.suggest import RESERVE
+from lowtide.model_names import meant, on_hub
 
 TABLE = Path(__file__).parent.parent / "tests" / "estimate" / "published" / "runs_2026.csv"
 DOCS = Path(__file__).parent.parent / "docs" / "estimate.md"
@@ -75,6 +78,10 @@ KINDS = {
     "GB200": "b200",
 }  # fmt: skip
 """Devices by the name that the table has. Others have no speed here."""
+LIMITED = 0.75
+"""Watts of the limited B200 over those that its data sheet has. Products go with the watts: an H100 of 500 W
+reaches 0.71 of what one of 700 W does.
+"""
 
 LOSSES = {
     "plain logits": "torch",
@@ -84,8 +91,12 @@ LOSSES = {
     "cut_ce": "chunked-vocabulary",
 }
 _PLAIN = {
-    "seq", "micro_batch", "dp", "tp", "pp", "cp", "zero", "global_batch", "recompute",
+    "seq", "micro_batch", "dp", "tp", "pp", "cp", "ep", "zero", "global_batch", "recompute",
 }  # fmt: skip
+OPTIMIZERS = {"bnb_8bit_adamw": "adamw-8bit", "muon": "momentum", "sgd": "sgd"}
+"""Optimizers other than AdamW, by the name that the table has; Muon keeps one momentum of a matrix."""
+ASSUMED_LENGTH, ASSUMED_RANK = 2048, 8
+"""Tokens of a sequence and rank of adapters where neither a row nor its project's defaults tell."""
 _RL_PIECE, _TRL_PIECE = 2048, 8192
 """Entries of the vocabulary that prime-rl's output layer takes at a time (its default then), and tokens that
 TRL's does.
@@ -102,7 +113,7 @@ class Run:
 
     Attributes:
         name: source, model, devices and place in the table.
-        grade: A or B where its configuration is whole, C where something is guessed.
+        grade: A or B where its configuration is whole, C where something is guessed, as the table says.
         device: the accelerator; ``None`` where none of its kind is known here.
         config: what was run.
         memory_gib: peak on one device; ``None`` where none was published.
@@ -110,6 +121,7 @@ class Run:
         tokens_per_second: of one device; ``None`` where not published.
         ran: whether it ran; else it ran out of memory, as far as its source tells.
         last: whether the memory is the last pipeline stage's.
+        assumed: what neither the row nor its project's defaults tell.
     """
 
     name: str
@@ -121,6 +133,7 @@ class Run:
     tokens_per_second: float | None
     ran: bool
     last: bool
+    assumed: tuple[str, ...] = ()
 
 
 def fields(text: str) -> dict[str, str]:
@@ -154,24 +167,23 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     given, source = fields(row["settings"]), row["run"]
     if source.startswith("Megatron-LM"):
         return _megatron(row, given)
-    if row["model"] not in MODELS:
-        raise Unsaid("no such model here")
-    if "seq" not in given:
-        raise Unsaid("no length")
-    if "muon" in given.get("optimizer", ""):
-        raise Unsaid("no such optimizer here")
-    found = dict(MODELS[row["model"]])
+    if "cumulative:" in given or "cpu_offload" in given:
+        raise Unsaid("weights on the host" if "cpu_offload" in given else "neither batch nor length")
+    shape = _model(row["model"])
+    found = dict(shape)
     own = ("flash_attention_3", "flash_attention_4")  # written for the device
     found["attention"] = "flash-3" if given.get("attention") in own else "fused"
-    length = re.search(r"\d+", row["settings"].partition("seq=longest")[2] or given["seq"])
-    assert length, row
-    found["seq"] = int(length[0])
+    found["seq"] = _length(row, given)
+    if optimizer := OPTIMIZERS.get(given.get("optimizer", "")):
+        found["optimizer"] = optimizer
     if source.startswith("TRL"):  # PyTorch's kernel on Hopper: cuDNN's
         found["attention"] = "flash-3"
     for name in _PLAIN & given.keys() - {"seq", "recompute"}:
         number = re.match(r"\d+", given[name])
         assert number, given
         found[name] = int(number[0])
+    if "dp" not in found and row["gpus"]:
+        found["dp"] = int(row["gpus"]) // math.prod(found.get(name, 1) for name in ("tp", "pp", "cp"))
     if "fsdp" in given and given["fsdp"].isdigit():
         found |= dict(dp=int(given["fsdp"]), zero=3)
     sharded = "fsdp" in given or "fsdp2" in given or given.get("zero") == "3"
@@ -183,27 +195,71 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     found["recompute"] = _recompute(source, given)
     found["offload_activations"] = "offload" in given.get("recompute", "")
     found["compile"] = "compile" in given or "fused_kernels" in given
-    found["float8"] = any(name.startswith(("float8", "mxfp8", "nvfp4")) for name in given)
+    found["float8"] = any(name.startswith(("float8", "fp8", "mxfp8", "nvfp4")) for name in given)
     found["loss"], more = _loss(row, given, found)
     found |= more
     found |= _precision(source, given, sharded)
     if source.startswith("DeepSpeed") and sharded and found.get("dp", 1) > 1:
         found["keep_weights"] = found["recompute"] == "none"
+    if source.startswith("Megatron-Bridge"):  # Megatron's kernels and optimizer
+        found |= dict(zero=1, sequence_parallel=found.get("tp", 1) > 1, compile=True, attention="flash-3",
+                      loss="in-place-fused", reentrant=True)  # fmt: skip
     found |= _adapters(given)
     if "lora" in given and not source.startswith("fms"):  # else peft's
         found["lora_dtype"] = "same"
     if source.startswith("litgpt"):
         found |= {"lora_dropout": 0.05, "fused_qkv": True}  # its default, its attention
-    separate = not found["compile"] or source.startswith("fms")  # their kernels leave the MLP alone
-    found["unfused_mlp"] = separate and configure(**MODELS[row["model"]]).model.mlp == "swiglu"
-    if source.startswith(("prime-rl", "NeMo Automodel")):  # their norms and MLPs are transformers'
-        experts = configure(**MODELS[row["model"]]).model.experts > 0
-        found |= dict(unfused_norms=True, unfused_mlp=True, weigh_float32=experts)
+        found["flat_parameters"] = sharded and found.get("dp", 1) > 1  # it wraps layers, as FSDP 1 does
+    liger = source.startswith("NeMo Automodel")  # its models have Liger's norms and MLPs
+    separate = not (found["compile"] or liger) or source.startswith(
+        "fms"
+    )  # their kernels leave the MLP alone
+    model = configure(**shape).model
+    found["unfused_mlp"] = separate and model.mlp == "swiglu"
+    if source.startswith("prime-rl"):  # its norms and MLPs are transformers'
+        found |= dict(unfused_norms=True, unfused_mlp=True, weigh_float32=model.experts > 0)
     return {name: value for name, value in found.items() if value is not False or name in SHAPE_SETTINGS}
+
+
+def _model(name: str) -> dict[str, Any]:
+    """Sizes, or the preset that a name means, whatever is said of it in brackets."""
+    if name in MODELS:
+        return MODELS[name]
+    plain = name.partition(" (")[0]
+    found = meant(plain, PRESETS) or on_hub(plain)
+    if found is None:
+        raise Unsaid("no such model here")
+    return {"model": found}
+
+
+def _length(row: dict[str, str], given: dict[str, str]) -> int:
+    """Tokens of a sequence: those told, at most those to which it is cut, or what most recipes pack.
+
+    LitGPT puts the longest sample on one of several ranks, and prints rank 0's memory: a quarter is assumed.
+    """
+    told = row["settings"].partition("seq=longest")[2] or given.get("seq") or given.get("max_seq")
+    length = re.search(r"\d+", told or given.get("seq<") or str(ASSUMED_LENGTH))
+    assert length, row
+    alone = "seq=longest" not in row["settings"] or int(row["gpus"]) == 1
+    return int(length[0]) if alone else int(length[0]) // 4
+
+
+def assumed(row: dict[str, str]) -> tuple[str, ...]:
+    """What neither the row nor its project's defaults tell."""
+    given = fields(row["settings"])
+    found = {
+        "model or batch": row["grade"] == "C",
+        "length": not {"seq", "max_seq", "seq<"} & given.keys(),
+        "length of rank 0": "seq=longest" in row["settings"] and int(row["gpus"]) > 1,
+        "rank of the adapters": "lora" in given and not given["lora"].startswith("r"),
+    }
+    return tuple(name for name, so in found.items() if so)
 
 
 def _recompute(source: str, given: dict[str, str]) -> str:
     usual = "selective-op" if source.startswith("torchtitan") else "none"
+    if source.startswith("torchtune") or "torchtune" in given:
+        usual = "full"  # its recipes'
     text = given.get("recompute", usual)
     if text.startswith("selective("):
         return "selective-layer"
@@ -223,7 +279,7 @@ def _loss(row: dict[str, str], given: dict[str, str], found: dict[str, Any]) -> 
             return kind, {"loss_chunks": max(2, tokens // _TRL_PIECE)}
         if source.startswith("prime-rl") and kind == "chunked-vocabulary":
             return "vocabulary-eager", {
-                "loss_chunks": -(-configure(**MODELS[row["model"]]).model.vocab // _RL_PIECE)
+                "loss_chunks": -(-configure(**_model(row["model"])).model.vocab // _RL_PIECE)
             }
         return kind, {}
     if "ce" in given.get("fused_kernels", "").split("+"):
@@ -232,7 +288,8 @@ def _loss(row: dict[str, str], given: dict[str, str], found: dict[str, Any]) -> 
         return ("torch-uncast" if "bigcode" in row["model"] else "transformers"), {}
     if source.startswith("litgpt"):
         return "torch-uncast", {}
-    return ("compiled" if "compile" in given else "torch"), {}
+    early = source.startswith("torchao") and row["device"] == "H100"  # torchtitan compiled no loss yet
+    return ("compiled" if "compile" in given and not early else "torch"), {}
 
 
 def _precision(source: str, given: dict[str, str], sharded: bool) -> dict[str, Any]:
@@ -245,13 +302,13 @@ def _precision(source: str, given: dict[str, str], sharded: bool) -> dict[str, A
         return {"dtype": "bf16-true", "update": "foreach"}
     if weights == "fp32_master_in_fsdp":  # adapters in float32 leave their sum with the stream in float32
         return {"dtype": "autocast" if "lora" in given else "mixed", "update": "foreach"}
-    if source.startswith("torch"):
+    if source.startswith(("torchtitan", "torchao/", "torchao float8")):
         return {"dtype": "mixed", "update": "fused"}
-    if weights.startswith("fp32") or sharded:
+    if weights.startswith("fp32") or (sharded and not source.startswith("fsdp_qlora")):
         return {"dtype": "mixed", "update": "foreach"}
-    if "bf16" in given:
+    if "bf16" in given or source.startswith(("torchtune", "fsdp_qlora")):
         return {"dtype": "bf16-true", "update": "foreach"}
-    raise Unsaid("no precision")
+    return {"dtype": "bf16", "update": "fused"}  # Megatron's, where a project tells none
 
 
 def _adapters(given: dict[str, str]) -> dict[str, Any]:
@@ -259,7 +316,7 @@ def _adapters(given: dict[str, str]) -> dict[str, Any]:
         return {}
     named = re.fullmatch(r"r(\d+)(?:\[([a-z,]+)\])?", given["lora"])
     if not named:
-        raise Unsaid("no rank of the adapters")
+        return {"lora": ASSUMED_RANK}
     targets = named[2] or "all-linear"
     return {"lora": int(named[1]), "lora_targets": "q,k,v" if targets == "qkv" else targets}
 
@@ -301,15 +358,25 @@ def read() -> tuple[list[Run], list[tuple[str, str]]]:
             except (Unsaid, EstimateError) as why:
                 others.append((name, str(why)))
                 continue
-            kind = KINDS.get(row["device"])
             runs.append(
                 Run(
-                    name, row["grade"], device(kind) if kind else None, config,
+                    name, row["grade"], _device(row), config,
                     float(row["memory_gib"]) if row["memory_gib"] else None, row["memory_kind"],
                     _speed(row, config), row["outcome"] == "ran", row["run"].startswith("Megatron-LM"),
+                    assumed(row),
                 )
             )  # fmt: skip
     return runs, others
+
+
+def _device(row: dict[str, str]) -> Device | None:
+    kind = KINDS.get(row["device"])
+    if kind is None:
+        return None
+    if kind == "h100" and row["run"].startswith("torchao"):  # torchtitan's machines
+        kind = "h100-96gb"
+    found = device(kind)
+    return replace(found, flops=found.flops * LIMITED) if "limited" in row["device"] else found
 
 
 def _speed(row: dict[str, str], config: Config) -> float | None:
@@ -325,6 +392,8 @@ def scored(run: Run) -> dict[str, Any]:
     room = run.device.memory_bytes if run.device else None
     found = estimate(replace(run.config, memory_bytes=room), run.device)
     row: dict[str, Any] = {"run": run.name, "grade": run.grade, "kind": run.memory_kind}
+    if run.assumed:
+        row["assumed"] = list(run.assumed)
     if not run.ran:
         fits = room is not None and found.reserved_bytes <= room * (1 - RESERVE)  # as lowtide suggest does
         return row | {"ran": False, "said_to_fit": fits}
@@ -370,11 +439,16 @@ def by_source(rows: Iterable[dict[str, Any]], others: Iterable[tuple[str, str]])
     rows, others = list(rows), list(others)
     sources = dict.fromkeys(_source(name) for name in (row["run"] for row in rows))
     lines = []
-    for source in (*sources, ""):
-        here = [row for row in rows if not source or _source(row["run"]) == source]
-        given = len(here) + sum(not source or _source(name) == source for name, _ in others)
+    known = [row for row in rows if "assumed" not in row]
+    for source in (*sources, "nothing assumed", "all"):
+        here = {"all": rows, "nothing assumed": known}.get(source) or [
+            row for row in rows if _source(row["run"]) == source
+        ]
+        given = len(here)
+        if source != "nothing assumed":
+            given += sum(source in ("all", _source(name)) for name, _ in others)
         found = summary(here, given)
-        cells = [source or "all", f"{found['expressible']} of {given}"]
+        cells = [source, f"{found['expressible']} of {given}"]
         for name, marks in (("memory", (5, 10)), ("speed", (15,))):
             of = found[f"with_{name}"]
             cells += [f"{found[f'{name}_within_{mark}']} of {of}" if of else "-" for mark in marks]
@@ -412,6 +486,14 @@ def _grouped(run: Run) -> bool:
     return run.config.model.experts > 0 and run.device is not None and run.device.measured != "b200"
 
 
+def _lone(run: Run) -> bool:
+    return run.device is not None and not run.device.grouped and run.config.lora > 0 and _mixture(run)
+
+
+def _mixture(run: Run) -> bool:
+    return any(one.copies > 1 for one in adapted(run.config))
+
+
 def _sharded_adapters(run: Run) -> bool:
     return run.config.zero == 3 and run.config.lora > 0 and (not run.config.model.experts or _grouped(run))
 
@@ -425,6 +507,8 @@ FITTED: dict[str, tuple[Callable[[Run], bool], tuple[float, ...]]] = {
     "experts": (_grouped, tuple(0.4 + 0.01 * step for step in range(61))),
     "flash_2": (_flash_2, tuple(0.4 + 0.01 * step for step in range(61))),
     "launch": (_small, tuple(0.002 + 0.0002 * step for step in range(51))),
+    "turn": (_small, tuple(0.005 * step for step in range(31))),
+    "alone": (_lone, tuple(0.0001 * step for step in range(51))),
     "collective": (_sharded_adapters, tuple(0.00001 * step for step in range(101))),
 }
 """What of `lowtide.estimate.speed.Efficiency` is fitted here: to which runs, and the values tried."""
@@ -448,7 +532,7 @@ def left_out(runs: Iterable[Run]) -> list[tuple[str, str, float, float, float]]:
     for name, (belongs, values) in FITTED.items():
         by_source: dict[str, list[Run]] = {}
         for run in runs:
-            if belongs(run) and run.device and run.tokens_per_second:
+            if belongs(run) and run.device and run.tokens_per_second and not run.assumed:
                 by_source.setdefault(_source(run.name), []).append(run)
         for source in ("", *(by_source if len(by_source) > 1 else ())):
             others = [here for one, here in by_source.items() if one != source]
@@ -469,13 +553,8 @@ def main() -> None:
 
     runs, others = read()
     rows = [scored(run) for run in runs]
-    whole = [row for row in rows if row["grade"] in "AB"]
-    with open(TABLE, encoding="utf-8", newline="") as file:
-        grades = [row["grade"] for row in csv.DictReader(file)]
-    found = {
-        "all": summary(rows, len(grades)),
-        "A and B": summary(whole, sum(grade in "AB" for grade in grades)),
-    }
+    whole = [row for row in rows if "assumed" not in row]
+    found = {"all": summary(rows, len(rows) + len(others)), "nothing assumed": summary(whole, len(whole))}
     fits = left_out(runs)
     save("estimate_runs", rows, summary=found, left_out=fits, without_words=[list(other) for other in others])
     write_docs(by_source(rows, others))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from fractions import Fraction
 from typing import Any
 
@@ -213,3 +215,50 @@ def test_qlora_and_a_full_finetune_on_one_card_of_24_gb() -> None:
     whole = suggest("llama3-8b", **room, **usual)
     assert all(one.config.offload_optimizer == 1 for one in whole.best) and whole.fits
     assert whole.best[0].config.micro_batch == 1
+
+
+FLAT = """
+import sys
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(64, 64, bias=False).requires_grad_(False)
+        self.a, self.b = nn.Linear(64, 4, bias=False), nn.Linear(4, 64, bias=False)
+
+    def forward(self, x):
+        return x + torch.relu(self.frozen(x) + self.b(self.a(x)))
+
+distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = FullyShardedDataParallel(
+    nn.Sequential(*(Layer() for _ in range(4))), auto_wrap_policy=ModuleWrapPolicy({Layer}),
+    use_orig_params=True, device_id=torch.device("cpu"),
+)
+model(torch.ones(2, 64)).sum().backward()
+model.zero_grad()
+units = [one._handle.flat_param for one in model.modules()
+         if isinstance(one, FullyShardedDataParallel) and one._handle]
+print(sum(one.grad.nbytes for one in units), sum(one.nbytes for one in units))
+distributed.destroy_process_group()
+"""
+
+
+def test_adapters_in_flat_parameters_give_frozen_weights_gradients() -> None:
+    """FSDP 1 over layers: as many sharded gradients as shards, those of frozen weights too, and they stay."""
+    done = subprocess.run([sys.executable, "-c", FLAT], capture_output=True, text=True, check=True)
+    gradients, shards = map(int, done.stdout.split())
+    assert gradients == shards
+    usual: dict[str, Any] = dict(lora=8, lora_dtype="same", dtype="bf16-true", zero=3, dp=4, seq=512)
+    usual["lora_targets"] = "q,v"
+    plain, flat = (estimate(configure("llama2-7b", flat_parameters=way, **usual)) for way in (False, True))
+    stage = flat.stages[0]
+    assert stage.gradients_bytes == pytest.approx(stage.weights_bytes, rel=1e-6)
+    assert flat.moments["loss"] - plain.moments["loss"] > 0.99 * stage.weights_bytes
+    assert stage.layer_activations_bytes > plain.stages[0].layer_activations_bytes  # inputs are kept, too
+    with pytest.raises(EstimateError, match="--lora-dtype same"):
+        configure("llama2-7b", flat_parameters=True, **usual | dict(lora_dtype="fp32"))

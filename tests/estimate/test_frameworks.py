@@ -39,7 +39,7 @@ def loss_bytes(**settings: Any) -> int:
     [
         (dict(loss="torch"), 14),
         (dict(loss="in-place"), 6),
-        (dict(loss="compiled"), 6),
+        (dict(loss="compiled"), 4),
         (dict(loss="torch", dtype="fp32"), 12),
         (dict(), 14),
         (dict(loss="torch", tp=8), 18 / 8),

@@ -155,7 +155,7 @@ def test_the_loss_is_named_with_its_bytes(kind: str) -> None:
     config = llama(loss=kind)
     told = estimate(config).loss
     usual = {"torch": 14, "torch-uncast": 8, "upcast": 18, "float32": 16, "transformers": 12, "in-place": 6,
-             "in-place-copy": 8, "in-place-fused": 10, "compiled": 6, "chunked": 12, "chunked-vocabulary": 6,
+             "in-place-copy": 8, "in-place-fused": 10, "compiled": 4, "chunked": 12, "chunked-vocabulary": 6,
              "vocabulary-eager": 18, "fused-linear": 2}  # fmt: skip
     assert (told["kind"], told["bytes_a_logit"]) == (kind, usual[kind])
     stage = estimate(config).stages[0]

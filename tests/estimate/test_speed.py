@@ -140,12 +140,26 @@ def test_flash_attention_2_is_not_written_for_blackwell() -> None:
 
 
 def test_a_small_model_waits_for_its_host() -> None:
-    """A layer's forward and backward take no less than their start, recomputed ones a third more."""
-    h100, launch = device("h100"), efficiencies()["h100"].launch
+    """A layer's forward and backward take no less than their start, recomputed ones a third more, and a step
+    no less than its turn besides.
+    """
+    h100, known = device("h100"), efficiencies()["h100"]
     usual: dict[str, Any] = dict(layers=12, hidden=512, heads=8, vocab=50304, seq=1024, attention="fused")
     for recompute, share in (("none", 1), ("full", 4 / 3)):
         small = step_time(configure(**usual, recompute=recompute, global_batch=4), h100)
         assert small.products + small.attention + small.pointwise + small.launches == pytest.approx(
-            4 * 12 * launch * share
+            4 * 12 * known.launch * share + known.turn
         )
     assert step_time(configure("llama3-8b"), h100).launches == 0
+
+
+def test_experts_with_adapters_run_one_by_one_without_grouped_kernels() -> None:
+    """Each expert of each layer waits for its own start, forward, again and backward; Hopper groups them."""
+    usual: dict[str, Any] = dict(dtype="bf16-true", recompute="full", seq=32768)
+    alone = efficiencies()["b200"].alone
+    for lora, device_name, waits in ((16, "b200", 128), (16, "h100", 0), (0, "b200", 0)):
+        config = configure("qwen3-30b-a3b", lora=lora, **usual)
+        attention = configure("qwen3-30b-a3b", lora=16, lora_targets="attention", **usual)
+        assert step_time(attention, device(device_name)).launches == 0
+        found = step_time(config, device(device_name)).launches
+        assert found == pytest.approx(48 * 4 / 3 * waits * alone)

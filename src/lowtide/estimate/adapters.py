@@ -32,7 +32,7 @@ bits, a scale for each block of 64 of one byte, and a float32 one for each 256 o
 
 LORA_ONLY: dict[str, Any] = {
     "lora_targets": "all-linear", "lora_dtype": "fp32", "lora_dropout": 0.0, "dora": False,
-    "quantize": "none",
+    "quantize": "none", "flat_parameters": False,
 }  # fmt: skip
 """Settings that say nothing without adapters, and their defaults."""
 
@@ -103,6 +103,8 @@ def unadapted(config: Any) -> Any:
 
 def frozen_inputs(config: Any) -> set[str]:
     """Names of a layer's terms that nothing keeps, since the products that read them are frozen."""
+    if config.flat_parameters:
+        return set()
     own = set() if config.adapter_copies else set(targets(config.lora_targets, config.model))
     readers = {
         "input of the q, k, v projection": {"q", "k", "v", "q_a", "kv_a"},

@@ -194,7 +194,7 @@ def _check_training(config: Config) -> None:
     targets(config.lora_targets, config.model)
     for name, usual in LORA_ONLY.items():
         if not config.lora and getattr(config, name) != usual:
-            flag = f"--{name.replace('_', '-')}" + ("" if name == "dora" else f"={getattr(config, name)}")
+            flag = f"--{name.replace('_', '-')}" + ("" if usual is False else f"={getattr(config, name)}")
             raise EstimateError(
                 f"{flag} without --lora: all weights are trained, and in their own dtype; give --lora 16 or "
                 "another rank too"
@@ -203,6 +203,12 @@ def _check_training(config: Config) -> None:
         raise EstimateError(
             f"--dtype=mixed with --zero={config.zero}: FSDP casts weights where it gathers them; give "
             "--zero 3, or --dtype autocast"
+        )
+    one_dtype = config.frozen_bytes == config.weight_bytes
+    if config.flat_parameters and (config.zero < 3 or not one_dtype):
+        raise EstimateError(
+            f"--flat-parameters with --zero={config.zero} --lora-dtype={config.lora_dtype}: for --zero 3 "
+            "and adapters in the dtype of the frozen weights (--lora-dtype same); leave it out"
         )
     if config.tiles > 1 and (config.model.experts or config.recompute == "selective-op" or config.lora):
         raise EstimateError(

@@ -241,6 +241,10 @@ FLAGS: dict[str, Any] = {
             "Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"
         ),
     ],
+    "flat_parameters": Annotated[
+        Switch,
+        option("Adapters share flat parameters with frozen weights: FSDP 1 (LitGPT).", "--flat-parameters"),
+    ],
     "keep_weights": Annotated[
         Switch, option("Weights that ZeRO 3 gathers stay until their backward (DeepSpeed).", "--keep-weights")
     ],

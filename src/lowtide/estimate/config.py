@@ -120,6 +120,9 @@ class Config:
             Hugging Face and others), rather than take its part of the loss.
         no_sync: gradients that ZeRO 2 and 3 would split are summed whole over a step's micro-batches, in
             ``reduce_dtype``, and reduced once (FSDP's ``no_sync``, which accelerate and the ``Trainer`` use).
+        flat_parameters: under ZeRO 3 a layer's adapters lie in one flat parameter with its frozen weights
+            (FSDP 1 that wraps layers, as LitGPT does), which requires gradients as a whole. All weights have
+            sharded gradients then, which stay, and products keep their inputs.
         keep_weights: what autograd keeps of weights that ZeRO 3 gathered holds them until their backward
             (DeepSpeed without recomputation); FSDP frees them all the same.
         ddp_buckets: `DistributedDataParallel` without ``gradient_as_bucket_view`` (its default) sums
@@ -191,6 +194,7 @@ class Config:
     keep_gathered: bool = False
     gather_logits: bool = False
     no_sync: bool = False
+    flat_parameters: bool = False
     keep_weights: bool = False
     ddp_buckets: bool = False
     compile: bool = False
@@ -399,7 +403,8 @@ class Config:
         beside master weights (DeepSpeed's).
         """
         buffer = self.gradient_bytes > self.weight_bytes or (self.zero == 3 and self.master_bytes > 0)
-        return not self.optimizer_in_backward and (self.micro_batches > 1 or buffer)
+        several = self.micro_batches > 1 or self.flat_parameters
+        return not self.optimizer_in_backward and (several or buffer)
 
     @property
     def reduced_bytes(self) -> int:

@@ -43,6 +43,11 @@ class Device:
     measured: str
     workspaces_bytes: int
 
+    @property
+    def grouped(self) -> bool:
+        """Whether experts' products are grouped with their adapters' (PyTorch's kernels are for Hopper)."""
+        return self.name[0] == "h"
+
 
 def _device(
     name: str,

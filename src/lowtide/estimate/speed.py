@@ -92,6 +92,9 @@ class Efficiency:
         flash_3: how many times faster attention is with ``--attention flash-3``, up to 8,192 tokens.
         ceiling: what it nears with longer sequences, where what a kernel does once a row weighs less.
         launch: seconds in which the host starts a layer's forward and backward: less the device cannot take.
+        alone: seconds in which an expert whose products are not grouped with others' runs forward and
+            backward: on devices without kernels for that, those with adapters.
+        turn: seconds of the host for each step besides: batch, loss, clipping, optimizer.
         collective: seconds that each gather and reduction of a fully sharded unit takes of the host.
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
@@ -108,6 +111,8 @@ class Efficiency:
     flash_3: float
     ceiling: float
     launch: float
+    alone: float
+    turn: float
     collective: float
     links: float
     interference: float
@@ -234,14 +239,17 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     passes = known.fused_passes if config.compile else known.eager_passes
     pointwise = (work.activations * passes + work.moved) / device.memory_bandwidth
     starts = float(1 + config.recomputed_share / 3) * config.stage_layers * config.micro_batches
-    launches = max(0.0, known.launch * starts - products - attention - pointwise)
-    compute = products + attention + pointwise + launches
+    busy = products + attention + pointwise
+    launches = max(0.0, known.launch * starts - busy)
+    turn = max(0.0, known.launch * starts + known.turn - busy) - launches
+    launches += known.alone * starts * _lone_experts(config, device)
+    compute = busy + launches
     slowest = compute + (config.pp - 1) * logits  # the others wait for the stage with the output layer
     sent = {
         name: size / (work.links[name] * known.links) for name, size in work.sent.items() if name != "host"
     }
     return StepTime(
-        products=products, attention=attention, pointwise=pointwise, launches=launches,
+        products=products, attention=attention, pointwise=pointwise, launches=launches + turn,
         bubble=slowest * float(1 + bubble_share(config)) - compute,
         tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0), context=sent["context"]
         if config.cp_exchange == "all-to-all" else max(0.0, sent["context"] - attention),
@@ -303,6 +311,13 @@ def _experts_share(config: Config) -> float:
         )
 
     return float(done(1) / done(0)) if config.model.experts else 0.0
+
+
+def _lone_experts(config: Config, device: Device) -> float:
+    """Experts of a layer on one rank that run one after the other, on average over the layers."""
+    if device.grouped or not config.lora or all(one.copies == 1 for one in adapted(config)):
+        return 0.0
+    return float(config.mean_layer(lambda kind: kind.model.experts)) / config.ep
 
 
 def _activation_bytes(config: Config) -> float:

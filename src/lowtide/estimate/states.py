@@ -16,6 +16,8 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import FULLY_SHARD, ZERO, ZERO_OFFLOAD, Line
 from lowtide.estimate.optimizers import OPTIMIZERS
 
+FLAT = "torch.distributed.fsdp.FullyShardedDataParallel, use_orig_params"
+
 
 def layer_parameters(config: Config, ep: int = 0) -> Fraction:
     """Parameters of one layer on one device (of so many expert-parallel ones, where given), on average over
@@ -177,6 +179,11 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         whole = stage_parameters(config, stage)
         note = f"{whole:,} parameters on this device"
         frozen = [Line("weights", f"frozen weights{kind}", size, formula, source, note)]
+    shared = []
+    if config.flat_parameters:
+        size = ceil(frozen_bytes(config, stage, ep=1) / config.shards)
+        note = "of the flat parameters that adapters share; no optimizer reads them, and they stay"
+        shared = [Line("gradients", "gradients of the frozen weights", size, "frozen/d", FLAT, note)]
     parts = "master weights and " if weight < 4 and config.dtype != "bf16-true" else ""
     name = "adapters" if config.lora else "weights"
     return [
@@ -194,6 +201,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
             f"{float(optimizer):.4g}Ψ{host}{'/d' if zero >= 1 else ''}",
             (figure if zero >= 1 else plain) + away,
         ),
+        *shared,
     ]  # fmt: skip
 
 

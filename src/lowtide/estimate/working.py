@@ -261,7 +261,7 @@ def _zero3(config: Config, stage: int) -> list[Line]:
         size, formula = e * trained_parameters(config, stage) + ceil(frozen_bytes(config, stage)), f"{e}Ψ"
         note = "autograd's views of them hold them until their backward"
     gathered = Line("temporaries", "gathered weights", size, formula, FULLY_SHARD, note)
-    if config.lora:
+    if config.lora and not config.flat_parameters:
         return [_not_update(gathered)]
     head = e * -(-model.vocab // config.tp) * model.hidden
     name, note = "gradients that are not split yet", "the root's are reduced as backward ends"
