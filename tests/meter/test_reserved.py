@@ -45,6 +45,54 @@ SEQUENCES: list[tuple[str, dict[str, Any], str, str]] = [
     ("pages are given back", {"expandable_segments": True}, "a=30 b=12 -a -b empty", "R0 A0"),
     ("a whole page in a hole", {"expandable_segments": True}, "a=30 b=30 -a empty", "R40 A30"),
     ("a hole is mapped again", {"expandable_segments": True}, "a=30 b=30 -a empty c=30", "R60 A60"),
+    # of the four pages two are free: 15 MiB and three pages are too many, and no page is kept
+    (
+        "a mapping that fails keeps no page",
+        {"expandable_segments": True, "capacity": 80},
+        "a=25 c=60!",
+        "R40 A25 T1",
+    ),
+    # 15 MiB of the card are no page
+    (
+        "less than a page is no memory",
+        {"expandable_segments": True, "capacity": 75},
+        "a=60 b=1.5!",
+        "R60 A60 T1",
+    ),
+    # [0,30) is free behind b's end; c does not fit behind b before [0,20) is given back
+    (
+        "a retry gives back whole pages",
+        {"expandable_segments": True, "capacity": 60},
+        "a=30 b=10 -a c=40",
+        "R60 A50 T1",
+    ),
+    (
+        "of which there may be too few",
+        {"expandable_segments": True, "capacity": 60},
+        "a=30 b=10 -a c=45!",
+        "R20 A10 T1",
+    ),
+    # c needs [30,60) twice: first its event is waited for, then [0,20) is given back and mapped again
+    (
+        "a retry waits for streams",
+        {"expandable_segments": True, "capacity": 60},
+        "a=30 a~1 -a b=30 c=30",
+        "R60 A60 T1",
+    ),
+    # the hole [0,20) is mapped, which joins [20,60), and then 20 behind that
+    (
+        "a first hole that was mapped is given back",
+        {"expandable_segments": True, "capacity": 90},
+        "a=20 b=20 c=20 -a empty -b -c d=80",
+        "R80 A80 T0",
+    ),
+    # d maps [0,20), too, but the two pages behind [0,60) fail: all is given back, and 90 fail again
+    (
+        "and mapped again in one piece",
+        {"expandable_segments": True, "capacity": 90},
+        "s=1B a=20 b=20 c=20 -a empty -b -c d=90! e=80",
+        "R82 A80+512B T1",
+    ),
     ("two sizes of pages", {"expandable_segments": True}, "a=1.5 b=1000B", "R22 A1.5+1024B"),
     (
         "a workspace",
@@ -191,3 +239,27 @@ def test_it_goes_on_from_a_snapshot_of_expandable_segments() -> None:
     )  # 5 MiB, a page of 20 that is mapped again, and 5 of the next
     assert over_the_hole.address == 35 * MIB and allocator.reserved_bytes == 60 * MIB
     assert allocator.allocate(25 * MIB).address == 80 * MIB and allocator.reserved_bytes == 100 * MIB
+
+
+def test_a_range_of_addresses_is_an_eighth_larger_than_the_card() -> None:
+    """Five pages on a card of four: where 40 MiB have no addresses in a row, another range begins."""
+    allocator = CachingAllocator(capacity=80 * MIB, expandable_segments=True)
+    first, second, third, _ = [allocator.allocate(20 * MIB) for _ in range(4)]
+    allocator.free(first)
+    allocator.free(third)
+    behind = allocator.allocate(40 * MIB)
+    assert behind.address == first.address + 100 * MIB
+    assert (allocator.reserved_bytes, allocator.retries) == (80 * MIB, 1)
+    allocator.free(second)  # [0, 60) has addresses again
+    allocator.free(behind)
+    assert allocator.allocate(60 * MIB).address == first.address
+    assert (allocator.reserved_bytes, allocator.retries) == (80 * MIB, 2)
+
+
+def test_expandable_blocks_serve_nobody_while_they_are_switched_off() -> None:
+    allocator = CachingAllocator(expandable_segments=True)
+    block = allocator.allocate(20 * MIB)
+    allocator.free(block)
+    allocator.expandable_segments = False
+    assert allocator.allocate(20 * MIB).address != block.address
+    assert allocator.reserved_bytes == 40 * MIB

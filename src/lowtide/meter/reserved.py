@@ -1,8 +1,8 @@
 """A model of PyTorch's caching allocator: what it reserves on a device, beside what is allocated.
 
 In: the sizes that a program asks for and gives back, in order. Out: the blocks that PyTorch would hand out,
-and the bytes reserved for them. No device is needed. The rules are those of ``CUDACachingAllocator.cpp`` in
-PyTorch 2.11 to 2.13.
+and the bytes reserved for them. No device is needed. The rules are those of
+``c10/cuda/CUDACachingAllocator.cpp`` in PyTorch 2.11 to 2.13. Docstrings name its functions.
 """
 
 from __future__ import annotations
@@ -247,7 +247,9 @@ class CachingAllocator:
             streams.discard(stream)
 
     def empty_cache(self) -> None:
-        """Wait for all streams and give back what is wholly free, as ``torch.cuda.empty_cache()``."""
+        """Wait for all streams and give back what is wholly free, as ``torch.cuda.empty_cache()``:
+        ``release_cached_blocks``, of expandable segments the pages that lie wholly in free blocks.
+        """
         for _, streams in self._pending:
             streams.clear()
         self._end_frees()
@@ -283,9 +285,13 @@ class CachingAllocator:
         return max(-(-bytes // unit) * unit, SMALLEST)
 
     def _find(self, pool: Pool, stream: int, size: int) -> Block | None:
-        """The smallest free block that is large enough, of those the lowest."""
+        """The smallest free block that is large enough, of those the lowest (``get_free_block``). Blocks of
+        expandable segments serve nobody while these are switched off.
+        """
         pool.searches += 1
         at, most = bisect_left(pool.free, ((stream, size, 0),)), self.max_split_bytes
+        while not self.expandable_segments and at < len(pool.free) and pool.free[at][1].expandable:
+            at += 1
         if at == len(pool.free) or pool.free[at][1].stream != stream:
             return None
         block = pool.free[at][1]
@@ -299,7 +305,9 @@ class CachingAllocator:
         return block
 
     def _new(self, pool: Pool, stream: int, size: int) -> Block:
-        """A block from the device, for which cached ones may have to be given back."""
+        """A block from the device, for which cached ones may have to be given back (``malloc``). The second
+        ``alloc_block`` is a retry, whether it succeeds or not.
+        """
         self._collect_garbage()
         block = self._from_device(pool, stream, size)
         if block is None and self._release_oversized(pool, stream, size):
@@ -316,6 +324,9 @@ class CachingAllocator:
         return block
 
     def _from_device(self, pool: Pool, stream: int, size: int) -> Block | None:
+        """A new segment, or new pages (``alloc_block``). The limit of a fraction is compared with the size
+        of a segment, also where pages are mapped, which may be more.
+        """
         own = -(-size // ROUNDING) * ROUNDING
         segment = own if size >= OWN_SEGMENT else SMALL_SEGMENT if size <= SMALL else LARGE_SEGMENT
         if self.limit is not None and self.reserved_bytes + segment > self.limit:
@@ -338,7 +349,9 @@ class CachingAllocator:
         return block.next
 
     def _range_bytes(self, pool: Pool) -> int:
-        """The address range of an expandable segment."""
+        """The address range of an expandable segment: 1 1/8 of the device's memory, in whole pages
+        (``ExpandableSegment``'s constructor).
+        """
         bytes = ADDRESSES if self.capacity is None else self.capacity + self.capacity // 8
         return -(-bytes // pool.page) * pool.page
 
@@ -347,7 +360,12 @@ class CachingAllocator:
         return self._next_address - bytes
 
     def _expand(self, pool: Pool, stream: int, size: int) -> Block | None:
-        """Map pages: behind a free block or in a hole, at the lowest address with room."""
+        """Map pages: behind a free block or in a hole, at the lowest address with room
+        (``try_allocate_expandable_block``).
+
+        A range may have several holes between its free blocks, which are mapped one after the other. Where
+        one fails, those before it stay mapped as free blocks until `empty_cache` gives them back.
+        """
         block = self._room(pool, stream, size)
         if not block.mapped and not self._map(block, min(block.bytes, size)):
             return None
@@ -361,6 +379,9 @@ class CachingAllocator:
         return block
 
     def _room(self, pool: Pool, stream: int, size: int) -> Block:
+        """Where free and unmapped blocks that follow each other have enough addresses, by the lowest hole
+        (``find_expandable_block``). Where none have, another range begins.
+        """
         for _, hole in pool.unmapped:
             first = block = hole.previous if hole.previous is not None and hole.previous.joinable else hole
             found = 0
@@ -374,7 +395,9 @@ class CachingAllocator:
         return hole
 
     def _map(self, hole: Block, size: int) -> bool:
-        """Map the first pages of a hole; free blocks beside it join it."""
+        """Map the first pages of a hole; free blocks beside it join it (``map_block``). All of them or none:
+        where the device has no memory for one page, ``ExpandableSegment::map`` releases those that it made.
+        """
         size = -(-size // hole.pool.page) * hole.pool.page
         if not self._take(size):
             return False
@@ -387,7 +410,9 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give back the pages that lie wholly in a free block; they begin with the address range."""
+        """Give back the pages that lie wholly in a free block; they begin with the address range
+        (``unmap_block``).
+        """
         first, pool = block, block.pool
         while first.previous is not None:
             first = first.previous
