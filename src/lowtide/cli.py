@@ -135,7 +135,7 @@ def train(
     compile: Compile = False,
     compile_backend: CompileBackend = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints; the last step is always saved there.")
+        Path | None, typer.Option(help="Folder for checkpoints and plans; the last step is always saved there.")
     ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
@@ -145,7 +145,8 @@ def train(
         typer.Option(
             "--resume",
             help="Go on from the newest checkpoint in RUN (--resume runs/first) or --checkpoint-dir, or of "
-            "the newest run in runs. What is not said is as the run was started; --steps may be more.",
+            "the newest run in runs. What is not said is as the run was started; --steps may be more. The "
+            "first step follows the plan that the run has kept.",
         ),
     ] = False,
     stop_after: Annotated[

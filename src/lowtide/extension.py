@@ -92,6 +92,24 @@ class Extension:
         """
         return None
 
+    def keeps(self) -> Mapping[str, Any] | None:
+        """What a later process has to know of it to use plans of this one, as JSON has it; ``None`` where it
+        cannot use them.
+
+        Ranks: that they have met.
+        """
+        return {}
+
+    def resumes(self, kept: Mapping[str, Any] | None) -> bool:
+        """Whether plans of an earlier process may be used. Asked once, when the first step begins.
+
+        Ranks: all of them use theirs, or none does. A collective.
+
+        Args:
+            kept: what `keeps` returned there; ``None`` where this process has no plans to use.
+        """
+        return True
+
     def given(self, budget: str | int | None) -> None:
         """A budget is given: to the limit, or to its handle later.
 
@@ -112,6 +130,17 @@ class Extension:
         Ranks: the settings of FSDP, which change what is gathered, reduced and freed.
         """
         return None
+
+    def recalls(self, book: Any, key: Any) -> bool:
+        """Whether it has put entries into the book: a step comes whose key has none.
+
+        Kept plans: those of an earlier process.
+
+        Args:
+            book: of the limit (`lowtide.run.limit.book.PlanBook`).
+            key: of the step (`lowtide.run.limit.key.StepKey`).
+        """
+        return False
 
     def begins(self, entry: Any) -> None:
         """A step of an entry (`lowtide.run.limit.entry.Entry`) begins, before it is known how it runs.

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,6 +52,7 @@ def limit_memory(
     progress: bool | None = None,
     reserved: bool | None = None,
     plan_seconds: float | None = None,
+    plans: str | Path | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
@@ -90,6 +92,11 @@ def limit_memory(
             that is done, not timed. A plan may lie further from the best one where it is short, and says so.
             ``None`` is 0.7 seconds or ten plain steps, whichever is more, for ``optimal``; where other ranks
             wait, too, 0.05 seconds or one plain step; other policies search for as long as they say.
+        plans: a folder in which plans are kept. A later process that limits the same model there, with the
+            same versions and on the same kind of device, uses them from its first step on, and profiles
+            nothing. Under another budget it plans from the profile that is kept. Each rank has a file of its
+            own; either all ranks use theirs, or none does. Give each limited model a folder of its own. The
+            compiled engine keeps its plans in Inductor's cache, whether a folder is given or not.
 
     Returns:
         The handle; for what `torch.compile` returned a `CompiledHandle`.
@@ -125,6 +132,7 @@ def limit_memory(
     check_seconds(plan_seconds, policy, "limit_memory(plan_seconds=)")
     check_arguments(policy, loss_fn)
     face = Face(reserved)
+    keeping = face.keeping(plans)
     extensions = [] if optimizer is None else [face.counting(model, optimizer)]
     refuse_several_devices(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -148,7 +156,7 @@ def limit_memory(
         if handle is not None:
             return handle
     # what that raises leaves the model as it is
-    extensions = [*face.moving(model, policy, stores), *extensions]
+    extensions = [*face.moving(model, policy, stores), *extensions, *keeping]
     before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
@@ -262,6 +270,18 @@ class Face:
         from lowtide.extensions.moves.extension import moves_for
 
         return [moves_for(policy, stores, model_device(model))]
+
+    def keeping(self, folder: str | Path | None) -> list[Extension]:
+        """What keeps plans in a folder, if one is given.
+
+        Raises:
+            PlanError: it is no folder.
+        """
+        if folder is None:
+            return []
+        from lowtide.extensions.kept.kept import kept_in
+
+        return [kept_in(folder)]
 
     def missing(self, limiter: Limiter, budget: str | int | None) -> list[Extension]:
         """The extensions that a limit needs by now, for this budget, and does not have."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -94,6 +96,7 @@ CASES = [
     Case("plain", also=Plain),
     Case("noting", also=Noting),
     Case("moves", lambda model: {"policy": MIXED}),
+    Case("plans", lambda model: {"plans": tempfile.mkdtemp()}),
     Case("ranks", within=one_rank),
     Case("reserved", also=lambda: Reserved(None)),
     Case("optimizer", lambda model: {"optimizer": torch.optim.AdamW(model.parameters())}, copies=False),
@@ -215,10 +218,10 @@ def test_ranks_that_come_after_the_limit_take_part_from_the_next_profiled_step_o
         assert same(train(model, 1), train(small(), 1))
 
 
-def test_the_core_calls_all_that_it_says() -> None:
+def test_the_core_calls_all_that_it_says(tmp_path: Path) -> None:
     with patch.object(limits.Face, "missing", lambda *_: ()):
         model = small()
-        handle = lowtide.limit_memory(model, "60%")
+        handle = lowtide.limit_memory(model, "60%", plans=tmp_path)  # which asks what others keep
     noting = Noting()
     handle._limiter.maker.extend(noting)
     for seed in range(3):

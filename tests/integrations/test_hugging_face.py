@@ -151,16 +151,20 @@ def test_a_policy_does_without_a_budget(tmp_path: Path) -> None:
     assert last["memory_peak_mib"] > 0 and "memory_budget_mib" not in last
 
 
-def test_resuming_goes_on_bit_by_bit(tmp_path: Path) -> None:
+def test_resuming_goes_on_bit_by_bit_and_with_its_plans(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from lowtide.integrations.hugging_face import LimitMemory
 
-    found = []
+    found, profiled = [], []
     for name, make in (("plain", list), ("limited", lambda: [LimitMemory("80%")])):
         trainer(tmp_path / name, make(), epochs=1).train()
         resumed = trainer(tmp_path / name, make(), seed=1)
-        resumed.train(resume_from_checkpoint=True)
+        with caplog.at_level("INFO", "lowtide"):
+            resumed.train(resume_from_checkpoint=True)
+        profiled.append(sum("profiled a first step" in line for line in caplog.messages))
         found.append(weights(resumed))
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *found)) and profiled == [0, 0]
 
 
 def test_what_is_no_trainer_is_refused() -> None:

@@ -166,15 +166,19 @@ def test_a_limit_goes_when_training_fails_and_backward_in_the_step_is_left_there
     assert "training_step" not in vars(manual)
 
 
-def test_resuming_goes_on_bit_by_bit(tmp_path: Path) -> None:
+def test_resuming_goes_on_bit_by_bit_and_with_its_plans(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from lowtide.integrations.lightning import LimitMemory
 
     found = []
     for name, make in (("plain", list), ("limited", lambda: [LimitMemory("80%")])):
         fit(tmp_path / name, make(), epochs=1)
-        (saved,) = glob.glob(str(tmp_path / name / "checkpoints" / "*"))
-        found.append(fit(tmp_path / name, make(), epochs=2, resume=saved))
+        (saved,) = glob.glob(str(tmp_path / name / "checkpoints" / "*.ckpt"))
+        with caplog.at_level("INFO", "lowtide"):
+            found.append(fit(tmp_path / name, make(), epochs=2, resume=saved))
     assert same(*found)
+    assert not [line for line in caplog.messages if "profiled a first step" in line]
 
 
 def test_a_part_is_named_or_refused(tmp_path: Path) -> None:

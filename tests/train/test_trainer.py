@@ -118,12 +118,16 @@ def test_training_under_a_budget_is_bitwise_training_without_one(text: Path, tmp
         ),
     ],
 )
-def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_resumed_run_goes_the_same_way(
+    text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
+) -> None:
     whole = options(text, checkpoint_dir=tmp_path / "whole", **changes)
     parts = options(text, checkpoint_dir=tmp_path / "parts", **changes)
     expected = train(whole)
     first = train(dataclasses.replace(parts, stop_after=3, budget=None, policy="full"))
-    second = train(dataclasses.replace(parts, resume=True, stop_after=5, budget="90%"))
+    with caplog.at_level("INFO", "lowtide"):
+        second = train(dataclasses.replace(parts, resume=True, stop_after=5, budget="90%"))
+    assert not [line for line in caplog.messages if "profiled a first step" in line], "the profile is kept"
     third = train(dataclasses.replace(parts, resume=True, budget=None, policy="sqrt"))
     assert (second.first_step, third.first_step) == (3, 5)
     assert trail(first) + trail(second) + trail(third) == trail(expected)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from lowtide.errors import expect
-from lowtide.integrations.peaks import Peaks
+from lowtide.integrations.peaks import PLANS, Peaks
 from lowtide.limits import limit_memory
 from lowtide.run.limit.checks import check_given
 from lowtide.run.limit.handle import Handle, handle_of
@@ -19,11 +20,13 @@ class LimitMemory(TrainerCallback):
 
     The limit is put on the model when training begins, since the ``Trainer`` makes its optimizer only then,
     and taken off when training ends; where an error ended it, ``callback.handle.remove()`` does. What is
-    logged has ``memory_peak_mib``, ``memory_predicted_mib`` and ``memory_budget_mib`` beside the loss.
+    logged has ``memory_peak_mib``, ``memory_predicted_mib`` and ``memory_budget_mib`` beside the loss. Where
+    checkpoints are saved, plans are kept beside them, in ``_lowtide_plans``: a resumed run uses them from its
+    first step on.
 
     Args:
         budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
-        options: its other arguments, but for ``optimizer``.
+        options: its other arguments, but for ``optimizer``. With ``plans=None`` no plans are kept.
 
     Attributes:
         handle: of the limited model, once training has begun.
@@ -51,7 +54,8 @@ class LimitMemory(TrainerCallback):
                 "training ends: if that was yours, leave out one of them (a run that ended in an error "
                 "leaves its own, too)"
             )
-        self.handle = limit_memory(model, self.budget, optimizer=optimizer, **self.options)
+        options = {"plans": _plans_beside(args), **self.options}
+        self.handle = limit_memory(model, self.budget, optimizer=optimizer, **options)
         self._peaks = Peaks(self.handle)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -74,6 +78,14 @@ class LimitMemory(TrainerCallback):
         """The model is as it was."""
         if self.handle is not None:
             self.handle.remove()
+
+
+def _plans_beside(args: Any) -> Path | None:
+    """The folder for plans, beside a run's checkpoints; ``None`` where it has none. The ``Trainer`` uploads
+    nothing whose name begins so.
+    """
+    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
+    return Path(args.output_dir) / PLANS if saves and args.output_dir else None
 
 
 def limit(trainer: Any, budget: str | int | None = None, **options: Any) -> LimitMemory:

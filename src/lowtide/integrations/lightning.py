@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ else:
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 
 from lowtide.errors import PlanError
-from lowtide.integrations.peaks import PEAK, Peaks
+from lowtide.integrations.peaks import PEAK, PLANS, Peaks
 from lowtide.limits import limit_memory
 from lowtide.run.limit.checks import check_given
 from lowtide.run.limit.handle import Handle
@@ -28,13 +29,15 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     What is limited is ``training_step``, whatever parts it calls, the loss included. Under manual
     optimization backward stands in it, too: there ``module`` is limited, or the only part that has all
     trained parameters, else the LightningModule's own forward. ``memory_peak_mib``, ``memory_predicted_mib``
-    and ``memory_budget_mib`` are logged. The limit is taken off when training ends.
+    and ``memory_budget_mib`` are logged. The limit is taken off when training ends. Where checkpoints are
+    saved, plans are kept beside them, in ``_lowtide_plans``: a run that is resumed from one of these
+    (``fit(ckpt_path=...)``) uses them from its first step on.
 
     Args:
         budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
         module: name of a part to limit in place of ``training_step``, as in ``"net"``; ``""`` is the
             LightningModule itself.
-        options: other arguments of `lowtide.limit_memory`.
+        options: other arguments of `lowtide.limit_memory`. With ``plans=None`` no plans are kept.
 
     Attributes:
         handle: of what is limited, once training has begun.
@@ -63,7 +66,7 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
                 "without their state. Give LimitMemory(..., optimizer=None) if that is as it should be"
             )
         only = optimizers[0] if len(optimizers) == 1 else None
-        options = {"optimizer": only, **self.options}
+        options = {"optimizer": only, "plans": _plans_beside(trainer), **self.options}
         if self.module is None and pl_module.automatic_optimization:
             self._before = pl_module.__dict__.get("training_step")
             limited = TrainingStep(pl_module)
@@ -93,6 +96,15 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Training ends here, too."""
         self.on_train_end(trainer, pl_module)
+
+
+def _plans_beside(trainer: Any) -> Path | None:
+    """The folder for plans, beside the checkpoint that a run is resumed from, else beside those that it
+    saves; ``None`` where there is no such folder on this machine.
+    """
+    resumed, saved = trainer.ckpt_path, getattr(trainer.checkpoint_callback, "dirpath", None)
+    folder = str(Path(resumed).parent) if resumed and "://" not in str(resumed) else saved
+    return None if not folder or "://" in str(folder) else Path(folder) / PLANS
 
 
 class TrainingStep(torch.nn.Module):

@@ -1,4 +1,6 @@
-"""What the callbacks log of a limited model: the highest peak of the steps since they last did."""
+"""What the callbacks share: where plans are kept, and what is logged of a limited model, the highest peak of
+the steps since it was logged last.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ from lowtide.run.messages import warn
 
 MIB = 1 << 20
 PEAK = "memory_peak_mib"
+PLANS = "_lowtide_plans"
+"""The folder for plans, beside a run's checkpoints."""
+
 _UNCALLED = (
     "a step has run, and the limited {} was not called in it: another module trains, and no budget is held. "
     "accelerate's regional compilation trains a copy of the model: leave it off "

@@ -135,6 +135,17 @@ def _gathered_by(states: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor
 
 
+def gather_once(model: torch.nn.Module) -> None:
+    """Where FSDP shards a model, gather the weights of each of its units once, and free them again. What they
+    are gathered into is made then, and not within the next step. A collective for each unit.
+    """
+    if is_root(model):
+        model._get_fsdp_state()._lazy_init()  # pyright: ignore
+        for unit in units(model):
+            unit.unshard()  # pyright: ignore
+            unit.reshard()  # pyright: ignore
+
+
 def weight_in(storage: torch.UntypedStorage) -> str:
     """The name of a parameter that some model of this process gathers into a storage, else the empty string.
     Looks through all objects of the process: for errors.
@@ -169,10 +180,11 @@ def settings(model: torch.nn.Module) -> tuple[Any, ...]:
     """
     found: list[Any] = []
     states = _states(model)
+    places = {id(state): place for place, state in enumerate(states)}  # the same in every process
     for state in states:
         found.append(state._state_ctx.is_last_backward)
         for ahead in (state._states_to_forward_prefetch, state._states_to_backward_prefetch):
-            found.append(tuple(map(id, ahead)))
+            found.append(tuple(places.get(id(other)) for other in ahead))
         # the first step notes so that the root's weights stay
         stays = model in state._modules and getattr(state, "_auto_reshard_after_forward", False)
         for group in _groups_of(state):

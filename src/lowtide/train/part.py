@@ -155,6 +155,7 @@ class WholeModel(Part):
             policy=self.options.policy,
             optimizer=optimizer,
             plan_seconds=self.options.plan_seconds,
+            plans=self.options.kept_plans,
         )
         count_reduced(self._handle.extensions, self.reduced_bytes)
 

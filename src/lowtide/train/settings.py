@@ -48,7 +48,7 @@ class Settings:
         dropout, unfused_attention, loss_chunks: changes to a built-in model's preset; ``None`` leaves the
             preset's.
         checkpoint_dir, checkpoint_every: where and how often to write checkpoints; the last step is always
-            written.
+            written. Plans are kept there, too (`kept_plans`).
         resume: go on from the newest checkpoint.
         stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
         compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be
@@ -133,6 +133,11 @@ class Settings:
             "--shard-parameters"
         ] * self.shard_parameters
         return " ".join(flags) or "--tp 1 --dp 1 --pp 1"
+
+    @property
+    def kept_plans(self) -> Path | None:
+        """The folder in which plans are kept, for a run that goes on: beside its checkpoints."""
+        return None if self.checkpoint_dir is None else self.checkpoint_dir / "plans"
 
     @property
     def compares(self) -> bool:

@@ -96,6 +96,7 @@ class Stages(Part):
             policy=options.policy,
             optimizer=optimizer,
             plan_seconds=options.plan_seconds,
+            plans=options.kept_plans,
         )
         parameters = chain(*(module.parameters() for module in self.modules))
         count_reduced(self._handle.extensions, reduced_over(parameters, self.ranks))

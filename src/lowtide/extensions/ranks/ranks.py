@@ -16,7 +16,7 @@ one of them refuses fails on all. FSDP's begin with one plan.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -37,6 +37,7 @@ from lowtide.extensions.ranks.agreement import (
 from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
 from lowtide.extensions.ranks.sharded import UNCALLED, ShardedLimiter
 from lowtide.graph import StepGraph
+from lowtide.interception import unseen
 from lowtide.ops import IS_COLLECTIVE
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import plain
@@ -45,6 +46,7 @@ from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.step import PlannedStep, ProfiledStep
 from lowtide.run.profile.profiler import Profiler
+from lowtide.run.watch import meter_gathered
 from lowtide.trace.transforms import with_collectives
 
 LEARNING_STEPS = 4
@@ -79,6 +81,32 @@ class Ranks(Extension):
     def copied(self) -> Ranks:
         """The same ranks, which have not met."""
         return Ranks(self._stages)
+
+    def keeps(self) -> Mapping[str, Any] | None:
+        """That the ranks have met. ``None`` before, and where ranks share layers: whether these run the same
+        program is found out while a step is profiled.
+        """
+        if not self._met or self.agreement is not None or self._neighbours is not None:
+            return None
+        return {"awaited": self.awaited, "has_collectives": self._has_collectives}
+
+    def resumes(self, kept: Mapping[str, Any] | None) -> bool:
+        """Whether all ranks have plans to use. If so, they have met: none waits for another one that profiles
+        a step. FSDP makes what it gathers weights into, which is there before the steps that were planned
+        for. A collective.
+        """
+        self.replicas = self._stages or distributed.replicated_by(self.model)
+        ranks = self._all_ranks()
+        if ranks is not None:
+            together = all(ranks.gather(kept is not None))
+        else:
+            together = kept is not None and self.replicas is None and not fsdp.process_groups(self.model)
+        if together and kept is not None:
+            self._looked = self._met = True
+            self.awaited, self._has_collectives = kept["awaited"], kept["has_collectives"]
+            with unseen(), meter_gathered(self.model):
+                fsdp.gather_once(self.model)
+        return together
 
     @property
     def hurries(self) -> bool:

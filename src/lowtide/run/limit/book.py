@@ -41,6 +41,7 @@ class PlanBook:
 
     Attributes:
         known: the entries by key, the latest used last.
+        verified: programs whose operations reproduce.
         latest: the plan of the latest step, or ``None``.
         lock: held while an entry changes.
     """
@@ -52,7 +53,7 @@ class PlanBook:
         self.latest: Planned | None = None
         self.lock = threading.RLock()
         self._kinds: dict[Any, Kind] = {}
-        self._verified: deque[str] = deque(maxlen=MOST_ENTRIES)  # programs whose operations reproduce
+        self.verified: deque[str] = deque(maxlen=MOST_ENTRIES)
 
     # ---- a step begins ---------------------------------------------------------------------------
 
@@ -64,6 +65,8 @@ class PlanBook:
         """
         with self.lock:
             found = self.known.get(key) or (self._find_serving(key) if self.known else None)
+            if found is None and sum(one.recalls(self, key) for one in self.maker.extensions):
+                found = self.known.get(key) or self._find_serving(key)
             if found is not None:
                 self.known[found.key] = self.known.pop(found.key)  # now the latest used
                 return found
@@ -78,6 +81,17 @@ class PlanBook:
             if len(self.known) > MOST_ENTRIES:
                 del self.known[next(iter(self.known))]
             return entry
+
+    def put(self, entry: Entry) -> None:
+        """Have an entry that an earlier process has kept. One that has no plan is planned for now.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        if entry.planned is None:
+            self._plan(entry)
+        entry.kind = self._kinds.setdefault(entry.key[1:], entry.kind)
+        self.known.setdefault(entry.key, entry)
 
     def _find_serving(self, key: StepKey) -> Entry | None:
         """The smallest entry whose plan serves steps with this key."""
@@ -131,7 +145,8 @@ class PlanBook:
         assert entry.planned is not None
         plan, limit = entry.planned.plan, self.maker.budget_bytes
         roomy = limit is None or plan.predicted_peak_bytes <= _ROOMY * limit
-        may_exceed = entry.kind.recorded or entry.facts.may_differ or co_limited
+        is_first = entry.planned.is_kept and not entry.planned.history.steps
+        may_exceed = entry.kind.recorded or entry.facts.may_differ or co_limited or is_first
         return How.PASS if plan.changes_nothing and roomy and not may_exceed else How.FOLLOW
 
     def _plan(self, entry: Entry) -> None:
@@ -212,8 +227,8 @@ class PlanBook:
         self._warn_of_operations(profiler)
         program = graph.fingerprint(sizes=False)
         if profiler.verified:
-            self._verified.append(program)
-        elif self.verify != "never" and program not in self._verified:
+            self.verified.append(program)
+        elif self.verify != "never" and program not in self.verified:
             kind.listens = True  # once more, with each operation run twice
         entry.facts = Facts(
             backwards=max(entry.facts.backwards, profiler.watch.backwards + profiler.early),

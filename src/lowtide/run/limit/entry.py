@@ -96,6 +96,7 @@ class Planned:
         plan: its plan.
         forward_spans, later_keys: as of `Entry`.
         history: of the steps under it.
+        is_kept: an earlier process made it. Its first step here shows whether the model's code is the same.
     """
 
     key: StepKey
@@ -104,6 +105,7 @@ class Planned:
     forward_spans: Sequence[tuple[int, int]] = ()
     later_keys: Sequence[StepKey] = ()
     history: History = field(default_factory=History)
+    is_kept: bool = False
 
     @cached_property
     def programs(self) -> list[Program]:

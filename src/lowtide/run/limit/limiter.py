@@ -25,7 +25,6 @@ from lowtide.errors import TraceError, shorten
 from lowtide.extension import Extension, Face
 from lowtide.graph import no_collection
 from lowtide.interception import drop_idle_key, suspended
-from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.forwards import Forwards
 from lowtide.run.limit.book import PlanBook
@@ -37,7 +36,7 @@ from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_under_way
 from lowtide.run.messages import ABANDONED, CO_LIMITED, UNMEASURED, UNREACHED, above_budget, warn
 from lowtide.run.profile.aside import profile_aside
-from lowtide.run.record.engine import engine, forms
+from lowtide.run.record.engine import engine
 from lowtide.run.record.special import Verify
 from lowtide.run.transforms import unused_bytes
 from lowtide.run.watch import StepWatch, weakly
@@ -105,7 +104,7 @@ class Limiter:
     """
 
     __slots__ = (  # no `__dict__`: `functools.update_wrapper` copies it to what wraps the limiter
-        "__weakref__", "_abandoned", "_forms", "_measured_bytes", "_profile_ended", "_step_ended", "book",
+        "__weakref__", "_abandoned", "_measured_bytes", "_profile_ended", "_step_ended", "book",
         "called", "calls", "checkpointing", "co_limited", "delegate", "engagement", "face", "handle", "local",
         "loss_fn", "maker", "model", "original", "paused", "removed", "verify", "warn_once",
     )  # fmt: skip
@@ -145,7 +144,6 @@ class Limiter:
         self.handle: Any = None  # the one that users hold, once somebody asks
         self.co_limited = self.paused = self.called = False
         self._abandoned = False  # whether a profiled step was
-        self._forms: Any = None  # what the operations of the model's steps need
 
     def __getstate__(self) -> dict[str, Any]:
         maker = self.maker
@@ -474,8 +472,7 @@ class Limiter:
         room = 0 if limit is None else limit - resident_bytes
         together = limit is not None and bool(self.maker.extensions) and self.maker.raises_together
         more = {"is_open": limit is None, "widens": not together, "resident_bytes": resident_bytes}
-        self._forms = self._forms or forms(model_device(self.model).type)
-        self.local.governor = engine().Governor(live, room, share=share, forms=self._forms, **more)
+        self.local.governor = engine().Governor(live, room, share=share, forms=self.maker.forms, **more)
         return self.local.governor
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:

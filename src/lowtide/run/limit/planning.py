@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
 
@@ -30,6 +30,7 @@ from lowtide.progress import working
 from lowtide.run.limit.checks import Demand, refuse_nested
 from lowtide.run.limit.entry import Entry
 from lowtide.run.messages import Once, warn
+from lowtide.run.record.engine import forms
 from lowtide.run.transforms import (
     spread,
     with_crossing,
@@ -218,6 +219,11 @@ class PlanMaker:
             extension.attach(self)
         stays = (extension for extension in self.extensions if extension.name != without)
         self.extensions = (*stays, *more)
+
+    @cached_property
+    def forms(self) -> Any:
+        """What the operations of the model's steps need."""
+        return forms(model_device(self.model).type)
 
     @property
     def budget(self) -> str | int | None:

@@ -94,7 +94,7 @@ class Forms {  // of one limit: what its operations need
   explicit Forms(const std::vector<uintptr_t>& meter) : meter_(meter) {}
 
   static uint64_t key_of(const OperatorHandle& op, const Stack& stack, size_t first) {
-    uint64_t key = reinterpret_cast<uintptr_t>(&op.schema());
+    uint64_t key = std::hash<c10::OperatorName>{}(op.operator_name());  // the same in every process
     for (size_t at = first; at < stack.size(); ++at) add(key, stack[at]);
     return key;
   }
@@ -107,7 +107,7 @@ class Forms {  // of one limit: what its operations need
     auto [guess, read] = guess_bytes(op, stack, first);
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      auto found = ratios_.find(&op.schema());
+      auto found = ratios_.find(op.operator_name());
       if (guess > 0 && found != ratios_.end())
         return {static_cast<int64_t>(static_cast<double>(guess) * found->second), -1, guess};
     }
@@ -116,13 +116,30 @@ class Forms {  // of one limit: what its operations need
 
   void learn(uint64_t key, const OperatorHandle& op, const Form& form) {
     std::lock_guard<std::mutex> guard(mutex_);
-    double& ratio = ratios_.try_emplace(&op.schema(), 1).first->second;
+    double& ratio = ratios_.try_emplace(op.operator_name(), 1).first->second;
     if (form.guessed_bytes > 0)
       ratio = std::max(ratio, static_cast<double>(form.need_bytes) / static_cast<double>(form.guessed_bytes));
     auto [known, is_new] = forms_.emplace(key, Form{form.need_bytes, form.seconds});
     if (is_new) return;
     known->second.need_bytes = std::max(known->second.need_bytes, form.need_bytes);
     known->second.seconds = std::min(known->second.seconds, form.seconds);
+  }
+
+  // What is known, for a later process: forms with what they need, operations with their ratios.
+  using Known = std::pair<std::vector<std::tuple<uint64_t, int64_t, double>>,
+                          std::vector<std::tuple<std::string, std::string, double>>>;
+  Known known() {
+    std::lock_guard<std::mutex> guard(mutex_);
+    Known all;
+    for (auto& [key, form] : forms_) all.first.emplace_back(key, form.need_bytes, form.seconds);
+    for (auto& [op, ratio] : ratios_) all.second.emplace_back(op.name, op.overload_name, ratio);
+    return all;
+  }
+
+  void know(const Known& all) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (auto& [key, need, seconds] : all.first) forms_.emplace(key, Form{need, seconds});
+    for (auto& [name, overload, ratio] : all.second) ratios_.emplace(c10::OperatorName(name, overload), ratio);
   }
 
   const Meter& meter() const { return meter_; }
@@ -161,7 +178,7 @@ class Forms {  // of one limit: what its operations need
 
   std::mutex mutex_;
   ska::flat_hash_map<uint64_t, Form> forms_;
-  std::unordered_map<const c10::FunctionSchema*, double> ratios_;  // of what was needed to what was guessed
+  std::unordered_map<c10::OperatorName, double> ratios_;  // of what was needed to what was guessed
   Meter meter_;
 };
 

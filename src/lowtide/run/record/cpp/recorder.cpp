@@ -236,7 +236,9 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("wrote", &wrote, "node"_a, "tensor"_a, "extent"_a, "plan"_a);
 
   py::class_<Forms, std::shared_ptr<Forms>>(m, "Forms")
-      .def(py::init<const std::vector<uintptr_t>&>(), "meter"_a);
+      .def(py::init<const std::vector<uintptr_t>&>(), "meter"_a)
+      .def("known", &Forms::known)
+      .def("know", &Forms::know);
   py::class_<Governor, std::shared_ptr<Governor>>(m, "Governor")
       .def(py::init<py::object, int64_t, double, bool, bool, int64_t, std::shared_ptr<Forms>>(), "live"_a,
            "room_bytes"_a, "share"_a = 0.0, "is_open"_a = false, "widens"_a = true, "resident_bytes"_a = 0,
