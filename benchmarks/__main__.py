@@ -14,6 +14,7 @@ NAMES = (
     "estimate_scale",
     "planning_time",
     "first_step",
+    "restart",
     "random_lengths",
     "varying",
     "held",

@@ -135,7 +135,8 @@ def train(
     compile: Compile = False,
     compile_backend: CompileBackend = None,
     checkpoint_dir: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints and plans; the last step is always saved there.")
+        Path | None,
+        typer.Option(help="Folder for checkpoints, and plans; the last is always saved."),
     ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
