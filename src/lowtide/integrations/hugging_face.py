@@ -84,8 +84,9 @@ def _plans_beside(args: Any) -> Path | None:
     """The folder for plans, beside a run's checkpoints; ``None`` where it has none. The ``Trainer`` uploads
     nothing whose name begins so.
     """
-    saves = str(getattr(args.save_strategy, "value", args.save_strategy)) != "no"
-    return Path(args.output_dir) / PLANS if saves and args.output_dir else None
+    saves = getattr(args, "save_strategy", "no")
+    folder = None if getattr(saves, "value", saves) == "no" else args.output_dir
+    return Path(folder) / PLANS if folder else None
 
 
 def limit(trainer: Any, budget: str | int | None = None, **options: Any) -> LimitMemory:
