@@ -17,7 +17,6 @@ from lowtide.extension import Extension
 from lowtide.meter.resident import model_device
 from lowtide.plan import POLICIES, check_seconds
 from lowtide.plan.data import Plan
-from lowtide.run.forwards import turn_off_checkpointing
 from lowtide.run.limit.checks import (
     Demand,
     check_arguments,
@@ -27,7 +26,7 @@ from lowtide.run.limit.checks import (
 from lowtide.run.limit.entry import Entry
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.messages import CHECKPOINTING_OFF, is_wrapped, own_checkpointing
+from lowtide.run.messages import is_wrapped, own_checkpointing
 from lowtide.run.profile.profiler import load_ahead
 from lowtide.run.record.special import Verify, check_verify
 
@@ -193,9 +192,7 @@ def _begun(limiter: Limiter) -> Handle:
     """The handle of a limit that is in force from now on."""
     limiter.extend(limiter.maker.budget)
     limiter.install()
-    limiter.checkpointing = turn_off_checkpointing(limiter.model)
-    if limiter.checkpointing:
-        limiter.warn_once(CHECKPOINTING_OFF)
+    limiter.turn_off_checkpointing()
     return Handle(limiter)
 
 

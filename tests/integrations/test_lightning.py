@@ -166,6 +166,67 @@ def test_a_limit_goes_when_training_fails_and_backward_in_the_step_is_left_there
     assert "training_step" not in vars(manual)
 
 
+class Language(lightning.LightningModule):
+    """A model of transformers that checkpoints; turned on before training, or as it begins."""
+
+    def __init__(self, automatic: bool, late: bool) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+        self.automatic_optimization, self.late, self.checkpointed = automatic, late, []
+        if not late:
+            self.turn_on()
+
+    def turn_on(self) -> None:
+        new = getattr(self.model, "activation_checkpointing_enable", None)
+        (new or self.model.gradient_checkpointing_enable)()
+
+    def on_train_start(self) -> None:
+        if self.late:
+            self.turn_on()
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        self.checkpointed.append(self.model.is_gradient_checkpointing)
+        loss = self.model(input_ids=batch, labels=batch).loss
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.parametrize(("automatic", "late"), [(True, False), (False, False), (True, True)])
+def test_a_model_that_checkpoints_leaves_that_to_the_limit(automatic: bool, late: bool) -> None:
+    pytest.importorskip("transformers")
+    from lowtide.integrations.lightning import LimitMemory
+
+    rows, modules = torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(1)), []
+    callback = LimitMemory("80%")
+    for callbacks in ([], [callback]):
+        module = Language(automatic, late)
+        trainer = lightning.Trainer(
+            max_steps=3, accelerator="cpu", logger=False, enable_progress_bar=False, callbacks=callbacks,
+            enable_checkpointing=False, enable_model_summary=False,
+        )  # fmt: skip
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", lowtide.LowtideWarning)
+            trainer.fit(module, DataLoader(rows, batch_size=4))  # type: ignore[arg-type]
+        ours = [one for one in told if issubclass(one.category, lowtide.LowtideWarning)]
+        assert len(ours) == len(callbacks), "it is said once"
+        modules.append(module)
+    assert [module.checkpointed for module in modules] == [[True] * 3, [False] * 3]
+    assert modules[1].model.is_gradient_checkpointing, "on again after training"
+    assert same(*modules)
+    assert callback.handle is not None and callback.handle.plan is not None and callback.handle.plan.replayed
+
+
 def test_resuming_goes_on_bit_by_bit_and_with_its_plans(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,9 +1,7 @@
-"""What runs within a step: its forwards, where it has several, and calls of compiled submodules; and what is
-off in it, a model's own gradient checkpointing.
+"""What runs within a step: its forwards, where it has several, and calls of compiled submodules.
 
 `Forwards` puts a recorder around each forward of a pipeline's micro-batches, `left_alone` takes it off around
-calls of compiled submodules, each of which is one opaque operation. `turn_off_checkpointing` turns a model's
-own gradient checkpointing off.
+calls of compiled submodules, each of which is one opaque operation.
 """
 
 from __future__ import annotations
@@ -23,41 +21,6 @@ Around = Callable[[], AbstractContextManager[Any]]
 
 Observer = Callable[[Callable[[], Any]], Any]
 """Makes a call whose operations nobody sees."""
-
-
-_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
-"""The flags of modules that checkpoint parts of themselves: of transformers and diffusers, and of timm."""
-
-
-def turn_off_checkpointing(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
-    """Turn the gradient checkpointing of a model off where its modules have a flag for that.
-
-    Returns:
-        Of each module that had it on, its name in the model, and the flag: for `turn_on_checkpointing`.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-        >>> model[0].gradient_checkpointing = True
-        >>> turn_off_checkpointing(model), model[0].gradient_checkpointing
-        ((('0', 'gradient_checkpointing'),), False)
-    """
-    on = [
-        (name, module, flag)
-        for name, module in model.named_modules()
-        for flag in _CHECKPOINTING
-        if getattr(module, flag, None) is True
-    ]
-    for _, module, flag in on:
-        setattr(module, flag, False)
-    return tuple((name, flag) for name, _, flag in on)
-
-
-def turn_on_checkpointing(model: torch.nn.Module, flags: Iterable[tuple[str, str]]) -> None:
-    """Turn it on again in the modules that are still there."""
-    modules = dict(model.named_modules())
-    for name, flag in flags:
-        if name in modules:
-            setattr(modules[name], flag, True)
 
 
 class Forwards:

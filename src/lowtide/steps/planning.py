@@ -28,13 +28,11 @@ from lowtide.meter.resident import model_device
 from lowtide.plan import check_seconds
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.progress import Work, working
-from lowtide.run.forwards import turn_off_checkpointing
 from lowtide.run.limit.checks import check_given, refuse_several_devices
 from lowtide.run.limit.entry import Entry, Facts, Kind
 from lowtide.run.limit.handle import Handle, handle_of
 from lowtide.run.limit.key import Inputs, Members
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.messages import CHECKPOINTING_OFF, warn
 from lowtide.run.transforms import unused_bytes
 from lowtide.steps.given import Given
 from lowtide.steps.target import ScriptError, ScriptFailed, Target, of_the_user
@@ -176,8 +174,7 @@ class _Planning:
         settings = {**self.settings, "policy": self.options.policy or "optimal", "progress": None}
         limiter = Limiter(model, None, "first", face, extensions, budget=budget, **settings)  # not installed
         limiter.extend(budget)
-        if turn_off_checkpointing(model):
-            warn(CHECKPOINTING_OFF)
+        limiter.turn_off_checkpointing()
         inputs, own = Inputs(model, args, kwargs, False, limiter.extensions), Members(model).resident_bytes()
 
         def step(*args: Any, **kwargs: Any) -> Tensor:

@@ -130,6 +130,28 @@ class Flagged(nn.Module):
         return self.body(x)
 
 
+class Switched(nn.Module):
+    """With the names that diffusers' models have, and a flag of another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Net(False)
+        self.enable_gradient_checkpointing()
+
+    def enable_gradient_checkpointing(self) -> None:
+        self.body.checkpoints = True
+
+    def disable_gradient_checkpointing(self) -> None:
+        self.body.checkpoints = False
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        return self.body.checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
 class NoFlag(Net):
     def __init__(self) -> None:
         super().__init__(reentrant=False)
@@ -142,9 +164,10 @@ class NoFlag(Net):
     [
         (lambda: Flagged("gradient_checkpointing"), "off while its limit is on"),
         (lambda: Flagged("grad_checkpointing"), "off while its limit is on"),
+        (Switched, "off while its limit is on"),
         (NoFlag, "leave apply_activation_checkpointing out"),
     ],
-    ids=["transformers", "timm", "wrapped by PyTorch"],
+    ids=["transformers", "timm", "diffusers", "wrapped by PyTorch"],
 )
 def test_what_a_model_says_of_itself_is_told_when_the_limit_is_set(make: Any, told: str) -> None:
     """Before the first step, and not once more in it."""
@@ -155,6 +178,25 @@ def test_what_a_model_says_of_itself_is_told_when_the_limit_is_set(make: Any, to
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
         model(torch.randn(64, 32).requires_grad_()).backward()
+
+
+@pytest.mark.parametrize("prepares", [False, True])
+def test_checkpointing_that_is_turned_on_under_a_limit_is_off_in_its_first_step(prepares: bool) -> None:
+    """A callback of a trainer may begin after the limit's, and turn it on."""
+    x = torch.randn(64, 32).requires_grad_()
+    model = Switched()
+    model.disable_gradient_checkpointing()
+    handle = lowtide.limit_memory(model, "min")
+    model.enable_gradient_checkpointing()
+    with pytest.warns(lowtide.LowtideWarning, match="off while its limit is on"):
+        handle.prepare(x) if prepares else model(x).backward()
+    assert not model.is_gradient_checkpointing
+    assert handle.plan is not None and handle.plan.replayed
+    with handle.paused():
+        assert model.is_gradient_checkpointing
+    assert not model.is_gradient_checkpointing
+    handle.remove()
+    assert model.is_gradient_checkpointing
 
 
 def test_a_refused_limit_leaves_a_models_checkpointing_on() -> None:

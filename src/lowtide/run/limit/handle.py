@@ -24,7 +24,6 @@ from lowtide.extension import Extension
 from lowtide.graph import StepGraph
 from lowtide.interception import drop_idle_key
 from lowtide.plan.data import Plan
-from lowtide.run.forwards import turn_off_checkpointing, turn_on_checkpointing
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
@@ -345,7 +344,7 @@ class Handle(LimitHandle):
         for extension in limiter.extensions:
             extension.close()
         limiter.uninstall()
-        turn_on_checkpointing(self.model, limiter.checkpointing)
+        limiter.turn_on_checkpointing()
         drop_idle_key()
 
     @contextmanager
@@ -357,13 +356,13 @@ class Handle(LimitHandle):
         """
         limiter = self._in_force()
         limiter.paused = True
-        turn_on_checkpointing(self.model, limiter.checkpointing)
+        limiter.turn_on_checkpointing()
         try:
             with limiter.engagement.paused():
                 yield
         finally:
             limiter.paused = False
-            turn_off_checkpointing(self.model)
+            limiter.turn_off_checkpointing()
 
     def _in_force(self) -> Limiter:
         """The limiter, which is still in force.

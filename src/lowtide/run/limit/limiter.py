@@ -34,7 +34,15 @@ from lowtide.run.limit.entry import Entry, How, Planned
 from lowtide.run.limit.key import Inputs, Members
 from lowtide.run.limit.planning import PlanMaker
 from lowtide.run.limit.step import PlannedStep, ProfiledStep, steps_under_way
-from lowtide.run.messages import ABANDONED, CO_LIMITED, UNMEASURED, UNREACHED, above_budget, warn
+from lowtide.run.messages import (
+    ABANDONED,
+    CHECKPOINTING_OFF,
+    CO_LIMITED,
+    UNMEASURED,
+    UNREACHED,
+    above_budget,
+    warn,
+)
 from lowtide.run.profile.aside import profile_aside
 from lowtide.run.record.engine import engine
 from lowtide.run.record.special import Verify
@@ -53,6 +61,11 @@ _TOGETHER = (
 
 _OWNED = "_lowtide_limiters"
 """The attribute of a copied model that has its limiters, by the id of those that its forward shares."""
+
+_CHECKPOINTING = ("gradient_checkpointing", "grad_checkpointing")
+"""The flags of modules that checkpoint parts of themselves: of transformers and diffusers, and of timm."""
+
+_DISABLE, _ENABLE = "disable_gradient_checkpointing", "enable_gradient_checkpointing"
 
 _LEAST_SHARE = 0.25
 """Of a plain step's bytes so far, where a first step looks for the least that works."""
@@ -97,7 +110,8 @@ class Limiter:
             part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
         paused: calls run unchanged for a while.
-        checkpointing: flags of the model's own gradient checkpointing, which is off while the limit is on.
+        checkpointing: what turns the model's own gradient checkpointing on again, which is off under the
+            limit: of each module that had it on, its name in the model, and a flag or a method.
         called: whether any call has come here.
         forwards: those of a pipeline's step, which has several and runs their backwards itself; ``None``
             where a step is one forward, and its caller runs backward.
@@ -243,6 +257,36 @@ class Limiter:
                 del self.model.__dict__["forward"]
             else:
                 self.model.__dict__["forward"] = self.original
+
+    def turn_off_checkpointing(self) -> None:
+        """Turn the model's own gradient checkpointing off: by the flags of its modules, and by a module's
+        method where it still says that it checkpoints (with the names of diffusers, and a flag of its own).
+        A step that is written down does so once more, since a trainer may turn it on under the limit.
+        """
+        on = dict.fromkeys(self.checkpointing)
+        for name, module in self.model.named_modules():
+            for flag in _CHECKPOINTING:
+                if getattr(module, flag, None) is True:
+                    setattr(module, flag, False)
+                    on[name, flag] = None
+        for name, module in self.model.named_modules():
+            has_both = hasattr(module, _DISABLE) and hasattr(module, _ENABLE)
+            if has_both and getattr(module, "is_gradient_checkpointing", None) is True:
+                getattr(module, _DISABLE)()
+                on[name, _ENABLE] = None
+        if on:
+            self.warn_once(CHECKPOINTING_OFF)
+        self.checkpointing = tuple(on)
+
+    def turn_on_checkpointing(self) -> None:
+        """Turn it on again in the modules that are still there."""
+        modules = dict(self.model.named_modules())
+        for name, switch in self.checkpointing:
+            if name in modules:
+                if switch in _CHECKPOINTING:
+                    setattr(modules[name], switch, True)
+                else:
+                    getattr(modules[name], switch)()
 
     # ---- a call ----------------------------------------------------------------------------------
 
@@ -409,6 +453,7 @@ class Limiter:
     def _begin_profiled(self, entry: Entry, inputs: Inputs) -> ProfiledStep:
         """A step that is written down; a plan is made when its backward has ended."""
         self.extend(self.maker.budget)
+        self.turn_off_checkpointing()
         verify, ended = self.book.is_to_verify(entry), self._profile_ended
         governor, claimed = partial(self._governor, entry, inputs), self.maker.claimed_bytes
         step = ProfiledStep(entry, inputs, verify, ended, self.forwards, governor, claimed)
@@ -488,6 +533,7 @@ class Limiter:
         inputs = Inputs(self.model, args, kwargs, False, self.maker.extensions)
         entry = self.book.find(inputs.key)
         if self.book.begin(entry, prepared=True) is How.ASIDE:
+            self.turn_off_checkpointing()
             own, claimed = inputs.resident_bytes(), self.maker.claimed_bytes
             with self.engagement.paused(), self.inside():
                 profiler, graph = profile_aside(
