@@ -114,8 +114,8 @@ def planner() -> str:
     ]
     head = ["model", "plain MiB", "every block MiB", "every block", "lowtide at that peak"]
     text = (
-        "*Every block* is `torch.utils.checkpoint`; lowtide got its peak as the budget. Times are what is "
-        f"added to the plain step ({where(found)}; `python -m benchmarks versus_checkpoint`)."
+        "*Every block* is `torch.utils.checkpoint`; lowtide got its peak as the budget. Times are extra "
+        f"times over the plain step ({where(found)}; `python -m benchmarks versus_checkpoint`)."
     )
     return f"{table(head, body)}\n\n{text}"
 
@@ -149,7 +149,7 @@ def codecs() -> str:
         if "all_saved_bytes" in row
     ]
     text = (
-        f"A small GPT: what is left of all saved bytes, and the loss after {found['steps']} steps against "
+        f"A small GPT: the share of saved bytes that is left, and the loss after {found['steps']} steps over "
         f"the plain training's ({where(found)}; `python -m benchmarks codecs`)."
     )
     return f"{table(['codec', 'saved bytes left', 'loss'], body)}\n\n{text}"

@@ -16,14 +16,15 @@ from benchmarks.tables import load, mib, percent, table, where, yes
 ROOT = RESULTS.parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
 COLUMNS = (
-    "*Per block* is `torch.utils.checkpoint` (non-reentrant) on every block, and times with a sign are what "
-    "is added to the plain step. *lowtide* gets the peak of *per block* as its budget and recomputes as "
-    "that does; *with the disk* it may move values there, too (`policies.mixed`). *Ratio of extra*: the "
-    "added time in the column before over that of *per block*. *Budget 100 %*: what lowtide adds where all "
-    "of the plain step fits. *Smallest / per block*: the smallest budget that lowtide can meet over the "
-    "peak of *per block*. It *holds* when the peak is at or below that of *per block*, the added time at "
-    "most half of it, and a budget of 100 % costs under 3 %; the last column is the same with the disk. The "
-    "C library keeps the pages of freed memory, but not in rows with a star, which are of an earlier run."
+    "*Per block* is `torch.utils.checkpoint` (non-reentrant) on every block. Times with a sign are extra "
+    "times over the plain step. *lowtide* gets the peak of *per block* as its budget, and recomputes. *With "
+    "the disk* it may also move values to the disk (`policies.mixed`). *Ratio of extra*: the extra time of "
+    "the column before, divided by that of *per block*. *Budget 100 %*: lowtide's extra time with the plain "
+    "peak as its budget. *Smallest / per block*: the smallest budget that works, divided by the peak of *per "
+    "block*. A row *holds* if the peak is at most that of *per block*, the extra time is at most half of its "
+    "extra time, and the extra time with a budget of 100 % is under 3 %. The last column is the same with "
+    "the disk. The C library keeps the pages of freed memory, except in rows with a star, which are of an "
+    "earlier run."
 )
 
 
@@ -93,9 +94,9 @@ def sharded(rows: list[dict[str, Any]]) -> str:
 
 
 IN_SHORT = (
-    "The budget of each row is the peak of `torch.utils.checkpoint` on every block. Times are what is added "
-    "to the plain step. The last column may also move values: to the disk on the CPU, to main memory on the "
-    "card."
+    "The budget of each row is the peak of `torch.utils.checkpoint` on every block. Times are extra times "
+    "over the plain step. In the last column lowtide may also move values: to the disk on the CPU, to main "
+    "memory on the GPU."
 )
 
 
@@ -338,9 +339,9 @@ def main() -> None:
     parts = [
         "# Results",
         "",
-        "Made by `python -m benchmarks report` from the files in `benchmarks/results`. Misses stand beside "
-        "hits. A table that names lowtide 0.3.0 is of the code before one governor held every step: it has "
-        "not been measured again.",
+        "`python -m benchmarks report` makes this page from the files in `benchmarks/results`. Tables "
+        "contain hits and misses. A table that names lowtide 0.3.0 was measured before one governor held "
+        "every step, and has not been measured again.",
     ]
     found = load("versus_checkpoint")
     brief = ""
@@ -352,21 +353,20 @@ def main() -> None:
     if found:
         held = found["held"]
         text = (
-            f"Of {held['of']} rows the measured peak is within the budget in {held['within_budget']}, the "
-            f"predicted peak within 1 % of the measured one in {held['peak_holds']}. Of the extra time, the "
-            "forecast before any step is within 15 % of the measured one or 2 % of the step in "
-            f"{held['forecast_holds']}, and what steps calibrated in "
-            f"{held['calibrated_holds']}; the forecast of the plain step is within 15 % in "
-            f"{held['forecast_plain_holds']}. The C library keeps the pages of "
-            "freed memory: else a plain step spends up to a fifth of its time on getting them back from the "
-            "system, and what a plan saves of that hides what it costs."
+            f"Of {held['of']} rows, the measured peak is within the budget in {held['within_budget']}, and "
+            f"the predicted peak is within 1 % of the measured peak in {held['peak_holds']}. The forecast of "
+            "the extra time, made before any step, is within 15 % of the measured one, or within 2 % of the "
+            f"step, in {held['forecast_holds']} rows. The calibrated extra time is in "
+            f"{held['calibrated_holds']}. The forecast of the plain step is within 15 % in "
+            f"{held['forecast_plain_holds']}. The C library keeps the pages of freed memory. Without this, a "
+            "plain step spends up to a fifth of its time on getting pages from the system, which hides the "
+            "cost of a plan."
         )
         parts += ["", "## Predicted against measured", "", where(found), "", text, "", accuracy(found)]
         brief += (
-            f"\n- Predicted before any step, on six models at four budgets each ({where(found)}): the peak "
-            "within 1 % in "
-            f"{held['peak_holds']} of {held['of']} rows, the extra time within 15 % of the measured one, or "
-            f"2 % of the step, in {held['forecast_holds']}."
+            f"\n- Predictions before any step, for six models at four budgets each ({where(found)}): the "
+            f"peak is within 1 % in {held['peak_holds']} of {held['of']} rows. The extra time is within 15 % "
+            f"of the measured one, or within 2 % of the step, in {held['forecast_holds']}."
         )
     if found and (other := load("accuracy_elsewhere")):  # saved under this name by hand
         held = other["held"]
@@ -379,9 +379,8 @@ def main() -> None:
     found = load("planning_time")
     if found:
         text = (
-            "The first step is profiled while it runs, and planned for at its end. Planning is solving and "
-            "bounding. What the first plan of a process "
-            "imports and measures once, whatever it is for, comes on top: "
+            "lowtide profiles the first step while it runs, and plans at its end. Planning is solving and "
+            "bounding. The first plan of a process also imports modules and measures the machine: "
             f"{found['first_of_process_seconds']:.1f} s for a tiny model."
         )
         parts += ["", "## Planning", "", where(found), "", text, "", planning(found)]

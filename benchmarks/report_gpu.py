@@ -141,7 +141,7 @@ def brief() -> str:
     same = [row["same_gradients"] for (part, _), row in rows.items() if part.startswith("deterministic")]
     return (
         f"Card: {about['gpu']}, {about['date']}, torch {about['torch']}, lowtide {about['lowtide']}, in "
-        f"bfloat16. The predicted peak is within 1 MiB of what the allocator was asked for in {hits} of "
+        f"bfloat16. The predicted peak is within 1 MiB of the requested bytes in {hits} of "
         f"{len(exact)} eager rows. Gradients are the plain step's bit by bit in {sum(same)} of {len(same)} "
         "rows with PyTorch's deterministic algorithms."
     )
