@@ -10,6 +10,7 @@ import pytest
 from lowtide.estimate import EstimateError, configure, estimate
 from lowtide.estimate.devices import device
 from lowtide.estimate.flops import attention_flops, logit_flops
+from lowtide.estimate.layer import layer_terms
 from lowtide.estimate.speed import efficiencies, step_time
 
 H100 = device("h100")
@@ -163,3 +164,14 @@ def test_experts_with_adapters_run_one_by_one_without_grouped_kernels() -> None:
         assert step_time(attention, device(device_name)).launches == 0
         found = step_time(config, device(device_name)).launches
         assert found == pytest.approx(48 * 4 / 3 * waits * alone)
+
+
+def test_activations_on_the_host_wait_for_the_link() -> None:
+    """What a layer keeps goes there and comes back, beside nothing; kept layer inputs of a short step too."""
+    kept = configure("llama3-8b", offload_activations=True, micro_batch=2)
+    layer = sum(term.bytes for term in layer_terms(kept))
+    seconds = step_time(kept, H100).host
+    assert seconds == pytest.approx(2 * L * layer / (H100.host_bandwidth * KNOWN.links))
+    assert step_time(kept, H100).total == pytest.approx(
+        seconds + step_time(configure("llama3-8b", micro_batch=2), H100).total
+    )

@@ -42,7 +42,7 @@ from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import total
 from lowtide.estimate.schedule import bubble_share
 from lowtide.estimate.states import updated_parameters
-from lowtide.estimate.traffic import Link, stage_traffic
+from lowtide.estimate.traffic import Link, offloaded_bytes, stage_traffic
 
 HOST_ADAM_BYTES_PER_SECOND = 110e9
 """What the host's Adam reads and writes a second, at 28 bytes a parameter (arXiv 2101.06840, Table 4: 93 to
@@ -72,7 +72,8 @@ ASSUMPTIONS = (
     "last micro-batch's backward, ZeRO-3's behind all compute, context-parallel ones behind attention, what "
     "interleaved stages send behind compute; what hides slows compute",
     "tensor-parallel groups stay within a node; causal attention is counted whole",
-    "what goes to the host hides behind backward; the optimizer there does not, and runs at "
+    "gradients on their way to the host hide behind backward; activations, and the optimizer there, do not, "
+    "which runs at "
     f"{HOST_ADAM_BYTES_PER_SECOND / 1e9:.0f} GB/s on the host (arXiv 2101.06840, Table 4)",
     "predicted times within 3 % of each other are ties, which the simpler configuration wins",
 )
@@ -167,6 +168,7 @@ class Work:
         moved: bytes that the loss and float8 casts move.
         optimizer: bytes that the optimizer reads and writes on the device.
         host_optimizer: seconds of the optimizer on the host.
+        offloaded: bytes of activations moved to the host and back.
         sent: bytes sent, by link.
         links: bytes a second of each link.
     """
@@ -180,6 +182,7 @@ class Work:
     moved: float
     optimizer: float
     host_optimizer: float
+    offloaded: float
     sent: Mapping[Link, float]
     links: Mapping[str, float]
 
@@ -215,6 +218,7 @@ def step_work(config: Config, device: Device) -> Work:
         attention=attention / config.devices, activations=_activation_bytes(config),
         moved=_loss_bytes(config) + _cast_bytes(config) + _frozen_bytes(config),
         optimizer=(1 - away) * parameters * 2 * states, host_optimizer=away * parameters * 28 / host_rate,
+        offloaded=offloaded_bytes(config),
         sent=_sent(config), links=_links(config, device),
     )  # fmt: skip
 
@@ -258,7 +262,8 @@ def priced(work: Work, known: Efficiency) -> StepTime:
         data=_beside(sent["data"], compute * _data_cover(config), known)
         + known.collective * _collectives(config),
         optimizer=work.optimizer / device.memory_bandwidth,
-        host=max(0.0, work.sent["host"] / device.host_bandwidth - compute * 2 / 3) + work.host_optimizer,
+        host=max(0.0, (work.sent["host"] - work.offloaded) / device.host_bandwidth - compute * 2 / 3)
+        + work.host_optimizer + work.offloaded / (device.host_bandwidth * known.links),
     )  # fmt: skip
 
 

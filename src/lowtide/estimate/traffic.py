@@ -171,6 +171,14 @@ def _data(config: Config, stage: int) -> list[Traffic]:
     ]
 
 
+def offloaded_bytes(config: Config) -> int:
+    """Bytes of activations that a device moves to the host in a step, and back."""
+    if not config.offload_activations:
+        return 0
+    layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
+    return ceil(2 * layer * config.stage_layers * config.micro_batches)
+
+
 def _host(config: Config, stage: int) -> list[Traffic]:
     found = []
     if config.offload_optimizer:
@@ -181,9 +189,7 @@ def _host(config: Config, stage: int) -> list[Traffic]:
         found.append(Traffic("host", "gradients to the host", down, f"{config.gradient_bytes}Mn", source))
         up = ceil(share * config.weight_bytes)
         found.append(Traffic("host", "weights from the host", up, f"{config.weight_bytes}M", source))
-    if config.offload_activations:
-        layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
-        size = ceil(2 * layer * config.stage_layers * config.micro_batches)
+    if size := offloaded_bytes(config):
         name, source = "activations to and from the host", f"{ZERO} Sec. 8 (P_a+cpu)"
         found.append(Traffic("host", name, size, "2 x what is kept", source))
     return found
