@@ -117,6 +117,17 @@ def distributed_like(piece: torch.Tensor, like: Any) -> torch.Tensor:
     return make(piece, like._spec, requires_grad=False)
 
 
+def store() -> Any:
+    """Where the processes of this job met, and can leave words for one another; ``None`` without a process
+    group, or with one of pretended ranks.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_backend() == "fake":
+        return None
+    from torch.distributed.distributed_c10d import _get_default_store  # pyright: ignore
+
+    return _get_default_store()
+
+
 def fake_store() -> Any:
     """A store for the ``fake`` backend, whose collectives move nothing: ranks that are not there."""
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -35,6 +35,7 @@ from lowtide.extensions.ranks.agreement import (
     of_world,
 )
 from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
+from lowtide.extensions.ranks.presence import AHEAD_SECONDS, BEHIND_SECONDS, Presence
 from lowtide.extensions.ranks.sharded import UNCALLED, ShardedLimiter
 from lowtide.graph import StepGraph
 from lowtide.interception import unseen
@@ -74,6 +75,8 @@ class Ranks(Extension):
         self.agreement: Agreement | None = None
         self.replicas: Any = None
         self.awaited = False
+        self._presence: Presence | None = None
+        self._in_step = False  # in one of the program's, in which the ranks move tensors
         self._looked = self._met = self._has_collectives = False
         self._neighbours: Agreement | None = None
         self._steps = 0  # that all ranks have begun
@@ -96,6 +99,8 @@ class Ranks(Extension):
         for. A collective.
         """
         self.replicas = self._stages or distributed.replicated_by(self.model)
+        self._announce()
+        self._refuse_unlimited(())
         ranks = self._all_ranks()
         if ranks is not None:
             together = all(ranks.gather(kept is not None))
@@ -107,6 +112,17 @@ class Ranks(Extension):
             with unseen(), meter_gathered(self.model):
                 fsdp.gather_once(self.model)
         return together
+
+    def _announce(self) -> None:
+        """Have the other ranks know that this one has a limit."""
+        if self._presence is None:
+            self._presence = Presence(type(self.model).__name__ if self._stages is None else "pipeline")
+
+    def close(self) -> None:
+        """The other ranks know that this one has no limit."""
+        if self._presence is not None and torch.distributed.is_initialized():
+            self._presence.close()
+        self._presence = None
 
     @property
     def hurries(self) -> bool:
@@ -137,6 +153,7 @@ class Ranks(Extension):
         to plan again, all do. At steps 1, 2, 4, 8, ... all ranks exchange what a share has come to.
         """
         maker, planned = self.maker, entry.planned
+        self._announce()
         self._raise_together()
         # ranks exchange nothing more after so many steps; they count the same ones, and stop at the same one
         learned = planned is not None and planned.history.steps > LEARNING_STEPS
@@ -184,6 +201,7 @@ class Ranks(Extension):
         """
         if isinstance(step, ProfiledStep):
             refuse_first_fsdp(self.model)
+            self._in_step = True
             self.replicas = self._stages or distributed.replicated_by(self.model)
             yield
             return
@@ -210,8 +228,9 @@ class Ranks(Extension):
         self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran)
         groups = profiler.collectives.groups
         if not self._looked:
-            self._looked = True
             shares = of_layers(self.model) or of_group(self.maker.groups())
+            self._refuse_unlimited([shares.process_group] if shares is not None else groups)
+            self._looked = True
             self.agreement = shares or of_collectives(groups, profiler.given)
         shared, self._neighbours = self.agreement, None
         if shared is not None and shared.same_program(graph):
@@ -223,6 +242,17 @@ class Ranks(Extension):
         if ranks is not None:
             self._exchange_peaks(ranks, entry)
         return graph
+
+    def _refuse_unlimited(self, groups: Iterable[Any]) -> None:
+        """Refuse to go on where a rank of these groups, or one that holds shards or copies of the model, has
+        no limit: before anything is exchanged.
+        """
+        replicas = [] if self.replicas is None else [self.replicas]
+        known = (*groups, *fsdp.process_groups(self.model), *replicas)
+        ranks = {rank for group in known for rank in torch.distributed.get_process_group_ranks(group)}
+        if ranks and self._presence is not None:
+            seconds = BEHIND_SECONDS if self._in_step else AHEAD_SECONDS
+            self._presence.refuse_absent(sorted(ranks), seconds)
 
     def _exchange_peaks(self, ranks: Agreement, entry: Entry) -> None:
         """The ranks exchange what their first profiled steps take: devices are alike, so a percentage is of
