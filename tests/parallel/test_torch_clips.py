@@ -85,6 +85,17 @@ def as_parameters(model: nn.Module) -> nn.Module:
     return model
 
 
+def made_anew(model: nn.Module) -> nn.Module:
+    """``torch.nn.Parameter`` of each parameter, as weights are shared, and state dicts assigned."""
+    for layer in model.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            layer._parameters[name] = again = nn.Parameter(parameter)
+            assert isinstance(again, nn.Parameter) and again.data_ptr() == parameter.data_ptr()
+            assert not isinstance(parameter.detach(), nn.Parameter)
+            assert type(parameter.detach().clone()) is type(parameter + 1) is type(parameter.data) is Tensor
+    return replaced(model)
+
+
 def copied(model: nn.Module) -> nn.Module:
     return replaced(copy.deepcopy(model))
 
@@ -150,6 +161,7 @@ WRITERS: dict[str, Callable[[nn.Module], nn.Module]] = {
             replaced,
             of_autograd,
             as_parameters,
+            made_anew,
             copied,
             copied_each,
             pickled,

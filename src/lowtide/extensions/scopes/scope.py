@@ -174,7 +174,7 @@ def _form_of(items: tuple[Any, ...] | list[Any]) -> list[Any]:
         if isinstance(item, torch.Tensor):
             form += (None if item.is_nested else item.shape, item.dtype, item.device)
             owner = private.base_of(item)
-            if issubclass(type(owner), torch.nn.Parameter):
+            if isinstance(owner, torch.nn.Parameter):
                 form.append(private.storage_key(owner))
         elif isinstance(item, (list, tuple)):
             form += _form_of(item)
