@@ -21,7 +21,7 @@ import torch
 from lowtide import meter
 from lowtide.budget import format_bytes
 from lowtide.extensions.moves.speeds import link_speeds
-from lowtide.train import checkpoint
+from lowtide.train import checkpoint, resume
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter
 from lowtide.train.options import OptionError, TrainOptions
@@ -234,6 +234,7 @@ def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"seed": 5}, "it has --seed 0, not 5"),
         ({"grad_accum": 2}, "it has --grad-accum 1, not 2"),
+        ({"grad_accum": 2, "batch": 3}, r"it has --batch \d+, not 3; it has --grad-accum 1, not 2"),
         ({"model": "gpt-tiny"}, "a model of another shape"),
         ({"data": None}, "trained on other text"),
         (
@@ -247,6 +248,41 @@ def test_a_run_is_not_resumed_as_another_one(
 ) -> None:
     with pytest.raises(OptionError, match=message):
         train(unplanned(text, checkpoint_dir=begun, resume=True, **changes))
+
+
+def test_a_run_goes_on_in_other_micro_batches(text: Path, tmp_path: Path) -> None:
+    """A step is of the same sequences: the losses are those of the run as it was begun."""
+    asked = unplanned(text, steps=4, batch=4, grad_accum=1)
+    whole = train(asked)
+    begun = dataclasses.replace(asked, checkpoint_dir=tmp_path)
+    train(dataclasses.replace(begun, stop_after=2))
+    rest = train(dataclasses.replace(begun, resume=True, batch=1, grad_accum=4))
+    assert rest.first_step == 2
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, (8, 1)),
+        ({"pp": 2}, (4, 2)),
+        ({"pp": 2, "schedule": "zbv"}, (2, 4)),
+        ({"pp": 4, "dp": 2}, (2, 4)),
+        ({"grad_accum": 4}, (2, 4)),
+        ({"batch": 2}, (2, 4)),
+        ({"batch": 2, "grad_accum": 8}, (2, 8)),
+        ({"pp": 16}, (8, 1)),
+    ],
+)
+def test_the_sequences_of_a_step_are_those_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(checkpoint, "steps", lambda folder: [1])
+    monkeypatch.setattr(resume, "started_with", lambda folder: {"batch": 8, "grad_accum": 1})
+    defaults: dict[str, Any] = {"batch": 12, "grad_accum": 1, "pp": 1, "dp": 1, "schedule": None}
+    asked = {**defaults, **changes, "checkpoint_dir": tmp_path, "json": None, "report": None, "compare": None}
+    found = resume.options_to_resume(asked, set(changes))
+    assert (found["batch"], found["grad_accum"]) == expected
 
 
 def test_a_resumed_run_may_get_more_steps(text: Path, tmp_path: Path) -> None:

@@ -94,6 +94,19 @@ def check_sharding(options: Settings) -> None:
     )
 
 
+def fills_pipeline(schedule: str | None, ranks: int, micro_batches: int) -> bool:
+    """Whether a step of so many micro-batches fills a pipeline.
+
+    >>> fills_pipeline(None, 2, 1), fills_pipeline("1f1b", 2, 2), fills_pipeline("interleaved", 2, 3)
+    (False, True, False)
+    """
+    from lowtide.parallel.pipeline import schedule_kind  # takes seconds, which most runs do without
+
+    kind = schedule_kind(schedule or DEFAULT_SCHEDULE)
+    least = ranks * (2 if kind.v_shaped else 1)
+    return micro_batches >= least and (kind.stages == 1 or micro_batches % ranks == 0)
+
+
 def check_pipeline(options: Settings) -> None:
     """Refuse what a pipeline cannot do, before processes wait for each other.
 

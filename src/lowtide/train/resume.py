@@ -92,9 +92,12 @@ def options_to_resume(asked: dict[str, Any], given: Collection[str]) -> dict[str
     kept = set(given) | _OWN | _LAYOUT
     for names in _TOGETHER:
         kept |= names if names & kept else set()
-    for name, value in started_with(folder).items():
+    begun = started_with(folder)
+    for name, value in begun.items():
         if name in options and name not in kept:
             options[name] = value
+    if begun.get("batch") and begun.get("grad_accum"):
+        options |= _micro_batches(options, begun["batch"] * begun["grad_accum"], set(given))
     step = (checkpoint.steps(folder) or [0])[-1]
     if options["json"] is None and (folder / "results.json").exists():
         options["json"] = folder / f"results-from-{step}.json"
@@ -102,6 +105,30 @@ def options_to_resume(asked: dict[str, Any], given: Collection[str]) -> dict[str
     if options["report"] is None and page:
         options["report"] = folder / f"report-from-{step}.html"
     return options
+
+
+def _micro_batches(options: dict[str, Any], sequences: int, given: set[str]) -> dict[str, int]:
+    """The sequences of a step as micro-batches: as many as the command says, or of the size that it says, or
+    as a pipeline needs. Empty where the options are right as they are, or nothing else divides.
+    """
+    if (one := {"batch", "grad_accum"} & given) and len(one) == 1:
+        (name,) = one
+        (other,) = {"batch", "grad_accum"} - one
+        fits = options[name] > 0 and sequences % options[name] == 0
+        return {other: sequences // options[name]} if fits else {}
+    if one or options.get("pp", 1) == 1:
+        return {}
+    from lowtide.train.arrangements import fills_pipeline  # takes seconds
+
+    counts = range(options["grad_accum"], sequences + 1, options["grad_accum"])
+    fits = (
+        count
+        for count in counts
+        if sequences % (count * options.get("dp", 1)) == 0
+        and fills_pipeline(options["schedule"], options["pp"], count)
+    )
+    count = next(fits, options["grad_accum"])
+    return {"batch": sequences // count, "grad_accum": count}
 
 
 def started_with(folder: Path) -> dict[str, Any]:
@@ -134,6 +161,9 @@ def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int
         OptionError: something differs, with all that does; or no step is left.
     """
     differs = [name for name, value in run.items() if name in now and now[name] != value]
+    begun, asked = (each.get("batch", 0) * each.get("grad_accum", 0) for each in (run, now))
+    if begun == asked:  # a step is of the same sequences, in other micro-batches
+        differs = [name for name in differs if name not in ("batch", "grad_accum")]
     if "steps" in differs and now["steps"] > run["steps"]:
         differs.remove("steps")
     words = {
