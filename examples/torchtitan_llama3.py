@@ -1,6 +1,7 @@
 """torchtitan's Llama 3, sharded by torchtitan's own `parallelize_llama`, within a memory budget.
 
     pip install torchtitan
+    pip install triton  # without a card: torchtitan imports it, and PyTorch's builds for CPUs come without it
     torchrun --nproc-per-node 2 examples/torchtitan_llama3.py --budget 60%
 
 It runs on CUDA and, as here on two processes of a laptop, on Gloo. The one line that torchtitan's own trainer
@@ -30,7 +31,8 @@ def llama(flavor: str, device: torch.device) -> torch.nn.Module:
         from torchtitan.models.llama3 import llama3_configs, parallelize_llama
     except ImportError as error:
         raise SystemExit(
-            f"this example trains torchtitan's Llama 3: pip install torchtitan (tried with 0.3.0). {error}"
+            "this example trains torchtitan's Llama 3: pip install torchtitan triton (tried with torchtitan "
+            f"0.3.0; it imports triton, which PyTorch's builds for CPUs come without). {error}"
         ) from error
     config: Any = llama3_configs[flavor]("flex")
     if device.type == "cpu":  # flex attention is compiled for a card; torchtitan takes one for granted
