@@ -256,6 +256,24 @@ def test_gradients_that_outlive_their_model() -> None:
     assert all(on_ranks(2, outlives))
 
 
+def moved() -> bool:
+    """A model that was moved."""
+    layer = lp.RowParallelLinear(4, 6, input_is_parallel=True, sequence_parallel_enabled=True)
+    expected = torch.full((6,), 12.0, dtype=torch.float64)
+    x = torch.ones(2, 3, 2, dtype=torch.float64)
+    lp.move_model_to_device(layer.double(), torch.get_default_device())
+    assert lp.partial_gradients(layer.parameters()) == [layer.bias]
+    assert getattr(layer.weight, "tensor_model_parallel", False)
+    layer(x).sum().backward()
+    assert lp.allreduce_sequence_parallel_gradients(layer) == 1
+    assert layer.bias is not None and layer.bias.grad is not None
+    return torch.equal(layer.bias.grad.detach(), expected / 2)
+
+
+def test_a_moved_model_knows_its_parts() -> None:
+    assert all(on_ranks(2, moved))
+
+
 def partial() -> bool:
     """What ``torch.autograd.grad`` makes of a piece of the sequence is a part of a sum, assigned or not."""
     layer = lp.RowParallelLinear(4, 6, input_is_parallel=True, sequence_parallel_enabled=True)

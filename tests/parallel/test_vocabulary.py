@@ -132,6 +132,38 @@ def losses() -> list[str]:
     return faults
 
 
+def logprobs() -> list[str]:
+    """Of the next tokens, in float64, with and without gradients."""
+    faults = []
+    for odd in (0, 1, 3):
+        size = VOCABULARY - odd
+        where = partition((size,), 0, lp.tensor_group(), pad=True)
+        ((start, stop),) = where.slices()
+        generator = seeded(10)
+        logits = 5 * torch.randn(BATCH, SEQUENCE, size, generator=generator, dtype=torch.float64)
+        tokens = torch.randint(size, (BATCH, SEQUENCE), generator=generator)
+        scale = torch.rand(BATCH, SEQUENCE - 1, generator=generator, dtype=torch.float64)
+        mine = torch.full((BATCH, SEQUENCE, where.local_shape[0]), 3.0, dtype=torch.float64)
+        mine[..., : stop - start] = logits[..., start:stop]
+        mine.requires_grad_()
+        found = lp.from_parallel_logits_to_logprobs(mine, tokens, inference=False, vocabulary=size)
+        (found * scale).sum().backward()
+        other = logits.clone().requires_grad_()
+        places = tokens[:, 1:].unsqueeze(-1)
+        expected = other[:, :-1].log_softmax(-1).gather(-1, places).squeeze(-1)
+        (expected * scale).sum().backward()
+        assert mine.grad is not None and other.grad is not None
+        if not close(found.detach(), expected.detach()):
+            faults.append(f"odd={odd}: values")
+        part = mine.grad[..., : stop - start]
+        if not close(part, other.grad[..., start:stop]) or mine.grad[..., stop - start :].any():
+            faults.append(f"odd={odd}: gradient")
+        plain = lp.from_parallel_logits_to_logprobs(mine, tokens, vocabulary=size)
+        if plain.requires_grad or not torch.equal(plain, found.detach()):
+            faults.append(f"odd={odd}: inference")
+    return faults
+
+
 def chunked() -> list[str]:
     faults = []
     group = lp.tensor_group()
@@ -185,13 +217,14 @@ def chunked() -> list[str]:
 
 
 def everything() -> dict[str, list[str]]:
-    return {"embedding": embeddings(), "cross entropy": losses(), "in chunks": chunked()}
+    parts = {"embedding": embeddings, "cross entropy": losses, "logprobs": logprobs, "in chunks": chunked}
+    return {name: part() for name, part in parts.items()}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_embedding_and_cross_entropy(size: int) -> None:
     for faults in on_ranks(size, everything):
-        assert faults == {"embedding": [], "cross entropy": [], "in chunks": []}
+        assert not any(faults.values()), faults
 
 
 def bad_tokens() -> list[str]:

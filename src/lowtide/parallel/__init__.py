@@ -29,6 +29,7 @@ from lowtide.parallel.gradients import (
     allreduce_sequence_parallel_gradients,
     mark_partial_gradient,
     mark_partial_gradients,
+    move_model_to_device,
     partial_gradients,
 )
 from lowtide.parallel.grads import clip_grad_norm, get_grad_norm
@@ -39,7 +40,11 @@ from lowtide.parallel.layers import (
     SharedHeadsLinear,
     column_parallel,
 )
-from lowtide.parallel.loss import parallel_cross_entropy, parallel_linear_cross_entropy
+from lowtide.parallel.loss import (
+    from_parallel_logits_to_logprobs,
+    parallel_cross_entropy,
+    parallel_linear_cross_entropy,
+)
 from lowtide.parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -69,6 +74,7 @@ __all__ = [
     "clip_grad_norm",
     "column_parallel",
     "copy_to_tensor_model_parallel_region",
+    "from_parallel_logits_to_logprobs",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_grad_norm",
@@ -76,6 +82,7 @@ __all__ = [
     "load_whole_state_dict",
     "mark_partial_gradient",
     "mark_partial_gradients",
+    "move_model_to_device",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
     "parallelize",

@@ -179,6 +179,20 @@ def mark_partial_gradients(model: torch.nn.Module) -> None:
                 hook.mark(module, by_hand=True)
 
 
+def move_model_to_device(model: torch.nn.Module, device: torch.device | str) -> None:
+    """Move a shared model. It knows afterwards, too, which parts of its parameters this rank holds, and which
+    gradients are parts of a sum.
+
+    >>> move_model_to_device(torch.nn.Linear(2, 2), "cpu")
+
+    Source: neuronx-distributed, ``parallel_layers.utils.move_model_to_device``.
+    """
+    module = isinstance(model, torch.nn.Module)
+    expect(module, "move_model_to_device(model=)", model, "a torch.nn.Module", ParallelError)
+    model.to(device)
+    mark_partial_gradients(model)
+
+
 def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of the parameters whose gradients are marked as parts of a sum.
 

@@ -196,6 +196,49 @@ def parallel_cross_entropy(
     return _CrossEntropy.apply(vocab_parallel_logits, target, part)  # type: ignore[return-value]
 
 
+def from_parallel_logits_to_logprobs(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    inference: bool = True,
+    *,
+    vocabulary: int | None = None,
+    tensor_model_parallel_group: Any = None,
+) -> Tensor:
+    """The log-probability of each next token, from logits of which every rank has its part of the vocabulary.
+
+    Args:
+        vocab_parallel_logits: (batch, sequence, vocabulary / t).
+        target: (batch, sequence), the tokens of the sequence itself, the same on every rank: the logits at
+            one place are for the token at the next one.
+        inference: without gradients; for training pass ``False``.
+        vocabulary: size of the vocabulary without padding, where the last ranks' logits are padded.
+        tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
+
+    Returns:
+        (batch, sequence - 1), float32 or wider, the same on every rank.
+
+    Raises:
+        ParallelError: shapes do not fit, or a target is no token.
+
+    >>> from_parallel_logits_to_logprobs(torch.zeros(1, 3, 4), torch.tensor([[2, 0, 1]])).exp()
+    tensor([[0.2500, 0.2500]])
+
+    Source: neuronx-distributed, ``parallel_layers.loss_functions.from_parallel_logits_to_logprobs``.
+    """
+    name = "from_parallel_logits_to_logprobs"
+    check_tensors(name, vocab_parallel_logits=vocab_parallel_logits, target=target)
+    given, allowed = tuple(target.shape), "(batch, sequence)"
+    expect(len(given) == 2, f"{name}(target of shape)", given, allowed, ParallelError)
+    logits = vocab_parallel_logits.detach() if inference else vocab_parallel_logits
+    losses = parallel_cross_entropy(
+        logits,
+        target.roll(-1, -1),  # the last place, whose next token is not there, is cut off below
+        vocabulary=vocabulary,
+        tensor_model_parallel_group=tensor_model_parallel_group,
+    )
+    return -losses[:, :-1]
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of the losses; gradients are made piece by piece while the logits are there."""
 
