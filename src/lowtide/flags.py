@@ -22,7 +22,7 @@ Model = Annotated[
 Script = Annotated[
     str | None,
     typer.Argument(
-        metavar="[FILE.py:FUNCTION]",
+        metavar="FILE.py:FUNCTION",
         help="A step of your own in place of a preset's: a function, in a file or as "
         "package.module:function, that returns (model, args), (model, args, kwargs), or a step to call; an "
         "optimizer may follow.",

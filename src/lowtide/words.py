@@ -1,7 +1,8 @@
-"""Bytes, times, shares and counts as people read them."""
+"""Bytes, times, shares, counts and modules as people read them."""
 
 from __future__ import annotations
 
+import re
 from math import floor, log10
 
 
@@ -80,3 +81,27 @@ def format_bytes(count: int | float) -> str:
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     shown = f"{value:.{digits}f}"
     return f"{shown.rstrip('0').rstrip('.') if digits else shown} {unit}"
+
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a module's name that is a number: its place in a list."""
+
+
+def module_in_words(module: str) -> str:
+    """A module in words. What no submodule runs, a loss outside among it, is the model itself."""
+    return f"module {module!r}" if module else "the model itself"
+
+
+def by_members(module: str) -> tuple[str, tuple[int, ...]]:
+    """A module's name with ``#`` for the members of lists that it lies in, and their numbers. A last number
+    counts only where it is the only one: ``mlp.0`` and ``mlp.2`` of a layer are two things.
+
+    >>> by_members("stages.1.blocks.5.mlp.2")
+    ('stages.#.blocks.#.mlp.2', (1, 5))
+    """
+    found = list(NUMBER.finditer(module))
+    found = found[:1] + [match for match in found[1:] if match.end() < len(module)]
+    kind = module
+    for match in reversed(found):
+        kind = kind[: match.start()] + "#" + kind[match.end() :]
+    return kind, tuple(int(match.group()) for match in found)

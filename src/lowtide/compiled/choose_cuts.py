@@ -37,8 +37,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import make, within_seconds
 from lowtide.plan.bound import Bound, LinearProgram
 from lowtide.plan.choose import NEAR, Correction, at_or_smallest
-from lowtide.plan.data import Offload, Plan, decision_of
-from lowtide.plan.data.plan import ModuleRow
+from lowtide.plan.data import ModuleRow, Offload, Plan, decision_of
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import holders_at_peak, parts_of, place_of_peak

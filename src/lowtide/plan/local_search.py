@@ -17,9 +17,9 @@ import numpy as np
 
 from lowtide.plan.bound import Effort
 from lowtide.plan.data import Move
-from lowtide.plan.data.plan import by_members
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 from lowtide.progress import current
+from lowtide.words import by_members
 
 _PASSES = 4
 """How often `LocalSearch.faster` goes through the values that it may store."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lowtide.graph import StepGraph
 from lowtide.plan.data import ModuleRow, Plan
-from lowtide.plan.data.plan import in_columns, place_in_words, with_total
+from lowtide.plan.data.text import in_columns, place_in_words, with_total
 from lowtide.words import count_text, format_bytes, seconds_text
 
 

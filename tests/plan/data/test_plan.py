@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from synthetic import transformer
 
-from lowtide.plan.data.plan import ModuleRow, fold
+from lowtide.plan.data import ModuleRow
+from lowtide.plan.data.text import fold
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.holders import MADE, holders_at_peak
 

@@ -12,6 +12,7 @@ from lowtide.plan.data.decisions import (
     Keep,
     Link,
     Links,
+    ModuleRow,
     Move,
     Moving,
     Offload,
@@ -21,7 +22,8 @@ from lowtide.plan.data.decisions import (
     decision_of,
     form_and_tier,
 )
-from lowtide.plan.data.plan import ModuleRow, Plan, ProgramStep, in_one_line, module_in_words
+from lowtide.plan.data.plan import Plan, ProgramStep, in_one_line
+from lowtide.words import module_in_words
 
 __all__ = [
     "Chain", "Compress", "Decision", "Keep", "Link", "Links", "ModuleRow", "Move",

@@ -1,5 +1,6 @@
 """What may be decided for a saved value, what planner, simulator and executor know of one that moves, and how
-fast tiers, codecs and groups are (`Link`)."""
+fast tiers, codecs and groups are (`Link`); what a plan decides in one module (`ModuleRow`).
+"""
 
 from __future__ import annotations
 
@@ -272,3 +273,22 @@ Links = Mapping[str, Link]
 def codecs_behind(name: str) -> tuple[str, ...]:
     """The codecs that a name may come to mean."""
     return ("mask", "positive") if name == "auto" else (name,)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One line of a plan's table.
+
+    Attributes:
+        module: qualified module name.
+        saved_bytes: bytes that autograd would keep there.
+        kept_bytes: bytes that the plan keeps there, values kept only for replays included.
+        replayed_operations: how many operations run again in backward.
+        extra_seconds: time of those.
+    """
+
+    module: str
+    saved_bytes: int
+    kept_bytes: int
+    replayed_operations: int
+    extra_seconds: float

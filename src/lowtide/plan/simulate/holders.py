@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from lowtide.graph import GAP_OP, Operation, StepGraph
 from lowtide.plan.data import Plan, module_in_words
-from lowtide.plan.data.plan import by_members, ranges
+from lowtide.plan.data.text import ranges
 from lowtide.plan.simulate.index import Sources
 from lowtide.plan.simulate.origins import Origins
 from lowtide.plan.simulate.simulator import Simulation, Simulator
@@ -28,6 +28,7 @@ from lowtide.remedies import (
     Holder,
     largest,
 )
+from lowtide.words import by_members
 
 OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
 """Operations of a token loss: what they read and write are logits."""
