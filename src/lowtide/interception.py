@@ -9,9 +9,10 @@ everything else of PyTorch runs as it does in a plain step. Views have no kernel
 subclasses come apart above it. The kernel is C++ (``run/record/cpp/recorder.cpp``): the recorder that is on
 takes what it can, and what it leaves goes on to Python's kernels (`_Kernel`), at a key of their own.
 
-A second key, above autograd, is for writes, which any code may make to a tensor that a replay starts from: in
-place, or through ``.data``, where no version counter moves. Only operations that write have a kernel at it
-(``run/record/cpp/writes.h``), so all others cost nothing.
+Two more keys are for writes, which any code and any thread may make to a tensor that a replay starts from: in
+place, or through ``.data``, where no version counter moves. One key, above autograd, is let in for a thread
+that runs a recorded forward. The other is one that every thread has in. Only operations that write have
+kernels at them (``run/record/cpp/writes.h``), so all others cost nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _WRITES = private.dispatch_key(WRITES_KEY)
 _STATE = "lowtide.interception"
 _include = private.include_key
 _included = private.is_key_included
+_exclude, _excluded = private.exclude_key, private.is_key_excluded
 
 
 class Interceptor:
@@ -209,20 +211,18 @@ def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 class unseen:
     """A context: operations in the block pass by every interceptor, and writes unseen, without Python."""
 
-    __slots__ = ("_before", "_writes")
+    __slots__ = ("_before", "_excluded")
 
     def __enter__(self) -> None:
-        self._before, self._writes = _included(_PARSED), _included(_WRITES)
+        self._before, self._excluded = _included(_PARSED), _excluded(_WRITES)
         if self._before:
             _include(_PARSED, False)
-        if self._writes:
-            _include(_WRITES, False)
+        _exclude(_WRITES, True)
 
     def __exit__(self, *_: object) -> None:
         if self._before and interceptors():
             _include(_PARSED, True)
-        if self._writes and any_watched():
-            _include(_WRITES, True)
+        _exclude(_WRITES, self._excluded)
 
 
 @contextmanager

@@ -213,6 +213,89 @@ def three_streams_of_the_user() -> Run:
     return run
 
 
+class Filled(nn.Module):
+    """Reads a table, in what backward runs again on the stream of the forward."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(3))
+        self.register_buffer("table", torch.rand(48))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.gelu((layer(x) + self.table).sin())
+        return x.square().sum()
+
+
+def _filled(of_another: bool, in_backward: bool) -> Run:
+    """Steps whose table is overwritten on a stream of its own, once the forward has read it."""
+    x = X[:64].cuda()
+    side = torch.cuda.Stream()
+
+    def steps(model: Filled, seed: int) -> list[Tensor]:
+        model.zero_grad()
+        model.table.fill_(0.5)
+        loss = model(x)
+        over = torch.cuda.Event()
+        over.record(torch.cuda.current_stream())
+
+        def write() -> None:
+            with torch.cuda.stream(side):
+                side.wait_event(over)
+                other = torch.full((48,), float(seed), device="cuda")
+                for _ in range(10):
+                    other = other.sin()
+                model.table.data.copy_(other)
+
+        def fill(*_: object) -> None:
+            if not of_another:
+                return write()
+            thread = threading.Thread(target=write)
+            thread.start()
+            thread.join()
+
+        if in_backward:
+            loss.register_hook(fill)
+        else:
+            fill()
+        loss.backward()
+        torch.cuda.current_stream().wait_stream(side)
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    plain, limited = Filled().cuda(), Filled().cuda()
+    wanted = steps(plain, 0)
+    handle = lowtide.limit_memory(limited, policy=_keep_nothing)
+    steps(limited, 0)
+    steps(limited, 0)
+    check(handle.plan and handle.plan.replayed, "nothing is recomputed")
+
+    def run(seed: int) -> None:
+        check(same(wanted, steps(limited, seed)), "other gradients than the plain step's")
+
+    return run
+
+
+@scenario
+def filled_beside_backward() -> Run:
+    """A table that a replay starts from is overwritten on another stream: the replay starts from a copy."""
+    return _filled(of_another=False, in_backward=False)
+
+
+@scenario
+def filled_by_another_thread() -> Run:
+    """The same by a thread that lowtide has not met."""
+    return _filled(of_another=True, in_backward=False)
+
+
+@scenario
+def filled_within_backward() -> Run:
+    """The same by that thread, while replays are under way."""
+    return _filled(of_another=True, in_backward=True)
+
+
 @scenario
 def retained_graph() -> Run:
     """Backward runs twice: each saved tensor is asked for again."""

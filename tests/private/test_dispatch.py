@@ -75,6 +75,27 @@ def test_a_key_is_let_in_for_this_thread() -> None:
     assert other == [False] and not private.is_key_included(KEY)
 
 
+def test_a_key_is_kept_out_of_this_thread_though_it_is_let_in() -> None:
+    seen: list[str] = []
+    library = torch.library.Library("lowtide_test_kept_out", "DEF")
+    library.define("note(Tensor x) -> Tensor")
+    library.impl("note", lambda x: x, "CPU")
+    library.impl("note", lambda x: seen.append(KEY) or x, KEY)
+    key, one = private.dispatch_key(KEY), torch.ones(1)
+    private.include_key(key, True)
+    try:
+        private.exclude_key(key, True)
+        assert private.is_key_excluded(key)
+        torch.ops.lowtide_test_kept_out.note(one)
+        private.exclude_key(key, False)
+        assert not private.is_key_excluded(key) and not seen
+        torch.ops.lowtide_test_kept_out.note(one)
+    finally:
+        private.exclude_key(key, False)
+        private.include_key(key, False)
+    assert seen == [KEY]
+
+
 def test_a_thread_object_is_there_in_the_backward_that_the_thread_asks_for() -> None:
     name, found = "lowtide.tests.private", []
     assert not private.has_thread_object(name)

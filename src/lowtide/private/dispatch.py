@@ -41,6 +41,12 @@ include_key = torch._C._dispatch_tls_set_dispatch_key_included
 is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 """Whether a key is let in for this thread."""
 
+exclude_key = torch._C._dispatch_tls_set_dispatch_key_excluded
+"""Keep a key out for this thread, let in or not, or no longer: the key, and a truth value."""
+
+is_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+"""Whether a key is kept out for this thread."""
+
 thread_object = torch._C._get_obj_in_tls
 """An object of the thread's state, by its name; autograd's threads have those of who called backward."""
 

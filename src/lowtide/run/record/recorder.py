@@ -137,7 +137,7 @@ class Recorder(Interceptor):
         """
         before = self.director
         if before is not None:
-            self.tape.core.forget_all()
+            self.tape.core.forget_made()
             self.director = director
         try:
             yield

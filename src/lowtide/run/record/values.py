@@ -84,7 +84,9 @@ def here(value: Any) -> torch.Tensor:
         raise ReplayError(FILLED_OTHERWISE.format(nbytes=value.nbytes))
     now = current_stream(held.device)
     if value.stream is not None and now != value.stream:
-        # user code does so for the streams that read it in forward; a replay may run on another
+        # user code orders the streams that read it in forward; a replay may run on another
+        if value.is_copy:
+            now.wait_stream(value.stream)
         held.record_stream(now)
     return held
 

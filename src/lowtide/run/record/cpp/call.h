@@ -17,19 +17,22 @@ using torch::jit::Stack;
 using Tensors = c10::SmallVector<Tensor, 4>;
 
 constexpr auto OURS = DispatchKey::Fake;
-constexpr auto WRITES = DispatchKey::TESTING_ONLY_GenericMode;  // of lowtide.writes
+constexpr auto WRITES = DispatchKey::TESTING_ONLY_GenericMode;  // of `writes`
+constexpr auto ANY_THREAD = DispatchKey::BackendSelect;         // each thread has it in: of `stray_writes`
 
 inline uintptr_t storage_key(const Tensor& t) {
   return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
-inline bool plain(const Tensor& t) {
+inline bool has_bytes(const Tensor& t) {  // of its own storage
   constexpr DispatchKeySet STRANGE(
       {DispatchKey::Python, DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor,
        DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize});
   return t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized() && t.has_storage() &&
-      !t.is_meta() && !t.is_inference() && (t.key_set() & STRANGE).empty();
+      !t.is_meta() && (t.key_set() & STRANGE).empty();
 }
+
+inline bool plain(const Tensor& t) { return has_bytes(t) && !t.is_inference(); }
 
 inline Tensor alias_of(const Tensor& t) {  // shares the version counter, has no autograd history
   auto* impl = t.unsafeGetTensorImpl();
@@ -80,8 +83,9 @@ struct Without {  // a key, in this thread
   ~Without() { c10::impl::tls_set_dispatch_key_included(key, before); }
 };
 
-struct Unseen {  // bypasses our kernels
-  Without ours{OURS}, writes{WRITES};
+struct Unseen {  // bypasses our kernels, `stray_writes`, too
+  Without ours{OURS};
+  c10::impl::ExcludeDispatchKeyGuard writes{WRITES};
 };
 
 inline void run_below(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {  // our key

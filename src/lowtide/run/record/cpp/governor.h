@@ -348,6 +348,9 @@ class Governor {
   // yet, the room grows once that takes more than twice what the step has run.
   int64_t relieve(int64_t need) {
     py::gil_scoped_acquire gil;
+    for (auto& tape : tapes_) {
+      if (auto alive = tape.lock()) alive->absorb();
+    }
     if (open_ && replayed + walked_ / WALKED > 2 * (ran_ - replayed)) room_ += room_ / 16;
     int64_t above = live() + need - room_;
     if (above > 0 && (!nothing_free_ || ++since_ >= PATIENCE)) {

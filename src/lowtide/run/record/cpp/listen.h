@@ -51,6 +51,7 @@ class ProfileRecorder : public Recorder {
   bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) override {
     py::gil_scoped_acquire gil;
     Unseen unseen;  // Python copies what replays start from
+    absorb();
     Parts& p = *parts_;
     if (PyList_GET_SIZE(p.written.ptr())) p.profiler.keep_overwritten();
     backward_ = torch::autograd::get_current_graph_task_id() != -1;

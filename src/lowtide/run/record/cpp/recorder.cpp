@@ -7,6 +7,7 @@
 //   replay.h     brings evicted values back
 //   governor.h   evicts values when memory is short
 //   tape.h       values, and the nodes that wrote them, made of call.h and python.h
+//   reach.h      which storages a tape knows, for threads that lowtide has not met
 //   settings.h   PyTorch's settings, under which an operation runs again
 //   share.h      storages over the same bytes
 //   hooks.h      saved-tensor hooks
@@ -77,6 +78,9 @@ void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
     if (!op || !op->schema().is_mutable()) continue;
     library->second.impl(name.c_str(),
                          torch::dispatch(WRITES, torch::CppFunction::makeFromBoxedFunction<&writes>()));
+    if (op->hasKernelForDispatchKey(ANY_THREAD)) continue;
+    auto stray = torch::CppFunction::makeFromBoxedFunction<&stray_writes>();
+    library->second.impl(name.c_str(), torch::dispatch(ANY_THREAD, std::move(stray)));
   }
 }
 
@@ -143,6 +147,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Boxed<SavedKept>::make_type("lowtide_recorder.SavedKept");
   Boxed<SavedEvicted>::make_type("lowtide_recorder.SavedEvicted");
   Packer::make_type("lowtide_recorder.Packer");
+  free_in_children();
 
   py::class_<Value, ValuePtr>(m, "Value")
       .def_readonly("nbytes", &Value::nbytes)
@@ -167,6 +172,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
                     },
                     [](Value& value, std::optional<c10::Stream> stream) { value.stream = stream; })
       .def_property_readonly("is_source", &Value::is_source)
+      .def_property_readonly("is_copy", &Value::is_copy)
       .def_property_readonly("is_shown", [](const Value& value) { return value.shown.defined(); });
   py::class_<Node, NodePtr>(m, "Node")
       .def_readwrite("exact", &Node::exact)
@@ -216,6 +222,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def_property_readonly("any_blank", [](Tape& tape) { return tape.any_blank(); })
       .def("forget", &Tape::forget)
       .def("forget_all", &Tape::forget_all)
+      .def("forget_made", &Tape::forget_made)
       .def("forget_unasked", &Tape::forget_unasked)
       .def("forget_ended", py::overload_cast<>(&Tape::forget_ended))
       .def("before_update",

@@ -144,6 +144,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
     Unseen unseen;  // what is copied, too, of a value that the operation overwrites
     bool backward = torch::autograd::get_current_graph_task_id() != -1;
     bool records = backward ? c10::GradMode::is_enabled() && governor() : in_forward.load();
+    absorb();
     if (compares) return false;
     const Fact& fact = facts.of(op);
     first_ = stack->size() - fact.arguments;
@@ -197,6 +198,12 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
   virtual std::pair<py::object, py::object> hooks();  // pack and unpack, as autograd calls them
 
  protected:
+  void absorb() {  // what threads that lowtide has not met have left
+    if (!tape().reach->has_left()) return;
+    py::gil_scoped_acquire gil;
+    tape().absorb();
+  }
+
   using Places = c10::SmallVector<size_t, 4>;
 
   struct TensorArgument {  // a tensor among the arguments
@@ -247,7 +254,7 @@ class Recorder : public std::enable_shared_from_this<Recorder> {
       py::gil_scoped_acquire gil;
       for (size_t at : fact.writes) {
         each_tensor((*stack)[first_ + at], [&](const Tensor& tensor, size_t) {
-          if (plain(tensor)) tape().before_change(storage_key(tensor));
+          if (has_bytes(tensor)) tape().before_change(storage_key(tensor));
           return true;
         });
       }

@@ -17,9 +17,17 @@ class Replay {
  public:
   Replay(ValuePtr value, std::shared_ptr<Tape> tape, std::shared_ptr<Governor> governor)
       : value_(std::move(value)), tape_(std::move(tape)), governor_(std::move(governor)) {}
+  Replay(const Replay&) = delete;
+  ~Replay() {
+    if (reads_) tape_->reach->ends_reading(starts_);
+  }
 
   Tensor run() {
-    collect();
+    while (!reads_) {
+      tape_->absorb();
+      collect();
+      reads_ = tape_->reach->begins_reading(starts_, streams_);
+    }
     std::sort(order_.begin(), order_.end());
     for (auto& [_, node] : order_) {
       for (auto& input : node->inputs) ++values_[input.get()].uses;
@@ -40,6 +48,9 @@ class Replay {
   };
 
   void collect() {
+    starts_.clear();
+    values_.clear();
+    order_.clear();
     std::vector<Value*> wanted{value_.get()};
     ska::flat_hash_set<Node*> seen;
     while (!wanted.empty()) {
@@ -51,7 +62,11 @@ class Replay {
       Tensor bytes = here(alive);
       if (!bytes.defined() && !next->node) bytes = source(*next);
       values_[next].made = bytes;
-      if (bytes.defined()) continue;
+      if (bytes.defined()) {
+        starts_.push_back(address_of(bytes));
+        if (has_streams(bytes)) streams_.push_back(stream_of(bytes));
+        continue;
+      }
       Node* node = next->node.get();
       if (!seen.insert(node).second) continue;
       order_.emplace_back(node->order, node);
@@ -93,10 +108,13 @@ class Replay {
 
   void run_in_python(Node& node, const Tensors& bases) {
     if (governor_) governor_->want(bytes_of(node));  // it may have others wait for what is overwritten
+    bool overwrites = py::len(py::getattr(node.special, "written", py::tuple())) > 0;
     py::list given, sole_reader;
     for (size_t at = 0; at < bases.size(); ++at) {
       given.append(wrapped(bases[at]));
-      sole_reader.append(py::bool_(is_sole_reader(node, at)));
+      bool sole = is_sole_reader(node, at);
+      if (sole && overwrites) no_longer_reads(bases[at]);
+      sole_reader.append(py::bool_(sole));
     }
     py::list made = node.special.attr("run")(given, sole_reader);
     for (auto& [place, output] : node.outputs) keep(output, made[place].cast<Tensor>());
@@ -121,11 +139,19 @@ class Replay {
   Tensor own_copy(Node& node, size_t place, const Tensor& base) {
     if (is_sole_reader(node, place)) {
       node.inputs[place]->cached.reset();  // who is evicted while the call makes room starts from elsewhere
+      no_longer_reads(base);
       return base;
     }
     int64_t bytes = static_cast<int64_t>(base.storage().nbytes());
     if (governor_) governor_->want(bytes);
     return at::empty({0}, base.options().dtype(at::kByte)).set_(base.storage(), 0, {bytes}, {1}).clone();
+  }
+
+  void no_longer_reads(const Tensor& base) {  // but writes there
+    auto found = std::find(starts_.begin(), starts_.end(), address_of(base));
+    if (found == starts_.end()) return;
+    tape_->reach->ends_reading({*found});
+    starts_.erase(found);
   }
 
   // Keeps what was written while its value has readers.
@@ -149,6 +175,9 @@ class Replay {
   std::shared_ptr<Tape> tape_;
   std::shared_ptr<Governor> governor_;
   const bool is_read_again_ = c10::GradMode::is_enabled();  // by a graph that this backward makes
+  Addresses starts_;  // of bytes: while it runs, no thread that lowtide has not met writes there
+  std::vector<c10::Stream> streams_;
+  bool reads_ = false;
   std::vector<std::pair<double, Node*>> order_;
   ska::flat_hash_map<Value*, Known> values_;
 };

@@ -67,6 +67,7 @@ class SavedEvicted {
   bool is_behind() const { return counter_.current_version() == version_; }
 
   Tensor back() {
+    step_->tape->absorb();
     if (int64_t task = torch::autograd::get_current_graph_task_id(); task != step_->task) {
       step_->task = task;
       if (step_->on_unpack && task != -1) step_->on_unpack();

@@ -7,19 +7,15 @@
 //
 // `evict` gives up a value's copy. From then on the nodes that bring the value back are pinned: they count
 // among the readers of what they read, and the sources are held. All of it runs under the interpreter's lock,
-// but for `Ledger::missing_bytes`, which is atomic: `Governor::widen` reads it without.
+// but for `Ledger::missing_bytes`, which is atomic (`Governor::widen` reads it without), and `Reach`.
 #pragma once
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/flat_hash_map.h>
-
 #include <algorithm>
-#include <atomic>
 #include <thread>
 #include <unordered_map>
 
-#include "call.h"
 #include "python.h"
+#include "reach.h"
 #include "settings.h"
 #include "share.h"
 
@@ -63,6 +59,7 @@ struct Value : c10::intrusive_ptr_target {
   WeakStorage storage;          // of the program, which shows the value
   c10::VariableVersion counter{c10::VariableVersion::DISABLED};
   uint32_t version = 0;
+  KnownPtr known;               // of a source: to threads that lowtide has not met
   Tensor held;                  // a source that replays start from
   Tensor cached;                // a copy, while somebody reads it: most often the program's own storage
   Tensor shown;                 // what the program wrote over it, past the version counter
@@ -84,6 +81,7 @@ struct Value : c10::intrusive_ptr_target {
   void release_resources() override { clear(); }
 
   bool is_source() const { return !node; }
+  bool is_copy() const { return !node && !known; }  // of a source that was overwritten
   bool has_copy() const {  // and the program has not emptied its storage
     return cached.defined() && cached.storage().nbytes() >= static_cast<size_t>(nbytes);
   }
@@ -93,9 +91,14 @@ struct Value : c10::intrusive_ptr_target {
     if (readers > 0 && --readers == 0) {
       came_back();
       cached.reset();
-      if (nbytes > FEW_BYTES) held.reset();
+      if (nbytes > FEW_BYTES) let_go();
       emptied.reset();
     }
+  }
+
+  void let_go() {  // of a source
+    held.reset();
+    if (known) known->is_needed = false;
   }
 
   // A source of so few bytes is held by who reads it from the first: it costs less than what starts from it.
@@ -116,7 +119,8 @@ struct Value : c10::intrusive_ptr_target {
   void clear() {
     came_back();
     cached.reset();
-    held.reset();
+    let_go();
+    known.reset();  // which refers to this
     shown.reset();
     emptied.reset();
     if (node) bury(std::move(node));
@@ -167,10 +171,6 @@ inline void bury(NodePtr node) {
 
 // ---- where a value's bytes are --------------------------------------------------------------------
 
-inline c10::Stream stream_of(const Tensor& tensor) {  // on which this thread computes
-  return c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device());
-}
-
 inline Tensor bytes_of(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
   c10::InferenceMode tracked(false);
   auto options = at::TensorOptions().device(storage->device()).dtype(at::kByte);
@@ -178,13 +178,8 @@ inline Tensor bytes_of(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
 }
 
 inline bool share_bytes(const Tensor& one, const Tensor& other) {
-  auto at = [](const Tensor& tensor) {
-    return tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get();
-  };
-  return at(one) == at(other);
+  return address_of(one) == address_of(other);
 }
-
-inline bool has_streams(const Tensor& tensor) { return !tensor.is_cpu() && !tensor.is_meta(); }
 
 inline void keep_cached(Value& value, Tensor copy) {
   if (has_streams(copy)) value.stream = stream_of(copy);
@@ -223,27 +218,28 @@ inline uint32_t version_now(const Value& source) {  // inference tensors count n
   return source.counter.enabled() ? source.counter.current_version() : 0;
 }
 
+inline bool is_unchanged(const Value& source) {
+  if (source.spoiled || (source.known && source.known->state == Known::Written)) return false;
+  return version_now(source) == source.version;
+}
+
 // A tensor over a living source; undefined once it is gone, or was written since.
 inline Tensor locked(const Value& source, c10::Device device, at::ScalarType dtype) {
   auto storage = source.storage.lock();
-  if (!storage || source.spoiled || version_now(source) != source.version) return {};
+  if (!storage || !is_unchanged(source)) return {};
   c10::InferenceMode outside(false);  // a tensor that inference mode makes takes no version counter
   auto options = at::TensorOptions().device(device).dtype(dtype);
   Tensor made = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(storage), c10::DispatchKeySet(options.computeDispatchKey()), options.dtype());
   int64_t elements = static_cast<int64_t>(storage->nbytes() / c10::elementSize(dtype));
   made.unsafeGetTensorImpl()->set_sizes_contiguous({elements});
-  made.unsafeGetTensorImpl()->set_version_counter(source.counter);
+  if (source.counter.enabled()) made.unsafeGetTensorImpl()->set_version_counter(source.counter);
   return made;
 }
 
 inline Tensor locked(const Value& source) {
   auto storage = source.storage.lock();
   return storage ? locked(source, storage->device(), source.dtype) : Tensor();
-}
-
-inline bool is_unchanged(const Value& source) {
-  return !source.spoiled && version_now(source) == source.version;
 }
 
 // A tensor on a value's bytes; undefined where it has to be replayed. Python raises where it cannot be.
@@ -302,7 +298,7 @@ class Walk {  // through the nodes that a replay of a value would run
 inline bool can_start_from(const Value& source) {
   if (source.spoiled) return false;  // the write may be about to run: no counter has moved yet
   if (source.held.defined()) return source.held._version() == source.version;
-  return !source.storage.expired() && version_now(source) == source.version;
+  return !source.storage.expired() && is_unchanged(source);
 }
 
 enum class Change { Written, Swapped, Emptied };  // of a storage, or of a tensor's storage for another
@@ -311,6 +307,7 @@ class Tape {
   struct Shown {  // by a storage
     ValuePtr value;
     WeakStorage storage;
+    KnownPtr known;
   };
   using ByStorage = ska::flat_hash_map<uintptr_t, Shown>;
 
@@ -324,6 +321,8 @@ class Tape {
   bool natural = false;  // somebody watches how long the program's own storages live
   std::thread::id recorded_on;  // the thread whose forward is recorded now
   c10::intrusive_ptr<Ledger> ledger = c10::make_intrusive<Ledger>();
+
+  const std::shared_ptr<Reach> reach = std::make_shared<Reach>();
 
   bool records_here() const { return recorded_on == std::this_thread::get_id(); }
 
@@ -386,7 +385,8 @@ class Tape {
     value->gathered = !gathered.empty() && gathered.count(storage_key(tensor));
     value->unit = unit;
     value->run = run;
-    enter(storage_key(tensor), value, value->storage);
+    value->known = std::make_shared<Known>(WeakValue(value), false, value->counter, value->version);
+    enter(storage_key(tensor), value, value->storage, value->known);
     return value;
   }
 
@@ -464,6 +464,7 @@ class Tape {
           ++one;
           continue;
         }
+        reach->leave(one->first);
         ended.push_back(std::move(one->second));
         one = shown_.erase(one);
       }
@@ -476,8 +477,18 @@ class Tape {
     if (found != shown_.end() && found->second.value.get() == &value) erase(found);
   }
 
+  // Forgets what nodes wrote: who reads it starts from it.
+  void forget_made() {
+    std::vector<uintptr_t> made;
+    for (auto& [key, shown] : shown_) {
+      if (shown.value->node) made.push_back(key);
+    }
+    for (uintptr_t key : made) erase(shown_.find(key));
+  }
+
   void forget_all() {
     auto gone = std::exchange(shown_, {});
+    reach->clear();
     blank_.clear();
   }
 
@@ -542,7 +553,7 @@ class Tape {
   }
 
   void hold(Value& source) {  // if it is there
-    if (source.held.defined()) return;
+    if (source.held.defined() || (source.known && !reach->needs(*source.known))) return;
     Tensor tensor = locked(source);
     if (!tensor.defined()) return;
     if (natural && source.made_here) {  // the program's own storage ends where the program lets go of it
@@ -570,17 +581,40 @@ class Tape {
   // ---- writes ----
 
   // The program is about to write to a storage, or to swap or empty it.
-  void before_change(uintptr_t key, Change how = Change::Written);
+  void before_change(uintptr_t key, Change how = Change::Written) {
+    absorb();
+    Value* value = shown(key);
+    if (value != nullptr && change(ValuePtr::reclaim_copy(value), how, nullptr)) erase(shown_.find(key));
+  }
+
+  // Takes what such threads have left.
+  void absorb() {
+    if (!reach->has_left()) return;
+    for (const Left& one : reach->take()) {
+      auto target = one.known->value.lock();
+      if (!target) continue;
+      auto value = ValuePtr::reclaim_copy(static_cast<Value*>(target.get()));
+      bool ends = change(value, one.swaps ? Change::Swapped : Change::Written, &one);
+      auto found = shown_.find(one.storage);
+      if (!ends) one.known->state = Known::Intact;
+      else if (found != shown_.end() && found->second.known == one.known) erase(found);
+    }
+  }
 
  private:
-  void drop_shared(Value& value);
+  // A storage that shows a value changes. A thread that lowtide has not met may have left what it showed.
+  // Whether it shows the value no longer.
+  bool change(const ValuePtr& value, Change how, const Left* left);
+  void drop_shared(Value& value, const Left* left = nullptr);
 
-  void enter(uintptr_t key, ValuePtr value, WeakStorage storage) {
+  void enter(uintptr_t key, ValuePtr value, WeakStorage storage, KnownPtr known = nullptr) {
     if (shown_.size() > most_) {
       forget_ended();
       most_ = 64 + 2 * shown_.size();
     }
-    Shown entry{std::move(value), std::move(storage)};
+    if (!known) known = std::make_shared<Known>(WeakValue(value), true);
+    reach->enter(key, known);
+    Shown entry{std::move(value), std::move(storage), std::move(known)};
     if (auto found = shown_.find(key); found != shown_.end()) std::swap(found->second, entry);
     else shown_.emplace(key, std::move(entry));
   }
@@ -589,6 +623,7 @@ class Tape {
   // map is whole before the value goes.
   void erase(ByStorage::iterator found) {
     if (found == shown_.end()) return;
+    reach->leave(found->first);
     Shown gone = std::move(found->second);
     shown_.erase(found);
   }
@@ -598,14 +633,6 @@ class Tape {
   size_t most_ = 64;
   Walk walk_;
 };
-
-inline Tensor own_bytes(const Tensor& tensor) {  // over a copy of its storage
-  c10::InferenceMode tracked(false);
-  int64_t bytes = static_cast<int64_t>(tensor.storage().nbytes());
-  Tensor all = at::empty({0}, tensor.options().dtype(at::kByte)).set_(tensor.storage(), 0, {bytes}, {1});
-  Tensor copy = all.clone();
-  return Geometry(tensor).over(copy);
-}
 
 // Autograd's handles of the value show what is written, as in a plain step: where their version counters do
 // not tell of it, it lies beside what they show (chunks of one storage), or came through `.data`.
@@ -621,44 +648,49 @@ inline void Tape::before_update(Value& old, const Tensor& tensor) {
 }
 
 // The bytes of a value's copy are about to change.
-inline void Tape::drop_shared(Value& value) {
+inline void Tape::drop_shared(Value& value, const Left* left) {
   if (value.readers == value.saved) return value.cached.reset();  // these show what is written
-  if (closure(value, value.plan == Plan::Evicted).possible) give_up(value);
-  else keep_cached(value, own_bytes(value.cached));
+  if (left != nullptr) {
+    value.cached = left->copy;
+    value.stream = left->stream;
+  } else if (closure(value, value.plan == Plan::Evicted).possible) {
+    give_up(value);
+  } else {
+    keep_cached(value, own_bytes(value.cached));
+  }
 }
 
-inline void Tape::before_change(uintptr_t key, Change how) {
-  Value* value = shown(key);
-  if (value == nullptr) return;
-  ValuePtr alive = ValuePtr::reclaim_copy(value);
+inline bool Tape::change(const ValuePtr& value, Change how, const Left* left) {
   if (!value->node) {
-    if (value->gathered) return;  // it is filled with the same bytes again
+    if (value->gathered) return false;  // it is filled with the same bytes again
     if (how == Change::Emptied) {
       if (value->held.defined() && value->readers > 0 && !value->emptied.defined() && is_unchanged(*value))
         value->emptied = functions->fingerprint(wrapped(value->held), value->nbytes).cast<Tensor>();
       else if (!value->emptied.defined())
         value->spoiled = true;  // what is filled in may be other bytes: nothing that starts from it goes
-      return;
+      return false;
     }
-    if (value->emptied.defined()) return;  // it is filled again by writes
-    if (value->held.defined() && value->readers > 0 && is_unchanged(*value)) {
-      auto* held = value->held.unsafeGetTensorImpl();
-      Tensor copy = how == Change::Swapped
-          ? Tensor(held->shallow_copy_and_detach(c10::VariableVersion(0), false))
-          : own_bytes(value->held);
+    if (value->emptied.defined()) return false;  // it is filled again by writes
+    bool there = left != nullptr ? left->copy.defined() : is_unchanged(*value);
+    if (value->held.defined() && value->readers > 0 && there) {
+      Tensor copy = left != nullptr ? left->copy
+          : how == Change::Swapped ? apart(value->held)
+                                   : own_bytes(value->held);
       value->counter = copy.unsafeGetTensorImpl()->version_counter();
       value->version = static_cast<uint32_t>(copy._version());
       value->storage = weak_storage(copy);  // the program's shows other bytes from now on
-      if (has_streams(copy)) value->stream = stream_of(copy);
-      value->held = std::move(copy);
+      if (has_streams(copy)) value->stream = left != nullptr ? left->stream : stream_of(copy);
+      value->known.reset();
+      std::swap(value->held, copy);
+      if (left == nullptr && how == Change::Written) reach->order_behind_replays(copy);
     } else {
       value->spoiled = true;
     }
-    erase(shown_.find(key));
-    return;
+    return true;
   }
-  if (value->readers == 0 || how == Change::Emptied) return;
-  if (how == Change::Swapped) return;  // copies have the storage, whatever tensor of the program has it
+  if (value->readers == 0) return left != nullptr && how == Change::Written;  // others read what is written
+  if (how == Change::Emptied) return false;
+  if (how == Change::Swapped) return false;  // copies have the storage, whatever tensor of the program has it
   auto program = value->storage.lock();
   bool shares = value->cached.defined() && program &&
       value->cached.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() ==
@@ -668,8 +700,8 @@ inline void Tape::before_change(uintptr_t key, Change how) {
     if (shares) value->shown = value->cached;
     else if (program) value->shown = bytes_of(program);
   }
-  if (shares) drop_shared(*value);
-  erase(shown_.find(key));
+  if (shares) drop_shared(*value, left);
+  return true;
 }
 
 }  // namespace lowtide
