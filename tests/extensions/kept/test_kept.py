@@ -16,6 +16,7 @@ import torch
 from small_model import Small, batch, needs_meter, small
 
 import lowtide
+from lowtide.plan.data import Link
 
 RESTART = Path(__file__).with_name("restart.py")
 
@@ -174,6 +175,48 @@ def test_the_optimizer_counts_from_the_first_step(begin: Callable[..., Watched],
     assert handle.graph is not None and handle.optimizer_bytes > 0
     parameters = sum(p.nbytes for p in model.parameters())
     assert handle.graph.resident_bytes >= handle.optimizer_bytes + parameters
+
+
+def add_up(model: torch.nn.Module) -> None:
+    for _ in range(3):
+        model(batch()).backward()
+
+
+def pair(model: torch.nn.Module) -> None:
+    (model(batch()) - 2 * model(batch(80))).square().backward()
+
+
+def in_bfloat16(model: torch.nn.Module) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(batch())
+    loss.backward()
+
+
+FAST = {"host": Link(1e15, 1e15)}
+
+
+@needs_meter
+@pytest.mark.parametrize("policy", [None, lowtide.policies.mixed("host", links=FAST, min_bytes=1)])
+@pytest.mark.parametrize("step", [add_up, pair, in_bfloat16])
+def test_steps_of_many_kinds_are_gone_on_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, step: Callable[[torch.nn.Module], None], policy: Any
+) -> None:
+    """Gradients that add up, several forwards, autocast; and values that move."""
+    caplog.set_level(logging.INFO, "lowtide")
+    for run in range(2):
+        twin, model = small(), small()
+        handle = lowtide.limit_memory(model, "70%", plans=tmp_path, policy=policy)
+        caplog.clear()
+        for seed in range(2):
+            for one in (twin, model):
+                one.zero_grad()
+                torch.manual_seed(seed)
+                step(one)
+            both = zip(model.parameters(), twin.parameters(), strict=True)
+            assert all(torch.equal(a.grad, b.grad) for a, b in both)  # type: ignore[arg-type]
+            assert handle.measured_peak_bytes <= handle.budget_bytes  # type: ignore[operator]
+        assert sum("profiled" in line for line in caplog.messages) == (1 if run == 0 else 0)
+        handle.remove()
 
 
 class Longer(Small):

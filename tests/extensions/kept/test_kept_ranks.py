@@ -106,6 +106,47 @@ def test_all_ranks_use_theirs_or_none_does(tmp_path: Path, kind: str, budget: st
         assert ("incomplete" if rank else "another rank") in text
 
 
+def sharing(folder: Path) -> list[tuple[int, bool, int]]:
+    """Of three runs of ranks that share layers and a plan, the last one for another budget: how many steps
+    were profiled, their bits, and what they took above the budget.
+    """
+    from lowtide.models import preset
+    from lowtide.models.gpt import GPT
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return GPT(preset("gpt-nano", vocabulary=64, fused_attention=False), dist.group.WORLD)
+
+    def step(model: nn.Module, seed: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(seed)
+        model(tokens, tokens).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    logging.getLogger("lowtide").setLevel(logging.INFO)
+    tokens = torch.randint(64, (16, 32), generator=seeded(1))
+    rows = []
+    for budget in ("70%", "70%", "80%"):
+        log = Log()
+        logging.getLogger("lowtide").addHandler(log)
+        twin, model = make(), make()
+        handle = lowtide.limit_memory(model, budget, plans=folder)
+        same, over = True, 0
+        for seed in range(3):
+            same &= all(map(torch.equal, step(twin, seed), step(model, seed)))
+            over = (handle.measured_peak_bytes or 0) - (handle.budget_bytes or 0)
+        handle.remove()
+        rows.append((sum("profiled" in line for line in log.lines), same, over))
+        logging.getLogger("lowtide").removeHandler(log)
+    return rows
+
+
+def test_ranks_that_share_a_plan_go_on_with_it(tmp_path: Path) -> None:
+    for rows in on_ranks(2, sharing, tmp_path):
+        assert [row[:2] for row in rows] == [(1, True), (0, True), (1, True)]
+        assert max(row[2] for row in rows) <= 1 << 14, rows  # a late buffer of Gloo's
+
+
 class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -118,7 +118,7 @@ def key_of(key: StepKey, members: Members, others: Iterable[Any]) -> KeptKey:
 
 
 def step_text(
-    entry: Entry, plan: Plan | None, verified: bool, policy: Any, budget: str | int | None
+    entry: Entry, plan: Plan | None, program: str, policy: Any, budget: str | int | None
 ) -> str | None:
     """A step and its plan as a line; ``None`` where a later forward of the step has a key of another kind,
     which is not written down.
@@ -126,7 +126,7 @@ def step_text(
     Args:
         entry: of the step.
         plan: of the step, for this policy and budget, if there is one.
-        verified: whether its operations were seen to reproduce.
+        program: which of `PlanBook.verified` it runs; empty where it was not verified.
         policy, budget: of the limit.
     """
     assert entry.graph is not None
@@ -144,7 +144,7 @@ def step_text(
         "listened": entry.listened,
         "listens": entry.kind.listens,
         "recorded": entry.kind.recorded,
-        "verified": verified,
+        "program": program,
         "policy": _policy_name(policy),
         "budget": budget,
         "plan": None if plan is None else json.loads(plan.to_json()),
@@ -154,9 +154,9 @@ def step_text(
 
 def read_step(
     text: str, key: StepKey, policy: Any, budget: str | int | None
-) -> tuple[Entry, bool, Plan | None]:
-    """The entry of a step, without a plan; whether its operations were seen to reproduce; and its plan, or
-    ``None`` where that is for another policy or budget.
+) -> tuple[Entry, str, Plan | None]:
+    """The entry of a step, without a plan; its verified program; and its plan, or ``None`` where that is for
+    another policy or budget.
 
     Args:
         text: as `step_text` made it.
@@ -184,7 +184,7 @@ def read_step(
         )
         is_ours = row["policy"] is not None and (row["policy"], row["budget"]) == (policy, budget)
         plan = Plan.from_json(json.dumps(row["plan"])) if is_ours and row["plan"] is not None else None
-        return entry, row["verified"], plan
+        return entry, row["program"], plan
     except (KeyError, TypeError, ValueError, AttributeError, LowtideError) as error:
         raise NotUsed(f"a step cannot be read ({type(error).__name__}: {error})") from None
 

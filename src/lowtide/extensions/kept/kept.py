@@ -31,12 +31,14 @@ from lowtide.extensions.kept.file import (
     step_text,
     write,
 )
+from lowtide.graph import StepGraph
 from lowtide.meter.resident import model_device
 from lowtide.progress import took
 from lowtide.run.limit.book import PlanBook
 from lowtide.run.limit.entry import Entry, Planned, State
 from lowtide.run.limit.key import Members, StepKey
 from lowtide.run.messages import warn
+from lowtide.run.profile.profiler import Profiler
 from lowtide.words import count_text
 
 _SETTLED = 2
@@ -57,6 +59,7 @@ class KeptPlans(Extension):
         self._made_by: dict[str, str] | None = None  # before the first step
         self._steps: dict[KeptKey, str] = {}  # of the file, as long as no such step has come
         self._keys: dict[StepKey, KeptKey] = {}
+        self._programs: dict[StepKey, str] = {}  # as `PlanBook.verified` has them
         self._written: dict[StepKey, tuple[Planned | None, bool, str | None]] = {}
         self._book: PlanBook | None = None
         self._is_due = self._fails = False
@@ -127,12 +130,14 @@ class KeptPlans(Extension):
         maker, text = self.maker, self._steps.pop(kept)
         at = key._replace(shapes=kept.shapes)
         try:
-            entry, verified, plan = read_step(text, at, maker.policy, maker.budget)
+            entry, program, plan = read_step(text, at, maker.policy, maker.budget)
             planned = None if plan is None or maker.asked.word == "auto" else self._planned(entry, plan)
+            if planned is None and maker.shares_plan:
+                return False  # others would have to plan with this rank: all profile such a step
             if planned is None and not key.fits_in(at):
                 self._steps[kept] = text  # until such a step comes
                 return False
-            entry.kind.listens |= book.verify != "never" and not verified
+            entry.kind.listens |= book.verify != "never" and not program
             if planned is not None:
                 entry.planned, entry.state, entry.planned_for = planned, State.PLANNED, maker.version
                 entry.kind.plans = 1
@@ -142,12 +147,11 @@ class KeptPlans(Extension):
             return False
         except BudgetError:  # it is profiled, which says what does fit
             return False
-        assert entry.graph is not None
         if entry.planned is not None and not entry.planned.is_kept:
             entry.planned = replace(entry.planned, is_kept=True)
-        if verified:
-            book.verified.append(entry.graph.fingerprint(sizes=False))
-        self._keys[at] = kept
+        if program:
+            book.verified.append(program)
+        self._keys[at], self._programs[at] = kept, program
         if planned is not None:
             self._written[at] = planned, entry.kind.listens, text
         return True
@@ -160,6 +164,11 @@ class KeptPlans(Extension):
         return Planned(entry.key, graph, plan, entry.forward_spans, entry.later_keys, is_kept=True)
 
     # ---- what the next process finds -------------------------------------------------------------
+
+    def transform(self, graph: StepGraph, entry: Entry, profiler: Profiler) -> StepGraph:
+        """Note which program the step runs."""
+        self._programs[entry.key] = graph.fingerprint(sizes=False)
+        return graph
 
     def settle(self, entry: Entry, refusal: BudgetError | None) -> BudgetError | None:
         """Write a new plan down."""
@@ -209,6 +218,12 @@ class KeptPlans(Extension):
             self._fails = True
             warn(f"plans are not kept: {self.path} cannot be written ({error.strerror or error})")
 
+    def _verified_program(self, entry: Entry, book: PlanBook) -> str:
+        """The program of a step, or of the sibling whose profile it has; empty where it was not verified."""
+        profiled = (other.key for other in book.known.values() if other.graph is entry.graph)
+        programs = (self._programs.get(key, "") for key in profiled)
+        return next((program for program in programs if program in book.verified), "")
+
     def _text(self, entry: Entry) -> str | None:
         """A step as it is in the file: without its plan where that is for an earlier budget."""
         if entry.planned is None or entry.graph is None:
@@ -218,9 +233,8 @@ class KeptPlans(Extension):
         if written is not None and written[:2] == (planned, listens):
             return written[2]
         assert self._book is not None
-        verified = entry.graph.fingerprint(sizes=False) in self._book.verified
-        plan = None if planned is None else planned.plan
-        text = step_text(entry, plan, verified, self.maker.policy, self.maker.budget)
+        plan, program = None if planned is None else planned.plan, self._verified_program(entry, self._book)
+        text = step_text(entry, plan, program, self.maker.policy, self.maker.budget)
         self._written[entry.key] = planned, listens, text
         return text
 

@@ -77,7 +77,7 @@ class Ranks(Extension):
         self.awaited = False
         self._presence: Presence | None = None
         self._in_step = False  # in one of the program's, in which the ranks move tensors
-        self._looked = self._met = self._has_collectives = False
+        self._looked = self._met = self._has_collectives = self._shows_ranks = False
         self._neighbours: Agreement | None = None
         self._steps = 0  # that all ranks have begun
 
@@ -86,12 +86,14 @@ class Ranks(Extension):
         return Ranks(self._stages)
 
     def keeps(self) -> Mapping[str, Any] | None:
-        """That the ranks have met. ``None`` before, and where ranks share layers: whether these run the same
-        program is found out while a step is profiled.
+        """That the ranks have met, and whether they share a plan. ``None`` before, and where only a profiled
+        step shows which ranks share layers, as of DTensors.
         """
-        if not self._met or self.agreement is not None or self._neighbours is not None:
+        shares, neighbours = self.agreement is not None, self._neighbours is not None
+        if not self._met or ((shares or neighbours) and not self._shows_ranks):
             return None
-        return {"awaited": self.awaited, "has_collectives": self._has_collectives}
+        met = {"awaited": self.awaited, "has_collectives": self._has_collectives}
+        return {**met, "shares_plan": shares, "neighbours": neighbours}
 
     def resumes(self, kept: Mapping[str, Any] | None) -> bool:
         """Whether all ranks have plans to use. If so, they have met: none waits for another one that profiles
@@ -100,15 +102,20 @@ class Ranks(Extension):
         """
         self.replicas = self._stages or distributed.replicated_by(self.model)
         self._announce()
-        self._refuse_unlimited(())
+        shared = self._neighbours = self._sharing()
+        self._refuse_unlimited(() if shared is None else [shared.process_group])
         ranks = self._all_ranks()
         if ranks is not None:
             together = all(ranks.gather(kept is not None))
         else:
-            together = kept is not None and self.replicas is None and not fsdp.process_groups(self.model)
+            others = self.replicas or shared or fsdp.process_groups(self.model)
+            together = kept is not None and not others
+        self._neighbours = None
         if together and kept is not None:
             self._looked = self._met = True
             self.awaited, self._has_collectives = kept["awaited"], kept["has_collectives"]
+            self.agreement = shared if kept["shares_plan"] else None
+            self._neighbours = shared if kept["neighbours"] else None
             with unseen(), meter_gathered(self.model):
                 fsdp.gather_once(self.model)
         return together
@@ -184,6 +191,12 @@ class Ranks(Extension):
             if any(asked):
                 maker.raise_to(max(asked), together=True)
 
+    def _sharing(self) -> Agreement | None:
+        """The ranks that share the model's layers, as far as the model and the limit show them."""
+        found = of_layers(self.model) or of_group(self.maker.groups())
+        self._shows_ranks = found is not None
+        return found
+
     def _all_ranks(self) -> Agreement | None:
         """All ranks that this one waits for in a step."""
         layers = self.agreement or self._neighbours
@@ -228,7 +241,7 @@ class Ranks(Extension):
         self._has_collectives |= any(op.reason == IS_COLLECTIVE for op in ran)
         groups = profiler.collectives.groups
         if not self._looked:
-            shares = of_layers(self.model) or of_group(self.maker.groups())
+            shares = self._sharing()
             self._refuse_unlimited([shares.process_group] if shares is not None else groups)
             self._looked = True
             self.agreement = shares or of_collectives(groups, profiler.given)
