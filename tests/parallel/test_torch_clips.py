@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import lowtide
 from lowtide import parallel as lp
 
 pytestmark = on_each_backend
@@ -91,7 +92,7 @@ def made_anew(model: nn.Module) -> nn.Module:
         for name, parameter in layer.named_parameters(recurse=False):
             layer._parameters[name] = again = nn.Parameter(parameter)
             assert isinstance(again, nn.Parameter) and again.data_ptr() == parameter.data_ptr()
-            assert not isinstance(parameter.detach(), nn.Parameter)
+            assert type(parameter.detach()) is Tensor
             assert type(parameter.detach().clone()) is type(parameter + 1) is type(parameter.data) is Tensor
     return replaced(model)
 
@@ -300,3 +301,16 @@ def partial() -> bool:
 
 def test_assigned_parts_of_a_sum_are_refused() -> None:
     assert all(on_ranks(2, partial))
+
+
+def faked() -> bool:
+    """What works out an optimizer's memory before its first step takes parameters into a fake mode."""
+    layer = lp.ColumnParallelLinear(4, 6, gather_output=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    handle = lowtide.limit_memory(layer, "100%", optimizer=optimizer)
+    layer(torch.ones(2, 4)).sum().backward()
+    return handle.optimizer_bytes >= 2 * sum(parameter.nbytes for parameter in layer.parameters())
+
+
+def test_an_optimizers_memory_is_known_before_its_first_step() -> None:
+    assert all(on_ranks(2, faked))

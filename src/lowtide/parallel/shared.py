@@ -110,10 +110,7 @@ def watch_gradients(parameter: Tensor) -> None:
     be.
     """
     if not isinstance(parameter, _Watched) and _holds_bytes(type(parameter)):
-        kept: Any = parameter
-        if isinstance(parameter, torch.nn.Parameter):
-            kept._is_param = True  # as of parameters of any other class than `torch.nn.Parameter`
-        kept.__class__ = _with(_Watched, _class_of(parameter))
+        parameter.__class__ = _with(_Watched, type(parameter))
 
 
 _GRAD: Any = Tensor.grad
@@ -124,7 +121,6 @@ class _Mixed:
     """What is added to a tensor's class. Copies and pickles of the tensor have its own class."""
 
     __slots__ = ()
-    kind: type[Tensor]  # to which it was added
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         with _own_class(self):
@@ -170,12 +166,13 @@ class _Watched(_Mixed):
         _GRAD.__delete__(own)
 
     def detach(self) -> Any:
-        """The same part of the whole; ``torch.nn.Parameter(parameter)`` needs it to have this class."""
+        """As of any tensor; ``torch.nn.Parameter(parameter)`` refuses what comes back in another class."""
         detached: Any = super().detach()  # type: ignore[misc]
-        detached.__class__ = type(self)
-        share = share_of(self)  # type: ignore[arg-type]
-        if share is not None:
-            mark_shared(detached, share.where)
+        if sys._getframe(1).f_code is torch.nn.Parameter.__new__.__code__:
+            detached.__class__ = type(self)
+            share = share_of(self)  # type: ignore[arg-type]
+            if share is not None:
+                mark_shared(detached, share.where)
         return detached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -203,7 +200,7 @@ class SharedGradient(_Mixed):
 @cache
 def _with(added: type, kind: type[Tensor]) -> Any:
     """The class ``kind`` with what ``added`` adds."""
-    names: dict[str, Any] = {"__slots__": (), "__module__": __name__, "kind": kind}
+    names: dict[str, Any] = {"__slots__": (), "__module__": __name__}
     if kind is Tensor and added is _Watched:
         names["__torch_function__"] = no_torch_function  # as of a parameter
     return type(f"{added.__name__.strip('_')}{kind.__name__}", (added, kind), names)
@@ -213,17 +210,11 @@ def _with(added: type, kind: type[Tensor]) -> Any:
 def _own_class(tensor: Any) -> Iterator[None]:
     """In the block the tensor has the class that it had before anything was added."""
     kind = type(tensor)
-    is_parameter = kind.kind is Tensor and getattr(tensor, "_is_param", False)
-    tensor.__class__ = torch.nn.Parameter if is_parameter else kind.kind
+    tensor.__class__ = kind.__bases__[1]
     try:
         yield
     finally:
         tensor.__class__ = kind
-
-
-def _class_of(parameter: Tensor) -> type[Tensor]:
-    """A parameter's class. A plain one is a tensor that is said to be a parameter."""
-    return Tensor if type(parameter) is torch.nn.Parameter else type(parameter)
 
 
 def _holds_bytes(kind: type[Tensor]) -> bool:
