@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,23 @@ def test_the_limit_is_held_by_the_compiled_engine(make: Callable[[], nn.Module],
     assert lowtide.handle_of(compiled) is handle
     with torch.no_grad():
         assert torch.equal(compiled(X), twin(X))
+
+
+def test_eager_steps_before_leave_nothing_that_dynamo_guards_on() -> None:
+    """Else a step compiles anew once what the eager ones left is gone."""
+    eager = Residual(layers=3)
+    lowtide.limit_memory(eager, "min")
+    for _ in range(2):
+        step(eager, eager)
+    model = Residual(layers=3)
+    handle = lowtide.limit_memory(model, "min")
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    step(compiled, model)
+    del eager
+    gc.collect()
+    for _ in range(2):
+        step(compiled, model)
+    assert engine(handle) is not None and len(handle.plans) == 1
 
 
 def test_a_limit_that_comes_after_and_another_budget() -> None:

@@ -150,7 +150,7 @@ class Recorder(Interceptor):
         if self.core.handles:
             self.tape.core.forget_unasked()
         else:
-            self.tape.core.forget_all()
+            self.tape.core.end()
 
     def _forward_ends(self) -> None:
         """Forget what nobody can ask for."""

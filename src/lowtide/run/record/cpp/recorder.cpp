@@ -223,6 +223,10 @@ PYBIND11_MODULE(lowtide_recorder, m) {
       .def("forget", &Tape::forget)
       .def("forget_all", &Tape::forget_all)
       .def("forget_made", &Tape::forget_made)
+      .def("end", [](const std::shared_ptr<Tape>& tape) {
+        tape->forget_all();
+        watched.remove(tape);
+      })
       .def("forget_unasked", &Tape::forget_unasked)
       .def("forget_ended", py::overload_cast<>(&Tape::forget_ended))
       .def("before_update",

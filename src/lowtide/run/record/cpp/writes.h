@@ -27,6 +27,14 @@ class Watched {  // the tapes of the process
     c10::impl::tls_set_dispatch_key_included(WRITES, true);
   }
 
+  // Nobody can ask the tape any more.
+  void remove(const std::shared_ptr<Tape>& tape) {
+    std::vector<One> gone;
+    std::lock_guard<std::mutex> guard(mutex_);
+    part([&](const One& one) { return one.reach == tape->reach; }, gone);
+    any = !tapes_.empty();
+  }
+
   // Calls `with` for each tape that lives. Under the interpreter's lock.
   template <class With>
   void each(With with) {
