@@ -11,6 +11,7 @@ from names_seen import Names
 
 from lowtide import private
 from lowtide.interception import any_watched
+from lowtide.run.record.engine import engine
 from lowtide.run.record.tape import Tape
 
 
@@ -28,7 +29,9 @@ def watched(tensor: torch.Tensor) -> tuple[Tape, Any]:
     node = tape.core.node(None, [value], False)
     tape.core.pin(node, [], None)
     tape.node = node  # type: ignore[attr-defined]
-    tape.core.watch()
+    recorder = engine().Recorder(tape=tape.core, governor=None, pack=None, program=None)
+    recorder.in_forward = True
+    recorder.in_forward = False
     return tape, value
 
 

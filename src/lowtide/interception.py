@@ -220,8 +220,11 @@ class unseen:
         _exclude(_WRITES, True)
 
     def __exit__(self, *_: object) -> None:
-        if self._before and interceptors():
-            _include(_PARSED, True)
+        if self._before:
+            if interceptors():
+                _include(_PARSED, True)
+            else:
+                drop_idle_key()
         _exclude(_WRITES, self._excluded)
 
 

@@ -101,7 +101,7 @@ class Counted(torch.nn.Linear):
 
 def of_schedule(kind: Any, count: int) -> list[Any]:
     """Of a schedule with ``count`` stages a rank: (stages and modules are found, no forward runs before a
-    step, buffers stay, forwards run in the step).
+    step, buffers stay, forwards run in the step, buffers begin and are counted, evaluation is known).
     """
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     modules = [Counted(4, 4) for _ in range(count)]
@@ -117,18 +117,30 @@ def of_schedule(kind: Any, count: int) -> list[Any]:
     more = {"target": torch.ones(4, 4)} if rank == ranks - 1 else {}
     infos = lambda: [info for s in stages for of_one in s.args_recv_info.values() for info in of_one]  # noqa: E731
     buffers = lambda: [id(getattr(info, "buffer", None)) for info in infos()]  # noqa: E731
+    known = not private.has_begun(schedule)
     private.make_buffers(schedule, schedule.step, args, {**more, "return_outputs": True})
     before, made = sum(module.forwards for module in modules), buffers()
+    known = known and private.has_begun(schedule)
+    received = [
+        i for s in stages for of in (s.args_recv_info, s.grad_recv_info) for one in of.values() for i in one
+    ]
+    tensors = [tensor for info in received if (tensor := getattr(info, "buffer", None)) is not None]
+    known = known and private.buffer_bytes(schedule) == sum(tensor.nbytes for tensor in tensors) > 0
     schedule.step(*args, **more)
     after = sum(module.forwards for module in modules)
-    return [own, before <= count, bool(made) and made == buffers(), after - before == 2 * count]
+    trains = [private.trains(schedule)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedule, "_has_backward", False)  # as `schedule.eval` does while it runs
+        trains.append(private.trains(schedule))
+    ran = after - before == 2 * count
+    return [own, before <= count, bool(made) and made == buffers(), ran, known, trains == [True, False]]
 
 
 @on_each_backend
 def test_stages_and_buffers_of_a_schedule() -> None:
     assert not private.is_schedule(torch.nn.Linear(2, 2))
     for kind, count in ((Schedule1F1B, 1), (ScheduleInterleaved1F1B, 2)):
-        assert on_ranks(2, of_schedule, kind, count) == [[True] * 4] * 2
+        assert on_ranks(2, of_schedule, kind, count) == [[True] * 6] * 2
 
 
 def test_methods_that_private_make_buffers_and_private_stages_of_use() -> None:

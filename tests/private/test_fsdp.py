@@ -41,6 +41,14 @@ def test_units_are_found(model: Any) -> None:
     assert len(private.process_groups(model)) == 1
 
 
+def test_units_are_gathered_and_freed_once(model: Any) -> None:
+    private.gather_once(model)
+    found = dict(private.gathered(model))
+    assert set(found) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in found.values())
+    private.gather_once(nn.Linear(2, 2))  # no FSDP, nothing to gather
+
+
 def test_gathered_storages_are_empty_between_steps(model: Any) -> None:
     assert list(private.gathered(model)) == []
     before = private.settings(model)

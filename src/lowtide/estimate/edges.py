@@ -66,7 +66,7 @@ def loss_bytes(config: Config) -> tuple[int, int]:
 
     >>> from lowtide.estimate.settings import configure
     >>> [loss_bytes(configure("llama3-8b", loss=kind)) for kind in ("torch", "in-place", "compiled")]
-    [(4, 10), (4, 2), (2, 4)]
+    [(4, 10), (4, 2), (2, 2)]
     """
     e, form = config.element_bytes, config.loss_form
     low = e if e < 4 else 0

@@ -28,7 +28,12 @@ def setting(get: Callable[[], Any], put: Callable[[Any], Any], value: Any) -> It
 
 
 def precision(backend: Any, value: str) -> AbstractContextManager[Any]:
-    return setting(lambda: backend.fp32_precision, partial(setattr, backend, "fp32_precision"), value)
+    return setting(lambda: backend.fp32_precision, partial(set_precision, backend), value)
+
+
+def set_precision(backend: Any, value: str) -> None:
+    with BACKENDS.__allow_nonbracketed_mutation():  # PyTorch's helpers of tests forbid it to a process
+        backend.fp32_precision = value
 
 
 SETTINGS: dict[str, Setting] = {
