@@ -117,10 +117,10 @@ def test_auto_is_what_the_device_has_less_a_reserve(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: GIB)
     assert resolve("auto") == GIB - budgets.RESERVE_BYTES
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 1 << 20)
-    with pytest.raises(BudgetError, match=r"leaves 256 MiB .* in reserve, and 1 MiB are free"):
+    with pytest.raises(BudgetError, match=r"leaves 256 MiB .* free, and only 1 MiB are free"):
         resolve("auto")
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: None)
-    with pytest.raises(BudgetError, match="the system does not say: give bytes"):
+    with pytest.raises(BudgetError, match="the system does not report: give bytes"):
         resolve("auto")
 
 

@@ -205,7 +205,7 @@ def test_a_plan_is_printed_and_saved_without_training(
         (["train", "--resume"], "there is nothing to resume, no folder in 'runs' holds a checkpoint"),
         (["train", "--resume", "runs/typo"], "--resume runs/typo: there is no such folder: give the folder"),
         (["train", "--resume", "."], "--resume .: no checkpoint is there: give the folder of a run"),
-        (["train", "runs/first"], "write --resume runs/first to go on with it, --checkpoint-dir runs/first"),
+        (["train", "runs/first"], "write --resume runs/first to continue it, --checkpoint-dir runs/first"),
         (["train", "--resume", "a", "--checkpoint-dir", "b"], "leave out --checkpoint-dir"),
         (["train", "--json", "no/such/folder/r.json"], "cannot write a file there"),
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),

@@ -110,7 +110,7 @@ def test_a_first_step_does_not_wait_for_what_a_process_does_once() -> None:
 
 def test_a_policy_whose_speeds_are_missing_leaves_the_model_as_it_is() -> None:
     model = mlp()
-    with pytest.raises(lowtide.PlanError, match="how fast is the group"):
+    with pytest.raises(lowtide.PlanError, match="the speed of the group"):
         lowtide.limit_memory(model, "60%", policy=lowtide.policies.mixed(lowtide.Shard("data", 2)))
     assert lowtide.handle_of(model) is None and "forward" not in model.__dict__
     lowtide.limit_memory(model, "100%")

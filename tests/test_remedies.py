@@ -69,7 +69,7 @@ def test_only_what_helps_is_proposed() -> None:
     )
     assert "make the batch" not in remedies(int(1.9 * GIB), **activations), "95 % smaller is no batch"
     assert "host_fraction=0.5" in remedies(GIB, **state) and "HostOptimizer" not in remedies(3 * GIB, **state)
-    assert "share the model among devices" in remedies(3 * GIB, **activations)
+    assert "split the model among devices" in remedies(3 * GIB, **activations)
 
 
 def test_where_no_one_thing_is_enough_the_advice_follows_what_holds_most() -> None:
@@ -84,8 +84,8 @@ def test_where_no_one_thing_is_enough_the_advice_follows_what_holds_most() -> No
         assert "FSDP2" not in remedies(**few, **{name: 10 * GIB})
     many = {PARAMETERS: 10 * GIB, STATE: 20 * GIB}
     assert "FSDP2" in remedies(**many) and "batch" not in remedies(**many)
-    assert "several of what is listed" not in remedies((Holder(STATE, 20 * GIB),), **many)
-    assert "several of what is listed" in remedies((Holder(STATE, 20 * GIB), Holder(LOSS, 20 * GIB)), **many)
+    assert "several of the remedies below" not in remedies((Holder(STATE, 20 * GIB),), **many)
+    assert "several of the remedies below" in remedies((Holder(STATE, 20 * GIB), Holder(LOSS, 20 * GIB)), **many)
 
 
 def test_what_is_known_of_a_holder_comes_before_what_its_name_says() -> None:

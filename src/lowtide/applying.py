@@ -104,9 +104,9 @@ class apply:
         if kind is None and self.departed and not self._warned:
             self._warned = True
             warn(
-                f"the step runs other operations than the plan that is applied, from number {core.at + 1} "
-                "on: its gradients are right, its peak is not the plan's. Make a plan from a trace of this "
-                "step"
+                f"from operation {core.at + 1} on, the step runs other operations than the applied "
+                "plan: its gradients are right, but its peak may be above the plan's. Make a plan from "
+                "a trace of this step"
             )
 
 

@@ -30,9 +30,9 @@ _UNITLESS = 100
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1, **{unit.lower(): size for unit, size in SIZES.items()}}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _FORMS = (
-    "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of 1024; "
-    "'1.5GB', '600MB' powers of 1000), a share of the plain step's peak ('60%'), 'min' for the smallest "
-    "that works, or 'auto' for what the device has"
+    "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of "
+    "1024; '1.5GB', '600MB' powers of 1000), a share of the plain step's peak ('60%'), 'min' for the "
+    "smallest budget that works, or 'auto' for the device's free memory less a tenth"
 )
 _NUMBER = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)\s*(%|[a-zA-Z]*)")
 
@@ -254,14 +254,14 @@ def auto_bytes(available_bytes: int | None, device: str = "cpu") -> int:
     """
     if available_bytes is None:
         raise BudgetError(
-            f"the budget 'auto' takes what {device!r} has, and the system does not say: give bytes, such as "
-            "'6GiB'"
+            f"the budget 'auto' needs the free memory of {device!r}, which the system does not report: "
+            "give bytes, such as '6GiB'"
         )
     reserve = max(int(available_bytes * RESERVE_SHARE), RESERVE_BYTES)
     if available_bytes <= reserve:
         raise BudgetError(
-            f"the budget 'auto' leaves {format_bytes(reserve)} of what {device!r} has in reserve, and "
-            f"{format_bytes(available_bytes)} are free: free some, or give bytes"
+            f"the budget 'auto' leaves {format_bytes(reserve)} of {device!r} free, and only "
+            f"{format_bytes(available_bytes)} are free: free memory, or give bytes"
         )
     return available_bytes - reserve
 

@@ -90,7 +90,7 @@ def train(
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
-    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, batches and dropout.")] = 0,
     data: Annotated[
         str | None,
         typer.Option(
@@ -110,7 +110,8 @@ def train(
     ] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     lr_schedule: Annotated[
-        str, typer.Option(help="From the peak on: cosine or linear (down to a tenth), or constant.")
+        str,
+        typer.Option(help="After the peak learning rate: cosine or linear (down to a tenth), or constant."),
     ] = "cosine",
     warmup: Annotated[
         int | None,
@@ -145,14 +146,14 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint in RUN (--resume runs/first) or --checkpoint-dir, or of "
-            "the newest run in runs. What is not said is as the run was started; --steps may be more. The "
-            "first step follows the plan that the run has kept.",
+            help="Continue from the newest checkpoint in RUN (--resume runs/first), in --checkpoint-dir, or "
+            "of the newest run in runs. Options that you leave out have the run's values; --steps may "
+            "be larger. The first step follows the plan that the run has kept.",
         ),
     ] = False,
     stop_after: Annotated[
         int | None,
-        typer.Option(help="Stop at this step; --resume goes on. The learning rate still follows --steps."),
+        typer.Option(help="Stop at this step; --resume continues. The learning rate still follows --steps."),
     ] = None,
     compare: Annotated[
         bool | None,
@@ -164,32 +165,30 @@ def train(
     ] = None,
     tp: Annotated[
         int,
-        typer.Option(help="Processes that share every layer (tensor parallel); start them with torchrun."),
+        typer.Option(help="Ranks that split every layer (tensor parallel); start them with torchrun."),
     ] = 1,
     sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="The --tp processes share the sequence, too.")
+        bool, typer.Option("--sequence-parallel", help="The --tp ranks split the sequence, too.")
     ] = False,
-    dp: Annotated[int, typer.Option(help="Processes that share each micro-batch (data parallel).")] = 1,
+    dp: Annotated[int, typer.Option(help="Ranks that split each microbatch (data parallel).")] = 1,
     shard_parameters: Annotated[
         bool,
         typer.Option(
             "--shard-parameters",
-            help="The --dp processes share parameters, gradients and optimizer state, too (FSDP2).",
+            help="The --dp ranks shard parameters, gradients and optimizer state, too (FSDP2).",
         ),
     ] = False,
     dp_replicate: Annotated[
         int,
-        typer.Option(help="Copies of these shards: --dp 8 --dp-replicate 2 are two groups of four (HSDP)."),
+        typer.Option(help="Groups with all shards: --dp 8 --dp-replicate 2 are two groups of four (HSDP)."),
     ] = 1,
     pp: Annotated[
         int,
-        typer.Option(
-            help="Processes that hold the model's stages (pipeline); --grad-accum is their micro-batches."
-        ),
+        typer.Option(help="Pipeline ranks; --grad-accum is the number of microbatches."),
     ] = 1,
     schedule: Annotated[
         str | None,
-        typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
+        typer.Option(help="Pipeline schedule: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
@@ -197,7 +196,7 @@ def train(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="Show one step and its plan in this file: a page (.html), or as lowtide report."),
+        typer.Option(help="Report of one step: a page (.html), or another format of lowtide report."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
@@ -243,7 +242,7 @@ def train(
         raise typer.Exit(130)
 
 
-@app.command(short_help="Say whether this machine is ready, and what to do.")
+@app.command(short_help="Check whether this machine is ready.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:

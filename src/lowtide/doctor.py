@@ -103,9 +103,9 @@ def _compiler() -> list[Finding]:
     from lowtide.meter import MeterError, counting_allocator
     from lowtide.native import BuildError, cache_dir, cache_folder, compiler
 
-    means = "no step can be limited: what runs them is compiled at its first use"
-    other = "apt-get install g++ python3-dev, or name one that compiles in CXX"
-    own = "name a folder of your own, that nobody else can write to, in LOWTIDE_CACHE"
+    means = "no step can be limited: the executor is compiled at its first use"
+    other = "apt-get install g++ python3-dev, or set CXX to a compiler that works"
+    own = "set LOWTIDE_CACHE to a folder that only you can write to"
     try:
         command = compiler()
     except BuildError as error:
@@ -121,7 +121,7 @@ def _compiler() -> list[Finding]:
         return [Finding("C++ compiler", f"{where} ({error})", means, "problem", other)]
     found = [Finding("C++ compiler", where, f"the meter and the executor are compiled once, into {used}")]
     if used != wanted:
-        means = f"plans are not kept; {used} has what is compiled"
+        means = f"plans are not kept; compiled files are in {used}"
         found.append(Finding("cache", f"{wanted} cannot be used", means, "note", own))
     return found
 
@@ -163,7 +163,7 @@ def _devices() -> list[Finding]:
         except BudgetError as error:
             found.append(Finding(place, f"{name}, {format_bytes(free)} free", str(error), "note"))
     if not gpus:
-        means = "models run on the CPU; estimates for cards work all the same"
+        means = "models run on the CPU; estimates for GPUs work, too"
         fix = "install a CUDA build of PyTorch" if shutil.which("nvidia-smi") else ""
         found.append(Finding("CUDA", "no device", means, "note" if fix else "ok", fix))
     return found
@@ -177,8 +177,8 @@ def _queues() -> list[Finding]:
         return []
     given = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if given == "1":
-        return [Finding("CUDA queues", "one", "collectives start before the products beside them")]
-    means = "a product may take the whole card before the collective that is to run beside it"
+        return [Finding("CUDA queues", "one", "collectives overlap with matrix products")]
+    means = "a matrix product may occupy the whole GPU, so that a collective cannot overlap with it"
     fix = "export CUDA_DEVICE_MAX_CONNECTIONS=1 where layers are tensor parallel (not with FSDP2)"
     return [Finding("CUDA queues", given or "CUDA's default of 8", means, "note", fix)]
 

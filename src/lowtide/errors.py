@@ -162,7 +162,7 @@ class BudgetError(LowtideError):
             short,
             "What to do, any one of these:",
             *(f"  - {remedy}" for remedy in remedies),
-            *(["What holds most at its peak, and what frees how much:"] if holders else []),
+            *(["Largest at its peak, with the bytes that a remedy frees:"] if holders else []),
             *(f"  - {holder}" for holder in holders),
             self.detail,
         ]

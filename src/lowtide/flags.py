@@ -32,10 +32,9 @@ Script = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the "
-        "smallest that works) or auto (what the "
-        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none "
-        "under a --policy]"
+        help="Peak of a step: 600MiB, 6GiB, 60% of the plain step's peak, min (the smallest that works) or "
+        "auto (the device's free memory, less a tenth). [default: 60% or the smallest that works, "
+        "whichever is more; none under a --policy]"
     ),
 ]
 PolicyName = Annotated[
@@ -52,22 +51,22 @@ PlanSeconds = Annotated[
         "s or ten plain steps while training and for a script, half a minute for a preset]"
     ),
 ]
-Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
+Batch = Annotated[int, typer.Option(help="Sequences in a microbatch.")]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
 PlanDtype = Annotated[
     Dtype | None,
     typer.Option(
-        help="fp32, or bf16 by autocast over float32 weights; by default fp32, and bf16 for a card that need "
-        "not be there."
+        help="fp32, or bf16 by autocast over float32 weights; by default fp32, and bf16 for a GPU that "
+        "--device names."
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 PlanDevice = Annotated[
     str,
     typer.Option(
-        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (as lowtide estimate has them), which need "
-        "not be there: the plan is priced for it."
+        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (those of lowtide estimate): the plan "
+        "uses the times of that GPU, which this machine does not need."
     ),
 ]
 Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
@@ -78,7 +77,7 @@ Unfused = Annotated[
     ),
 ]
 LossChunks = Annotated[
-    int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")
+    int | None, typer.Option(help="Built-in models: chunks of tokens for the output head and the loss.")
 ]
 Compile = Annotated[
     bool,
@@ -87,7 +86,7 @@ Compile = Annotated[
     ),
 ]
 CompileBackend = Annotated[
-    str | None, typer.Option(help="Of --compile: inductor or aot_eager. [default: inductor]")
+    str | None, typer.Option(help="Backend of --compile: inductor or aot_eager. [default: inductor]")
 ]
 
 

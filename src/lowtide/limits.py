@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from lowtide.extensions.moves.store.stores import Stores
 
 _BLOCKS_KEEP = (
-    "blocks of this model are compiled: the rest runs eagerly under the limit, and what these blocks save is "
-    "kept, so small budgets are refused. The compiled engine does not plan for them: {}"
+    "blocks of this model are compiled, and the compiled engine cannot plan for them: {}. The rest of "
+    "the model runs eagerly under the limit. All tensors that these blocks save are kept, so small "
+    "budgets are refused"
 )
 
 

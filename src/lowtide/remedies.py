@@ -20,7 +20,7 @@ STATE, RESIDENT, ACTIVATIONS, LOSS = (
     "logits and loss",
 )
 WORKSPACES = "cuBLAS workspaces"
-OUTPUTS = "zeros for outputs beside the loss"
+OUTPUTS = "zero gradients of outputs other than the loss"
 """Names of what is live at a peak, see `lowtide.BudgetError.parts`."""
 
 SCORES = "attention scores"
@@ -100,7 +100,7 @@ class Holder:
         if self.name == STATE:
             return "lowtide.optim.HostOptimizer(..., host_fraction=1)", self.bytes
         if self.name in (PARAMETERS, GRADIENTS, OF_PARAMETERS):
-            return "sharing them among twice as many devices (FSDP2)", self.bytes // 2
+            return "sharding them over twice as many devices (FSDP2)", self.bytes // 2
         if self.name == WORKSPACES:
             return "CUBLAS_WORKSPACE_CONFIG=:16:8 in the environment (slower products)", self.bytes
         if self.name in (BUFFERS, RESIDENT, REDUCED, UPDATE):
@@ -268,15 +268,15 @@ def _when_no_one_thing_is_enough(
     if activations > max(shared, buffers):
         square = " (attention scores with the square of the sequences' length)" * _has_scores(holders)
         found.append(
-            f"make the batch and the sequences smaller: what grows with them is {format_bytes(activations)}"
-            f"{square}, and {format_bytes(missing_bytes)} are missing"
+            f"make the batch and the sequences smaller: {format_bytes(activations)} grow with "
+            f"them{square}, and {format_bytes(missing_bytes)} are missing"
         )
     if buffers > max(shared, activations):
         found.append(f"make the buffers smaller: they are {format_bytes(buffers)}")
     if sum(holder.remedy[1] for holder in holders) >= missing_bytes:
-        found.append(f"do several of what is listed below: {format_bytes(missing_bytes)} are missing")
+        found.append(f"combine several of the remedies below: {format_bytes(missing_bytes)} are missing")
     if shared > _LITTLE * total:
-        found.append("share the model among devices (FSDP2, lowtide.parallel) or train a smaller one")
+        found.append("split the model among devices (FSDP2, lowtide.parallel) or train a smaller one")
     return found
 
 

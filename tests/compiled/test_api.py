@@ -283,7 +283,7 @@ def test_a_budget_that_no_plan_meets_says_what_does() -> None:
 def test_a_budget_below_what_is_resident_is_refused_without_asking_inductor() -> None:
     model, x = Model(), torch.randn(1024, 32)
     compiled = lowtide.compile(model, "1KiB")
-    smallest = within_what_is_told(compiled, x, "Inductor was not asked")
+    smallest = within_what_is_told(compiled, x, "without Inductor: a smaller budget may work")
     assert lowtide.handle_of(compiled).plan.predicted_peak_bytes <= smallest
 
 
@@ -416,7 +416,7 @@ def test_a_refusal_says_what_outputs_beside_the_loss_take() -> None:
     with pytest.raises(lowtide.BudgetError, match="returns the loss alone"):
         lowtide.compile(model, refused.value.smallest_bytes - x.nbytes // 2, backend="aot_eager")(x)
     parts = refused.value.parts
-    zeros = parts["zeros for outputs beside the loss"]
+    zeros = parts["zero gradients of outputs other than the loss"]
     assert 0 < zeros <= x.nbytes
     assert sum(parts.values()) == pytest.approx(refused.value.smallest_bytes, abs=1)
     with pytest.raises(lowtide.BudgetError) as alone:

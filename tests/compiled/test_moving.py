@@ -377,7 +377,7 @@ def test_the_operations_are_what_they_say_to_the_compiler() -> None:
     torch.library.opcheck(torch.ops.lowtide.settle, (after, x, after), test_utils=checks)
     with pytest.raises(StoreError, match="asked for as"):
         torch.ops.lowtide.fetch(after, [32, 64], [64, 1], torch.float32, after)
-    with pytest.raises(StoreError, match="the ticket is gone"):
+    with pytest.raises(StoreError, match="the ticket of a moved value is gone"):
         copied = after.clone()
         del after, ticket
         torch.ops.lowtide.fetch(copied, [64, 32], [32, 1], torch.float32, copied)

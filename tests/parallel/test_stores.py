@@ -271,7 +271,7 @@ def test_partitioned_checkpoints_cost_one_gather_each(found: Any) -> None:
 
 def test_what_sequence_parallelism_has_cut_is_refused(found: Any) -> None:
     for rank in found:
-        assert "already sharded" in rank["refused"] and "sequence parallelism" in rank["refused"]
+        assert "sharded already" in rank["refused"] and "sequence parallelism" in rank["refused"]
 
 
 def test_stages_of_a_pipeline_offload(found: Any) -> None:

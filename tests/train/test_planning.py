@@ -22,7 +22,7 @@ def test_seconds_are_the_card_s() -> None:
     assert any("seconds are the a100's" in note for note in plans["a100"].notes)
     (held,) = [note for note in plans["a100"].notes if note.startswith("at the peak stand ")]
     assert held.count(" frees about ") == 3
-    assert any("no optimizer is counted: AdamW's state takes" in note for note in plans["a100"].notes)
+    assert any("the plan counts no optimizer: AdamW's state takes" in note for note in plans["a100"].notes)
     assert plans["a100"].predicted_peak_bytes < plans["a100"].plain_peak_bytes
 
 

@@ -74,7 +74,7 @@ def test_the_optimizer_may_lie_on_the_host_of_every_rank(text: Path) -> None:
 
 
 def test_several_processes_do_not_choose_a_share_each(text: Path) -> None:
-    with pytest.raises(OptionError, match="each choose their own"):
+    with pytest.raises(OptionError, match="choose its own share"):
         options(text, dp=2, optimizer_host_fraction="auto")
 
 

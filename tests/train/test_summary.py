@@ -70,7 +70,7 @@ def test_what_inductor_rounds_is_told_from_a_fault() -> None:
             shown(measured(1.0), measured(1.0), None, options, ("loss",)).replace("│", "").split()
         )
         assert "no: 1 differ (loss)" in text
-        assert ("Inductor rounds otherwise" in text) is rounds
+        assert ("Inductor rounds differently" in text) is rounds
 
 
 def test_the_times_are_those_of_the_pair_with_the_median_change() -> None:

@@ -105,9 +105,9 @@ def compile(
     if codecs:
         names = ", ".join(map(repr, [codecs] if isinstance(codecs, str) else codecs))
         raise PlanError(
-            f"compiled code encodes no saved values, and codecs are {codecs!r}: leave codecs out "
-            '(tiers="disk" lets values wait elsewhere), or do not compile: '
-            f"lowtide.limit_memory(model, budget, policy=lowtide.policies.mixed({names}))"
+            f'compiled code has no codecs, and codecs= is {codecs!r}: leave codecs out (tiers="disk" '
+            "moves values to a disk), or do not compile: lowtide.limit_memory(model, budget, "
+            f"policy=lowtide.policies.mixed({names}))"
         )
     away = check_tiers(tiers)
     if regional and away:
@@ -244,8 +244,8 @@ def _blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     found = compiled or _find_repeated(model)
     if not found:
         raise PlanError(
-            f"{type(model).__name__} has no blocks that repeat: compile those that you mean "
-            "(block.compile()) before lowtide.compile(..., regional=True), or leave regional out"
+            f"{type(model).__name__} has no blocks that repeat: compile its blocks (block.compile()) "
+            "before lowtide.compile(..., regional=True), or leave regional out"
         )
     return found
 

@@ -15,12 +15,12 @@ from lowtide.private import Compiling
 from lowtide.run.limit.limiter import Limiter
 
 _EAGERLY = (
-    "torch.compile around this limited model is left out, and its steps run eagerly under the limit: {}. To "
-    "compile parts of it, compile its submodules, which stay so"
+    "torch.compile has no effect on this limited model, whose steps run eagerly under the limit: {}. "
+    "To compile parts of the model, compile its submodules"
 )
 _NOTHING = (
-    "PyTorch compiled nothing of its forward (it compiles none of the recurrent layers, and nothing under "
-    "TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why)"
+    "PyTorch compiled no part of its forward (it compiles no recurrent layers, and nothing with "
+    "TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks shows the reason)"
 )
 
 

@@ -73,9 +73,9 @@ def refuse_cuda_graphs(options: dict[str, Any]) -> None:
     """
     if inductor.in_force("triton.cudagraphs", options):
         raise PlanError(
-            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
-            "mode='max-autotune-no-cudagraphs' or none, and leave torch._inductor.config.triton.cudagraphs "
-            "off"
+            "CUDA graphs have a memory pool of their own, for which no budget can be held: use "
+            "mode='max-autotune-no-cudagraphs' or none, and leave "
+            "torch._inductor.config.triton.cudagraphs off"
         )
 
 
@@ -149,8 +149,8 @@ def cutter_at(way: Way, structure: str, options: dict[str, Any] | None, key: str
     def halves(joint: Joint) -> Halves:
         if joint.structure != structure:
             raise PlanError(
-                "a graph was traced in another way than when its step was planned: something that it depends "
-                "on changed between two steps. Call handle.set_budget(...) to plan again"
+                "a graph was traced differently than when its step was planned, because something that "
+                "it depends on has changed. Call handle.set_budget(...) to plan again"
             )
         return way.halves(joint)
 

@@ -296,8 +296,7 @@ class Choice:
         smallest = with_slack(plan.predicted_peak_bytes / FIRST) + 1
         error = self._refusal(limit, smallest, plain_peak, plan)
         error.add(
-            "Inductor was not asked: the smallest budget is a forecast from single calls, and a smaller one "
-            "may do."
+            "This smallest budget is computed from single calls, without Inductor: a smaller budget may work."
         )
         return error
 

@@ -49,10 +49,10 @@ from lowtide.trace.untouched import untouched, without_history
 T = TypeVar("T")
 
 _HANDLE = "_lowtide_handle"
-_COMPILED = "it compiled code; later ones run what is compiled"
+_COMPILED = "it compiled code; later steps run the compiled code"
 _OTHER = (
-    "it ran other graphs or sizes than the steps that were planned for, kept a graph, or something else took "
-    "memory while it ran"
+    "it ran other graphs or sizes than the planned steps, kept a graph, or something else allocated "
+    "memory during the step"
 )
 
 
@@ -265,8 +265,9 @@ class CompiledHandle(LimitHandle):
             if self._flow.graphs and loss_of(result) is None:
                 self._flow.stop()
                 raise PlanError(
-                    "prepare() cannot plan for a compiled model that does not return its loss: what the loss "
-                    "takes is part of the plan. Run a step, or compile a module that returns the loss"
+                    "prepare() cannot plan for a compiled model that does not return its loss, because "
+                    "the plan counts the memory of the loss. Run a step, or compile a module that "
+                    "returns the loss"
                 )
             loss = loss_to_plan_for(result, None)
             del result

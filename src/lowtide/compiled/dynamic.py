@@ -58,9 +58,10 @@ def search_range(
     free, unknown = partitioning.free_sizes(joint.module)
     if unknown:
         warn(
-            f"sizes of a compiled graph follow from data ({len(unknown)} of them: {', '.join(unknown[:3])}) "
-            f"and were taken for {partitioning.UNKNOWN_SIZE}: steps with larger ones may exceed the budget. "
-            "lowtide.limit_memory on the model itself sees the real ones"
+            f"sizes of a compiled graph depend on data ({len(unknown)} of them: "
+            f"{', '.join(unknown[:3])}), and the plan assumes {partitioning.UNKNOWN_SIZE} for each: "
+            "steps with larger sizes may exceed the budget. lowtide.limit_memory without torch.compile "
+            "uses the real sizes"
         )
     if not free:
         return (yield from search_at(joint.size))

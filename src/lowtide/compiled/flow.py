@@ -38,16 +38,16 @@ from lowtide.progress import working
 from lowtide.run.messages import Once
 
 UNCOMPILED = (
-    "PyTorch compiled nothing of this forward, which runs eagerly, so no budget is held (it compiles none of "
-    "the recurrent layers, and nothing under TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks says why): use "
-    "lowtide.limit_memory(model, budget)"
+    "PyTorch compiled no part of this forward, which runs eagerly, so no budget is held (it compiles "
+    "no recurrent layers, and nothing with TORCH_COMPILE_DISABLE; TORCH_LOGS=graph_breaks shows the "
+    "reason): use lowtide.limit_memory(model, budget)"
 )
 """The warning of a limit on a compiled model of whose forward PyTorch compiles nothing."""
 
 RECOMPILE_LIMIT = (
-    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: what it has "
-    "to compile anew runs eagerly from now on, and no budget is held for that. Sizes or arguments that "
-    "differ from step to step are the usual cause (TORCH_LOGS=recompiles names them): leave dynamic=False "
+    "PyTorch has compiled this forward as often as torch._dynamo.config.recompile_limit allows: new "
+    "graphs run eagerly from now on, and no budget is held for them. The usual cause are sizes or "
+    "arguments that differ from step to step (TORCH_LOGS=recompiles names them): leave dynamic=False "
     "out, pad to fewer sizes, or raise that limit before the first step"
 )
 """The warning of a forward that has reached Dynamo's recompile limit."""
@@ -358,9 +358,9 @@ class Flow:
         elif strays:
             self._warn_once(
                 "unmeasured",
-                f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
-                "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "
-                "this budget is not held",
+                f"the memory of a step on {self.device} cannot be measured here (on a CPU the meter "
+                "needs a C++ compiler), and without it several compiled graphs of a step cannot be "
+                "planned together: this budget is not held",
             )
         return graph.smallest
 
@@ -388,8 +388,8 @@ class Flow:
         if captured.keeps_graph():
             self._warn_once(
                 "retained",
-                "backward(retain_graph=True) keeps all that the forwards stored until the graph goes: this "
-                "budget is planned for steps whose backward runs once, and is not held in this one",
+                "backward(retain_graph=True) keeps all saved tensors until the graph is freed: the "
+                "plan is for steps whose backward runs once, and the budget is not held in this step",
             )
 
     def _backward_ended(self) -> None:

@@ -140,7 +140,7 @@ class Generated:
 
     def _lower(self) -> None:
         forward, backward = self._halves
-        current().say("asking Inductor what a plan takes", silent=True)
+        current().say("lowering a plan with Inductor", silent=True)
         text, strides = inductor.generated(forward, False, self._options)
         self.read(text, forward, {}, False)
         donated = inductor.donated_inputs(forward, backward, self._joint.forward_outputs)
@@ -441,17 +441,17 @@ def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
     return names["call"]
 
 
-_HELD_BY_NONE = "no budget can be held for this compiled step: {}, or limit it uncompiled"
+_HELD_BY_NONE = "no budget can be held for this compiled step: {}, or limit the model without compiling it"
 _SIZED_BY_VALUES = (
-    "values decide how large the result of {} is, and so the bytes of all that follows: leave out "
+    "the size of the result of {} depends on values: leave out "
     "torch._dynamo.config.capture_dynamic_output_shape_ops"
 )
 
 _UNKNOWN_MEMORY = {
     "get_external_object_by_index": "the graph runs on streams of the model's own (torch.cuda.stream), which "
     "hold memory for as long as they lag behind: leave them out",
-    "empty_strided_p2p": "Inductor puts what collectives send into memory that ranks share, beside PyTorch's "
-    "allocator: leave out torch._inductor.config._micro_pipeline_tp",
+    "empty_strided_p2p": "Inductor allocates the buffers of collectives outside PyTorch's allocator: "
+    "leave out torch._inductor.config._micro_pipeline_tp",
 }
 """What makes a tensor in generated text -> why nobody predicts how much that takes, and what to do."""
 

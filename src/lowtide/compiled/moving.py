@@ -146,8 +146,8 @@ def _on(ticket: torch.Tensor) -> Any:
     found = _known().get(int(ticket))
     if found is None:
         raise StoreError(
-            "compiled code asks for a value with a copy of its ticket, and the ticket is gone: saved-tensor "
-            "hooks (save_on_cpu and the like) do not go with tiers=, leave one of them out"
+            "the ticket of a moved value is gone: saved-tensor hooks (save_on_cpu and the like) do not "
+            "work with tiers=, leave one of them out"
         )
     return found
 

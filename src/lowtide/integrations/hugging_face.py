@@ -50,9 +50,9 @@ class LimitMemory(TrainerCallback):
         """The optimizer is there now."""
         if handle_of(model) not in (None, self.handle):
             warn(
-                "LimitMemory replaces the limit that is on this model already, and takes its own off when "
-                "training ends: if that was yours, leave out one of them (a run that ended in an error "
-                "leaves its own, too)"
+                "this model has a limit already, which LimitMemory replaces until training ends. If "
+                "you set that limit, use only one of the two. A run that ended with an error leaves "
+                "its limit, too"
             )
         options = {"plans": _plans_beside(args), **self.options}
         self.handle = limit_memory(model, self.budget, optimizer=optimizer, **options)

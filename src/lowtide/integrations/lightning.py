@@ -62,8 +62,8 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
         optimizers = list(trainer.optimizers)
         if len(optimizers) > 1 and "optimizer" not in self.options:
             warn(
-                f"this module has {len(optimizers)} optimizers, and a limit counts one: the budget is held "
-                "without their state. Give LimitMemory(..., optimizer=None) if that is as it should be"
+                f"this module has {len(optimizers)} optimizers, and a limit counts one: the budget does "
+                "not count their state. LimitMemory(..., optimizer=None) turns this warning off"
             )
         only = optimizers[0] if len(optimizers) == 1 else None
         options = {"optimizer": only, "plans": _plans_beside(trainer), **self.options}
@@ -149,7 +149,7 @@ def _what_is_called(module: torch.nn.Module, name: str | None) -> torch.nn.Modul
         except AttributeError:
             names = ", ".join(child for child, _ in module.named_children())
             raise PlanError(
-                f"LimitMemory(module={name!r}): this module has no such part, but {names}"
+                f"LimitMemory(module={name!r}): this module has no such submodule; it has {names}"
             ) from None
     trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     whole = [

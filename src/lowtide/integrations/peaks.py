@@ -13,10 +13,10 @@ PLANS = "_lowtide_plans"
 """The folder for plans, beside a run's checkpoints."""
 
 _UNCALLED = (
-    "a step has run, and the limited {} was not called in it: another module trains, and no budget is held. "
-    "accelerate's regional compilation trains a copy of the model: leave it off "
-    "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION), since torch_compile=True compiles within the budget. "
-    "Under Lightning name the part that is called: LimitMemory(budget, module=...)"
+    "a step has run without a call of the limited {}: another module trains, and no budget is held. "
+    "accelerate's regional compilation trains a copy of the model: turn it off "
+    "(ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION), since torch_compile=True compiles within the "
+    "budget. With Lightning, name the submodule that is called: LimitMemory(budget, module=...)"
 )
 
 

@@ -13,26 +13,25 @@ from lowtide.plan.data import Plan
 from lowtide.words import count_text
 
 ABANDONED = (
-    "a step of this limited model ran without the limit: when its forward began, something still held what "
-    "an earlier forward had returned, from which lowtide was to plan, and whose backward had not come (a "
-    "loss kept when an error ended its step, perhaps). Let go of what a step that you give up returned "
-    "(del loss); the next step that begins so is planned for"
+    "a step of this limited model ran without the limit, because a variable still held the result of "
+    "an earlier forward whose backward has not run (the loss of a step that ended with an error, "
+    "perhaps). Delete that result (del loss). lowtide profiles the next step that begins without it"
 )
 """The warning of a forward that began while an earlier step was unfinished, ran as part of that step without
 a plan, and through which a backward runs now.
 """
 
 CO_LIMITED = (
-    "several limited models take part in one step: each is planned for its own part, and all of "
-    "them are held to the smallest of their budgets while they run. To have one plan for all, put one limit "
-    "on a module that runs them"
+    "several limited models take part in one step: each has a plan for its own part, and all of them "
+    "are held to the smallest of their budgets. For one plan, put one limit on a module that runs all "
+    "of them"
 )
 """The warning of a limited model that takes part in a step of another one."""
 
 UNREACHED = (
-    "the forward of this limited model returned no tensor that backward begins from (it is a generator, runs "
-    "backward itself, or the loss is made of what it left elsewhere): what its steps take is not held "
-    "against the budget. Return what the loss is made of"
+    "the forward of this limited model returned no tensor that backward begins from (it is a "
+    "generator, runs backward itself, or stores the tensors of the loss elsewhere): lowtide does not "
+    "compare the peak of its steps with the budget. Return the tensors from which the loss is computed"
 )
 """The warning of a forward from which no backward can begin."""
 
@@ -43,13 +42,13 @@ CHECKPOINTING_OFF = (
 """The line that says what a limit does to a model whose modules have a flag for checkpointing."""
 
 LEAST = (
-    "steps of this kind run under the plan that takes the least memory, since other ranks wait for this one, "
-    "though no plan for them fits."
+    "no plan for steps of this kind fits the budget: they run with the plan of the smallest peak, "
+    "because other ranks wait for this one."
 )
 UNMEASURED = (
-    "what the steps of this limited model take cannot be measured while they run: one that takes more than "
-    "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "
-    "in CXX); lowtide doctor says what there is"
+    "the memory of this limited model cannot be measured while its steps run: a step above the budget "
+    "would not be noticed. On a CPU the meter needs a C++ compiler (apt-get install g++, or name one "
+    "in CXX); lowtide doctor shows what is missing"
 )
 """The warning of a limit whose steps cannot be measured."""
 
@@ -108,16 +107,21 @@ def above_budget(
     size, above = budgets.format_bytes(took), budgets.format_bytes(took - limit)
     text = f"a step took {size}, {above} above the budget of {budgets.format_bytes(limit)}: "
     if excess is None and not recorded:
-        held = "it ran as it is, since steps of its kind fit by a tenth and more; from now on they are held"
+        held = (
+            "lowtide did not record it, because earlier steps of its kind were a tenth below the budget; "
+            "it records and holds later ones"
+        )
         return held, f"{text}{held} while they run"
     if excess is None:
-        held = "the program itself holds more, or a thread lets go late of what it moved"
+        held = "the program itself holds more, or a thread freed its buffers late"
         return held, f"{text}no operation needed that much; {held}"
     name, need, _, first, where = excess
     name, at = name.replace("::", "."), f" in {where}" if where else ""
     if not name:
-        held = "the program holds more than the model and what the forward was given"
-        return held, f"{text}{held}: {budgets.format_bytes(need)}, as was found out when it was read{at}"
+        held = "the program holds more than the model and the inputs of the forward"
+        return held, (
+            f"{text}{held}: {budgets.format_bytes(need)}, which lowtide learned when an operation read it{at}"
+        )
     if first:
         why = "which is not known before the first call with arguments of these shapes"
         return f"{name} first", f"{text}{name}{at} needs {budgets.format_bytes(need)}, {why}"
@@ -140,8 +144,8 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     else:
         how = "call the blocks without torch.utils.checkpoint.checkpoint"
     return (
-        "this limited model checkpoints by itself (torch.utils.checkpoint): what it recomputes so, it "
-        f"recomputes within any budget. Turn it off, lowtide decides what is recomputed: {how}"
+        "this limited model calls torch.utils.checkpoint, and recomputes those regions under every "
+        f"budget. Turn these checkpoints off, because lowtide decides what is recomputed: {how}"
     )
 
 
@@ -165,14 +169,14 @@ def unsupported_forward(error: BaseException) -> TraceError | None:
     """What to raise in place of an error of a profiled forward; ``None`` for the error itself."""
     if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
         return TraceError(
-            "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), under which "
-            "PyTorch allows no hooks on saved tensors: use torch.autograd.grad(..., create_graph=True) "
-            "there, or put the limit on modules beside the one that does, not on one that contains it"
+            "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), under "
+            "which PyTorch allows no hooks on saved tensors: use torch.autograd.grad(..., "
+            "create_graph=True) there, or put limits on other modules, which do not contain this call"
         )
     if "HigherOrderOp" in type(error).__name__:
         return TraceError(
-            "the model's forward calls torch.cond or another higher-order operator on its submodules, which "
-            "PyTorch compiles, and not with hooks on them: put the limit on modules beside the one that "
-            "does, not on one that contains it"
+            "the model's forward calls torch.cond or another higher-order operator on its submodules, "
+            "which PyTorch cannot compile with hooks on them: put limits on other modules, which do "
+            "not contain this call"
         )
     return None

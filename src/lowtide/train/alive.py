@@ -164,7 +164,7 @@ class Alive:
                 self._heard[rank] = about["beat"], now
             elif now - since > SILENT_SECONDS:
                 where = (
-                    "has never been heard of"
+                    "has sent no heartbeat"
                     if about is None
                     else f"{_place(about)} was last heard during {about['doing']}"
                 )

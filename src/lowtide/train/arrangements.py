@@ -25,7 +25,7 @@ def check_compile(compiled: bool, backend: str | None, policy: str | None, devic
         policy in (None, "optimal"),
         "policy",
         policy,
-        "compiled code keeps or computes again within a --budget: leave out --policy, or --compile",
+        ("with --compile, the --budget alone decides what is recomputed: leave out --policy, or --compile"),
     )
     if backend != "aot_eager" and device == "cpu":
         try:
@@ -40,20 +40,20 @@ def check_compiled_run(options: Settings) -> None:
     Raises:
         OptionError: with what to do.
     """
-    what = "a stage is planned for its micro-batches in flight, and compiled code is not: leave out --pp"
+    what = "compiled code is not planned for the microbatches of a pipeline: leave out --pp"
     require(options.pp == 1, "compile", "", f"{what}, or this")
-    require(options.budget is not None, "compile", "", "it holds a budget: pass --budget, 100% for all")
+    require(options.budget is not None, "compile", "", "it needs a budget: pass --budget, 100% for all")
     require(
         options.optimizer_host_fraction is None,
         "optimizer-host-fraction",
         options.optimizer_host_fraction,
-        "the compiled step's budget does not know what an update moves: leave it out with --compile",
+        ("the budget of a compiled step does not count moved optimizer state: leave it out with --compile"),
     )
     require(
         options.report is None,
         "report",
         options.report,
-        "the page shows operations, of which compiled code has none: leave it out with --compile",
+        "a report shows operations, and a compiled step has none: leave it out with --compile",
     )
 
 
@@ -65,32 +65,32 @@ def check_sharding(options: Settings) -> None:
     """
     name, copies = "shard-parameters", options.dp_replicate
     if not options.shard_parameters:
-        what = "these are copies of what --shard-parameters shares: pass that, too"
+        what = "it needs --shard-parameters: pass that, too"
         require(copies == 1, "dp-replicate", copies, what)
         return
     require(
         options.dp > 1,
         name,
         "",
-        "it shares parameters, gradients and optimizer state among --dp processes: pass --dp 2 or more",
+        "it shards parameters, gradients and optimizer state among the --dp ranks: pass --dp 2 or more",
     )
     require(
         options.pp == 1,
         name,
         "",
-        "every micro-batch of a pipeline would gather the stage anew: leave out --pp, or this",
+        "every microbatch of a pipeline would gather the stage again: leave out --pp, or this",
     )
     require(
         options.dp % copies == 0 and copies < options.dp,
         "dp-replicate",
         copies,
-        f"so many groups of the --dp {options.dp} processes share the parameters, two or more in each",
+        f"it divides the --dp {options.dp} ranks into groups of two or more",
     )
     require(
         options.policy is not None or options.budget is not None,
         name,
         "",
-        "say what is to fit: pass --budget, or a --policy such as keep_all or full",
+        "it needs a budget or a policy: pass --budget, or a --policy such as keep_all or full",
     )
 
 
@@ -125,24 +125,29 @@ def check_pipeline(options: Settings) -> None:
             micro % ranks == 0,
             "grad-accum",
             micro,
-            f"it is the pipeline's micro-batches, of which --schedule {options.schedule} needs a multiple of "
-            f"--pp {ranks}",
+            f"it is the number of the pipeline's microbatches, and --schedule {options.schedule} needs "
+            f"a multiple of --pp {ranks}",
         )
     least = ranks * (2 if kind.v_shaped else 1)
     require(
         micro >= least,
         "grad-accum",
         micro,
-        f"these are the pipeline's micro-batches, and --pp {ranks} needs {least}: give {least} or more",
+        (
+            f"it is the number of the pipeline's microbatches, and --pp {ranks} needs {least}: give {least} "
+            "or more"
+        ),
     )
     spec = options.spec()
-    what = "a pipeline cuts a Hugging Face model at its blocks, and does not share its layers: leave out --tp"
+    what = (
+        "a pipeline cuts a Hugging Face model between its blocks, and cannot split its layers: leave out --tp"
+    )
     require(spec.config is not None or options.tp == 1, "tp", options.tp, f"{what}, or --pp")
     stages = ranks * kind.stages
     few = f"{options.model} has {spec.layers} layers, which do not fill {stages} stages"
     require(spec.layers >= stages, "pp", ranks, few)
     moving = options.policy in ("offload", "mixed", "compress")
-    why = "under a pipeline nothing is moved or compressed: choose a policy that recomputes (optimal, full)"
+    why = "a pipeline moves and compresses nothing: choose a policy that recomputes (optimal, full)"
     require(not moving, "policy", options.policy, why)
     require(
         not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp"

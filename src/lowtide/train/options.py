@@ -18,7 +18,7 @@ from lowtide.train.schedule import SHAPES
 from lowtide.train.settings import Settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_COMPARED = "it shows the planned step beside the plain one, and this run ends without comparing them"
+_COMPARED = "it shows the planned and the plain step, and this run does not compare them"
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class TrainOptions(Settings):
             not several or self.optimizer_host_fraction != "auto",
             "optimizer-host-fraction",
             self.optimizer_host_fraction,
-            "several processes would each choose their own: give a share from 0 to 1",
+            "each rank would choose its own share: give a number from 0 to 1",
         )
         require(
             not several or not self.shard_parameters,
             "optimizer-host-fraction",
             self.optimizer_host_fraction,
-            "the budget of --shard-parameters does not know of it: leave that out, or this",
+            "the budget of --shard-parameters does not count it: leave that out, or this",
         )
         if self.optimizer_host_fraction not in (None, "auto"):
             share = self.optimizer_host_fraction
@@ -110,20 +110,20 @@ class TrainOptions(Settings):
             not (self.sequence_parallel and self.tp == 1),
             "sequence-parallel",
             "",
-            "it shares the sequence among --tp processes: pass --tp 2 or more",
+            "it splits the sequence among the --tp ranks: pass --tp 2 or more",
         )
         require(
             self.batch % self.dp == 0,
             "batch",
             self.batch,
-            f"a micro-batch is shared among --dp {self.dp}, which must divide it",
+            f"a microbatch is split among --dp {self.dp}, which must divide it",
         )
         if self.sequence_parallel:
             require(
                 self.seq % self.tp == 0,
                 "seq",
                 self.seq,
-                f"--sequence-parallel shares it among --tp {self.tp}, which must divide it",
+                f"--sequence-parallel splits it among --tp {self.tp}, which must divide it",
             )
         check_sharding(self)
         if self.pp == 1:

@@ -83,13 +83,13 @@ class PlanOptions:
             not (self.compile and priced),
             "compile",
             "",
-            f"what is compiled for --device {self.device} is known on such a device only: leave one out",
+            f"--compile for --device {self.device} needs such a device: leave one out",
         )
         require(
             not self.compile or self.budget is not None,
             "compile",
             "",
-            "it holds a budget: pass --budget, 100% for all",
+            "it needs a budget: pass --budget, 100% for all",
         )
         if not priced:
             check_device(self.device, f", or a card to price it for ({', '.join(DEVICES)})")
@@ -245,7 +245,7 @@ def reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]
 
 def no_optimizer(model: nn.Module) -> str:
     """What is told of a plan that counts no optimizer."""
-    return f"no optimizer is counted: AdamW's state takes {budgets.format_bytes(adamw_bytes(model))} more"
+    return f"the plan counts no optimizer: AdamW's state takes {budgets.format_bytes(adamw_bytes(model))} more"
 
 
 def adamw_bytes(model: nn.Module) -> int:

@@ -59,13 +59,13 @@ def named_folder(run: Path | None, resume: bool, checkpoint_dir: Path | None) ->
         return checkpoint_dir
     if not resume:
         raise OptionError(
-            f"{run}: a run is named, and not what to do with it: write --resume {run} to go on with it, "
+            f"{run}: this names a run, but not what to do with it: write --resume {run} to continue it, "
             f"--checkpoint-dir {run} to start one there, --data {run} to train on what is there"
         )
     if checkpoint_dir is not None and checkpoint_dir.resolve() != run.resolve():
         raise OptionError(
-            f"--resume {run} --checkpoint-dir {checkpoint_dir}: a run goes on in its own folder: leave out "
-            "--checkpoint-dir"
+            f"--resume {run} --checkpoint-dir {checkpoint_dir}: a run continues in its own folder: "
+            "leave out --checkpoint-dir"
         )
     return run
 
@@ -176,8 +176,8 @@ def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int
     ]
     if told:
         raise OptionError(
-            f"--resume: the run in {folder} is another one than is asked for: {'; '.join(told)}. "
-            "Leave these options out or pass those of the run, or start anew in another folder"
+            f"--resume: the run in {folder} differs from the options: {'; '.join(told)}. Leave these "
+            "options out or pass those of the run, or start anew in another folder"
         )
     if done >= last:
         raise OptionError(

@@ -18,8 +18,8 @@ from lowtide.words import count_text, percent_text, seconds_text, seconds_texts
 PICTURE_WIDTH = 96
 
 _ROUNDS = (
-    "as Inductor rounds otherwise where it fuses other operations; --compile-backend aot_eager is compared "
-    "bit by bit"
+    "because Inductor rounds differently when it fuses other operations; --compile-backend aot_eager "
+    "is compared bit by bit"
 )
 
 
@@ -164,7 +164,7 @@ def _of_times(plan: Plan, comparison: Comparison) -> str:
     calibrated = ""
     if base and plan.calibrated_extra_seconds is not None:
         calibrated = f", {percent_text(plan.calibrated_extra_seconds / base)} as the run's own steps took"
-    pair = "of the pair of steps, one right after the other, whose change is the median of all pairs"
+    pair = "of the pair of steps with the median change"
     shown = "the median of measured steps" if comparison.extra is None else pair
     return f"time: {shown}; {forecast} was forecast before any step{calibrated}"
 

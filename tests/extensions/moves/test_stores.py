@@ -288,7 +288,7 @@ def test_a_groups_speed_is_asked_for() -> None:
 def test_what_is_sharded_already_is_refused_with_the_reason(found: list[dict[str, Any]]) -> None:
     for rank in range(4):
         assert "differs between the ranks" in found[rank]["refused"]
-        assert "already sharded" in found[rank]["refused"]
+        assert "sharded already" in found[rank]["refused"]
 
 
 def test_a_group_that_nobody_gave_is_asked_for() -> None:

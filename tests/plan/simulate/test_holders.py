@@ -81,7 +81,7 @@ def test_a_refusal_names_the_three_largest_with_what_frees_how_much() -> None:
     error = sim.refusal(sim.simulate(sim.close(frozenset())), 1)
     assert len(error.holders) == 3
     shown = str(error)
-    assert "What holds most at its peak, and what frees how much:" in shown
+    assert "Largest at its peak, with the bytes that a remedy frees:" in shown
     assert all(line in shown for line in error.holders)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import lowtide
 
-RAISED = "a longer step has come"
+RAISED = "a larger step has run"
 """What is said where a share becomes more bytes, as in the first step that adds to gradients."""
 
 

@@ -201,7 +201,7 @@ def test_a_forward_between_two_backwards_is_held_beside_what_waits() -> None:
     budget = int(0.8 * max(steps(normed(lambda layer: layer))))
     model = normed(lambda layer: layer)
     handle = lowtide.limit_memory(model, budget, progress=False)
-    with pytest.warns(lowtide.LowtideWarning, match="both together are held to the budget"):
+    with pytest.warns(lowtide.LowtideWarning, match="Both forwards are held to the budget"):
         assert max(steps(model)) <= budget
     assert handle.measured_peak_bytes is None, "it would be that of two steps"
 

@@ -392,7 +392,7 @@ def test_a_write_that_pytorch_does_not_see_is_named_as_a_cause() -> None:
     with lowtide.checkpointing(verify="always"):
         loss = (weight * scale.exp()).sin().sum()
     scale.numpy()[:] += 1
-    with pytest.raises(ReplayError, match=r"Or did NumPy .* Only verify='always' notices that"):
+    with pytest.raises(ReplayError, match=r"If NumPy .* only verify='always' detects this"):
         loss.backward()
 
 

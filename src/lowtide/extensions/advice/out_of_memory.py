@@ -50,11 +50,11 @@ def _out_of_memory_text(planned: Planned, maker: Any, device: int, asked_bytes: 
     holders = planned_holders(planned.step_graph, plan, claimed, partial(sources, maker.extensions))
     limit = "no budget" if plan.budget_bytes is None else f"a budget of {format_bytes(plan.budget_bytes)}"
     lines = [
-        f"CUDA device {device} has no {format_bytes(asked_bytes)} more, in a process with a model limited "
-        f"to {limit}, whose plan takes {format_bytes(plan.predicted_peak_bytes)}. A budget does not count "
-        "what is beside that: other tensors, fragments of the allocator, the driver's own. Give a smaller "
-        "one, or 'auto'",
-        "What holds most at the plan's peak, and what frees how much:",
+        f"CUDA device {device} has no {format_bytes(asked_bytes)} free. A model of this process is "
+        f"limited to {limit}, and its plan takes {format_bytes(plan.predicted_peak_bytes)}. A budget "
+        "does not count other tensors, fragments of the allocator, and the driver's memory. Give a "
+        "smaller budget, or 'auto'",
+        "Largest at the plan's peak, with the bytes that a remedy frees:",
         *(f"  - {line}" for line in in_lines(holders)),
     ]
     return "\n".join(lines)

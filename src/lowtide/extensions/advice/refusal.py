@@ -32,8 +32,8 @@ from lowtide.run.limit.checks import Demand
 from lowtide.run.limit.entry import Entry
 
 SECOND = (
-    "backward was run with create_graph=True (for a Hessian, or a penalty on gradients), so what it computed "
-    "stays live until a second backward has run through it, and no plan evicts that"
+    "backward was run with create_graph=True (for a Hessian, or a penalty on gradients): its results "
+    "stay live until a second backward has run, and no plan evicts them"
 )
 """Why steps with second derivatives take so much."""
 

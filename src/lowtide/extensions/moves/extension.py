@@ -79,8 +79,8 @@ class Moves(Extension):
         if step.first and not step.mover.told and (notes := step.mover.notes):
             step.mover.told = True
             warn(
-                f"codecs do not fit {count_text(len(notes), 'value')}, kept as they are on top of the "
-                f"predicted peak ({notes[0]})"
+                f"{count_text(len(notes), 'value')} did not fit their codecs and were kept without "
+                f"them, on top of the predicted peak ({notes[0]})"
             )
 
     def sources(self, index: StepIndex, plan: Plan) -> Sources | None:

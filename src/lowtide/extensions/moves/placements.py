@@ -285,9 +285,9 @@ def missing_links(
         first, then = form_and_tier(decision)
         if isinstance(first, Shard) and first.group not in given:
             raise PlanError(
-                f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured "
-                f"before, by all: links=lowtide.measure_links(Shard({first.group!r}, {first.size}), "
-                "stores=...)"
+                f"the speed of the group {first.group!r} is not known: one rank plans, and all ranks "
+                f"have to measure the group before: links=lowtide.measure_links(Shard({first.group!r}, "
+                f"{first.size}), stores=...)"
             )
         if isinstance(first, Compress) and not set(codecs_behind(first.codec)) <= given.keys():
             found |= link_speeds(first, tuple(codecs), device)

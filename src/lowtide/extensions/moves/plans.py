@@ -68,7 +68,7 @@ def make_plan(
             graph, stored=stored, policy=policy, budget=budget, bound=bound, notes=notes, simulator=simulator
         )
     if slab not in (None, True, False):
-        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
+        raise PlanError(f"slab={slab!r}: give True, False, or None (a slab if the budget has room for it)")
     build.check_wish(graph, stored, budget)
     placed = moves is None or isinstance(moves, Mapping)
     expect(placed, "make_plan(moves=)", moves, "decisions by values, as in {3: Offload()}, or None")

@@ -334,8 +334,9 @@ class Outgoing:
         while waiting:
             if self.born[waiting[0]] > sim.first_unpack:
                 raise PlanError(
-                    "what is written after a backward has begun, as in a pipeline's step, cannot be moved "
-                    "off the device: choose a policy that recomputes (optimal, full, sqrt, selective)"
+                    "values that are written after a backward has begun, as in a pipeline's step, "
+                    "cannot be moved off the device: choose a policy that recomputes (optimal, full, "
+                    "sqrt, selective)"
                 )
             self._finish(waiting.popleft(), sim.first_unpack)
 

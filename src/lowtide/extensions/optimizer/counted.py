@@ -63,9 +63,9 @@ class CountedOptimizer(Extension):
             if (unknown := self._known[1].unknown) and not self._warned:
                 self._warned = True
                 warn(
-                    f"what a step of {type(self.optimizer).__name__} allocates beside its state cannot be "
-                    f"worked out ({unknown}), so only the state counts against the budget: measure "
-                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free"
+                    f"the temporaries of a step of {type(self.optimizer).__name__} cannot be computed "
+                    f"({unknown}), so the budget counts the optimizer's state only: measure a step with "
+                    "lowtide.measure(optimizer.step), and leave as many bytes of the budget free"
                 )
         return self._known[1]
 
@@ -127,7 +127,7 @@ class CountedOptimizer(Extension):
             return
         if shares_plan:
             raise PlanError(
-                'host_fraction="auto" is chosen by each rank for itself, but these ranks share one '
+                'with host_fraction="auto" each rank chooses its own share, but these ranks use one '
                 "plan: give the share as a number"
             )
         everything = optimizer.device_state_bytes(0.0)
@@ -166,7 +166,7 @@ def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if any(own.values()) and not held & own.keys():  # a frozen model is not limited
         raise PlanError(
-            f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
-            "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
-            "the budget"
+            f"optimizer= was given {type(optimizer).__name__} that holds none of this model's "
+            "parameters: give the optimizer that trains the model, or leave optimizer= out and "
+            "subtract its memory from the budget"
         )

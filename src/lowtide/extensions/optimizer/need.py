@@ -106,9 +106,9 @@ def optimizer_need(
         if present and not more:
             return OptimizerNeed(present, 0, f"{type(error).__name__}: {error}")
         raise PlanError(
-            f"the memory of {type(optimizer).__name__} cannot be worked out before its first step "
-            f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and subtract "
-            "its state from the budget"
+            f"the memory of {type(optimizer).__name__} cannot be computed before its first step "
+            f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and "
+            "subtract its state from the budget"
         ) from error
     to_come = total - present
     return OptimizerNeed(total, max(0, peaks[0] - to_come, peaks[1]), to_come_bytes=to_come)

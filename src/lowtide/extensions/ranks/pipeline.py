@@ -137,8 +137,8 @@ class PipelineLimiter(Limiter):
             PlanError: always.
         """
         raise PlanError(
-            "a pipeline is planned for from its first schedule.step(), in which all ranks take part: run "
-            "that in place of prepare()"
+            "a pipeline is planned from its first schedule.step(), in which all ranks take part: run a "
+            "step, and do not call prepare()"
         )
 
     def install(self) -> None:

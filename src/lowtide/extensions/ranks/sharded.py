@@ -14,8 +14,8 @@ from lowtide.private import fsdp, skipped_by_dynamo
 from lowtide.run.limit.limiter import Limiter
 
 UNCALLED = (
-    "the forward of this limited model was called past its hooks, with which FSDP gathers its weights: such "
-    "steps run as they are, without a limit. Call the model itself, and limit_memory after "
+    "the forward of this limited model was called without its module hooks, which gather the weights "
+    "of FSDP: such steps run without the limit. Call model(...), and call limit_memory after "
     "torch.distributed.init_process_group"
 )
 """The warning of a forward that is called past the hooks of FSDP's root."""

@@ -96,8 +96,8 @@ def holds_reserved(reserved: bool | None, model: torch.nn.Module, budget: str | 
     if not native:
         found = f"under {accelerator.allocator()}" if accelerator.is_accelerator(device) else f"on {device}"
         raise PlanError(
-            "reserved=True holds what PyTorch's caching allocator for CUDA takes, and this model is "
-            f"{found}, which has none: leave reserved out; the budget counts requested bytes"
+            "reserved=True limits the memory of PyTorch's caching allocator for CUDA, and this model "
+            f"is {found}: leave reserved out; the budget then counts requested bytes"
         )
     if not auto and (budgets.asks_for(budget) or budgets.is_share(budget)):
         raise PlanError(

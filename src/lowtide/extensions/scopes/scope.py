@@ -33,8 +33,8 @@ from lowtide.run.record.tape import Node, Tape
 MOST_FINGERPRINTS = 1 << 17
 
 IN_SCOPE = (
-    "this limited model runs inside lowtide.checkpoint or checkpointing(), which decides what is kept: its "
-    "budget is not held. Take the scope off, or put the limit on a module around both"
+    "this limited model runs inside lowtide.checkpoint or checkpointing(), which decides what is kept: "
+    "its budget is not held. Remove the scope, or put the limit on a module around both"
 )
 
 
@@ -286,7 +286,7 @@ def refusal_of(
         (use_reentrant, "use_reentrant", "backward is never run inside backward: drop it, or give False"),
         (not preserve_rng_state, "preserve_rng_state", "random states are always the forward's: drop it"),
         (debug, "debug", "an operation that does not reproduce is named anyway: drop it"),
-        (not early_stop, "early_stop", "what nobody needs is never replayed: drop it"),
+        (not early_stop, "early_stop", "operations that backward does not need are never replayed: drop it"),
     ]
     for refused, name, why in dropped:
         if refused:

@@ -37,7 +37,7 @@ def render(plan: Any, width: int | None = None) -> str:
     if plan.moves and not plan.bound_peak_bytes:
         lines.append("bound  none is stated for this policy's moves: policy 'mixed' states one")
     else:
-        won = f"at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
+        won = f"a better plan could save at most {100 * plan.gap:.2f} % of the step"
         lines.append(f"bound  {added_text(plan.bound_extra_seconds)}: {won}")
     if plan.moves:
         lines.append(

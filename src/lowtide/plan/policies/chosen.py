@@ -17,8 +17,8 @@ ENDED_EARLY = "the search ended early, and a longer one may find a plan with les
 """The note of a plan whose search ended early."""
 
 _FREED = (
-    "checkpointing scopes alone take more than this budget, so some of what they evict stays where that "
-    "takes less memory"
+    "the checkpointing scopes take more than this budget, so the plan keeps some tensors that they "
+    "would recompute"
 )
 
 

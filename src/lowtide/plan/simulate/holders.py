@@ -215,6 +215,6 @@ def place_of_peak(simulation: Simulation) -> str:
     if op is None:
         return "its beginning, before any operation"
     if op.name == GAP_OP:
-        return f"what runs outside the compiled graphs (number {op.index}, {op.phase})"
+        return f"an operation outside the compiled graphs (number {op.index}, {op.phase})"
     how = "replayed " if simulation.peak_in_replay else ""
     return f"{how}operation {op.name} (number {op.index}, {op.phase}) in {module_in_words(op.module)}"

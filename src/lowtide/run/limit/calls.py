@@ -29,24 +29,24 @@ from lowtide.trace.results import tensors_inside
 
 _IN_BACKWARD = (
     "the forward of this limited model runs within a backward (torch.utils.checkpoint around it, an "
-    "invertible block, an adjoint method): such a forward runs as it is, without a limit. Take the "
-    "checkpoint off, lowtide decides what is recomputed, or put the limit on a module around it"
+    "invertible block, an adjoint method): such a forward runs without the limit. Remove the "
+    "checkpoint, because lowtide decides what is recomputed, or put the limit on a module around it"
 )
 
 _TRANSFORMED = (
     "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the like, "
-    "torch.cond): such steps run as they are, without a limit. Put the limit on a module whose forward "
-    "holds the transform, or use torch.autograd.grad"
+    "torch.cond): such steps run without the limit. Put the limit on a module whose forward calls the "
+    "transform, or use torch.autograd.grad"
 )
 _LAZY = (
-    "some parameters of this limited model are not initialized yet (lazy modules): this step runs as it "
-    "is, without a limit, and later ones within the budget. To limit it, too, run the model once under "
-    "torch.no_grad() before"
+    "some parameters of this limited model are not initialized yet (lazy modules): this step runs "
+    "without the limit, and later steps run within the budget. To limit the first step, too, run the "
+    "model once under torch.no_grad() before it"
 )
 _UNTRAINED = (
-    "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps "
-    "for the gradients of its inputs is not limited. Put the limit on a module around it that has "
-    "parameters to train"
+    "no parameter of this limited model requires grad, so its steps are not planned, and the tensors "
+    "that autograd saves for the gradients of its inputs are not limited. Put the limit on an outer "
+    "module that has trainable parameters"
 )
 
 LIMITED = object()

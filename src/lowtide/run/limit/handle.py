@@ -95,8 +95,8 @@ class LimitHandle(ABC):
         """
         if self._is_removed():
             raise PlanError(
-                "this handle's limit was removed, or replaced by another one: ask lowtide.handle_of(model) "
-                "for the one in force"
+                "this handle's limit was removed, or replaced by another one: lowtide.handle_of(model) "
+                "returns the current handle"
             )
 
     def _repr_html_(self) -> str:

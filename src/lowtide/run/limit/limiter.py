@@ -51,11 +51,11 @@ from lowtide.run.watch import StepWatch, weakly
 from lowtide.trace.results import loss_to_plan_for
 
 _TOGETHER = (
-    "a forward of this limited model begins while what an earlier one saved is still needed (a backward has "
-    "run, and another is to come or it kept its graph, or several limited models take part): both together "
-    "are held to the budget, but each has a plan of its own, so more is recomputed than one plan for both "
-    "would. Run all backwards before the next forward, or put the limit on a module that runs them; of a "
-    "pipeline on its schedule"
+    "a forward of this limited model begins while tensors that an earlier forward saved are still "
+    "needed (a backward is still to come or kept its graph, or several limited models take part). Both "
+    "forwards are held to the budget, but each has a plan of its own, and recomputes more than one "
+    "joint plan would. Run all backwards before the next forward, or put the limit on a module that "
+    "runs all forwards; for a pipeline, on its schedule"
 )
 
 
@@ -565,7 +565,7 @@ class Limiter:
             self._measured_bytes = None
             profiler.close()
             return
-        often = "each operation ran twice, until five of its runs were equal"
+        often = "each operation ran twice, until five of its runs had given equal results"
         twice = often if profiler.verified else "no operation ran twice"
         took("profiled a first step", time.perf_counter() - profiler.began, twice, self.maker.progress)
         peak = profiler.peak_bytes

@@ -209,7 +209,7 @@ class PlanMaker:
         old, new = budgets.format_bytes(told), budgets.format_bytes(self.budget_bytes)
         if self.asked.share:
             self.version += 1
-            warn(f"the budget of {self.budget} is {new} from now on, and was {old}: a longer step has come")
+            warn(f"the budget of {self.budget} is {new} from now on, and was {old}: a larger step has run")
         else:
             warn(f'the budget of "{self.budget}" is {new} from now on, and was {old}: a step needs more')
 

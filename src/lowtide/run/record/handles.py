@@ -58,11 +58,12 @@ class Handle:
     def _check(self, value: Any, tensor: torch.Tensor) -> None:
         if digest(tensor, value.extent) != self.checked:
             raise ReplayError(
-                f"{value.node.name} gave other bytes in its replay than in "
-                "the forward pass, so this step's gradients would be wrong. Does it not reproduce? Keep its "
-                "module, or use verify='first' from the start, which finds that out. Or did NumPy or a "
-                "kernel of your own write to what it reads between forward and backward? Only "
-                "verify='always' notices that: write with PyTorch's operations, or to a copy"
+                f"{value.node.name} gave other bytes in its replay than in the forward pass, so this "
+                "step's gradients would be wrong. There are two causes. If the operation does not "
+                "reproduce its results, keep its module, or use verify='first' from the start, which "
+                "detects this. If NumPy or a kernel of your own wrote to its inputs between forward "
+                "and backward, write with PyTorch's operations, or to a copy; only verify='always' "
+                "detects this"
             )
 
 

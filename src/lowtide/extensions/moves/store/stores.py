@@ -219,10 +219,10 @@ class Replicas:
         dist.all_gather_into_tensor(found, own, group=self.group)
         if bool((found != digest).any()):
             raise PlanError(
-                f"{what} differs between the ranks of its group, so it cannot be kept in parts: it is "
-                "already sharded (along the sequence, for one, where sequence parallelism leaves 1/n of it "
-                "on each rank) or belongs to another batch. Leave it out of values=, or give the group over "
-                "which it is replicated"
+                f"{what} differs between the ranks of its group, so it cannot be sharded over them: it "
+                "is sharded already (by sequence parallelism, for example), or the ranks have "
+                "different batches. Leave it out of values=, or give the group over which it is "
+                "replicated"
             )
 
 
