@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 class apply:
     """Run the step in the block under ``plan``.
 
-    The object may be entered again for the next step; with ``verify="first"`` only the first is verified.
+    Enter the object again for the next step. With ``verify="first"`` only the first step is verified.
 
     Args:
-        plan: made for the very step that runs in the block. Another one has the same gradients, but not the
-            plan's peak: there is a warning where it runs other operations, and none where only sizes differ.
-        verify: ``first`` runs each recorded operation of the first step twice and compares, ``always`` also
-            compares every replayed tensor's digest in every step, ``never`` trusts.
+        plan: a plan of the step that runs in the block. With another step the gradients are right, but the
+            peak differs: a warning says this if the operations differ, but not if only sizes differ.
+        verify: ``first`` runs each recorded operation of the first step twice and compares the results,
+            ``always`` also compares the digest of every replayed tensor in every step, ``never`` compares
+            nothing.
         stores: groups, codecs of your own and open tiers for a plan that moves values; by default the tiers
-            that it names.
+            that the plan names.
 
     Attributes:
-        findings: names of the operations that did not reproduce in the latest step, with the reason. What
-            they wrote was kept.
-        departed: how many operations the latest step ran that the plan does not have, from the first that
-            differs on.
+        findings: the operations of the latest step that did not reproduce, with the reason. Their results
+            were kept.
+        departed: how many operations of the latest step differ from the plan, counted from the first one.
 
     Raises:
         PlanError: ``plan`` is no plan, or carries no program.

@@ -41,29 +41,29 @@ class Words(Protocol):
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
-    Where no plan can, it is raised with facts and no message. Its text is made from them when somebody asks:
-    what the step takes at least (``args[0]``), then what to do, then what is live at the peak. It is then a
-    ``torch.OutOfMemoryError``, too, whose ``args[0]`` says so: what catches that, as accelerate's search for
-    a batch size does, catches this.
+    If no plan can meet it, the error holds facts, and its text is made when it is read: the bytes that the
+    step takes at least (``args[0]``), the remedies, and the largest holders at the peak. It is then a
+    ``torch.OutOfMemoryError``, too, so that code which catches that error also catches this one, such as
+    accelerate's search for a batch size.
 
     Args:
-        message: what is wrong, in words; ``None`` where the facts say it.
-        remedies: what to do, before what the facts say.
+        message: the text of the error; ``None`` if the facts give it.
+        remedies: remedies that come before those of the facts.
         peak: the simulator and the simulation of the smallest plan, in place of ``parts`` and ``made``.
 
     Attributes:
         message: as given.
-        budget_bytes: what was asked for; ``None`` when the text was malformed.
-        smallest_bytes: the smallest budget that a plan is known for; ``None`` when the text was malformed.
-        parts: what is live at the peak of that plan, in bytes by name ("parameters", "least activations");
-            empty where that is not known.
-        plain_peak_bytes: the plain step's peak, where the text says a share of it.
-        policy: the policy that cannot meet it; empty where it was left to the planner how to.
-        subject: what the budget is too small for, where that is not forward and backward.
-        remedies: what to do, any one of them.
-        holders: the three that hold most at the peak, by module and line, each with what would free how much.
-        made: who holds what the step made there, as `lowtide.remedies.Holder`.
-        detail: what is live at the peak, and what else is worth knowing.
+        budget_bytes: the budget; ``None`` if its text is malformed.
+        smallest_bytes: the smallest budget for which a plan is known; ``None`` if the text is malformed.
+        parts: the live bytes at the peak of that plan by name ("parameters", "least activations"); empty if
+            they are not known.
+        plain_peak_bytes: the plain step's peak, if the budget is a share of it.
+        policy: the policy that cannot meet the budget; empty for the default planner.
+        subject: the part of the step for which the budget is too small; empty for forward and backward.
+        remedies: remedies, of which any one is enough.
+        holders: the three largest at the peak, by module and line, with the bytes that a remedy frees.
+        made: the holders of the tensors that the step made, as `lowtide.remedies.Holder`.
+        detail: where the peak is, and other notes.
 
     Example:
         >>> error = BudgetError(None, 3 << 30, "Its peak is at the loss.", budget_bytes=1 << 30)
@@ -114,13 +114,13 @@ class BudgetError(LowtideError):
 
     @property
     def parts(self) -> dict[str, int]:
-        """What is live at the peak of the smallest plan, in bytes by name."""
+        """The live bytes at the peak of the smallest plan, by name."""
         self._look_at_peak()
         return self._parts
 
     @property
     def made(self) -> tuple[Any, ...]:
-        """Who holds what the step made there."""
+        """The holders of the tensors that the step made."""
         self._look_at_peak()
         return self._made
 

@@ -57,54 +57,54 @@ def limit_memory(
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
 
-    The first step is profiled while it runs, within the budget where it is given in bytes. Each
-    operation runs twice: that shows whether it reproduces, and how long it takes. After five equal runs at
-    the same sizes an operation runs once. When backward has ended, a plan is made. Later steps run under
-    it. The plan of a larger step serves smaller ones; steps in another mode, in autocast, in other
-    dtypes or with other parameters that train are profiled and get plans of their own. Called again for a
-    limited model, it replaces the limit.
+    The first step is profiled while it runs. If the budget is given in bytes, this step is held to it, too.
+    Each operation runs twice, to compare the results and to measure its time. After five equal runs at the
+    same sizes an operation runs once. At the end of the first backward lowtide makes a plan, and later steps
+    follow it. The plan of a larger step serves smaller ones. Steps in another mode, in autocast, in other
+    dtypes or with other trainable parameters are profiled and get plans of their own. A second call for the
+    same model replaces the limit.
 
     Args:
-        model: any module; its forward is replaced on the instance until ``handle.remove()``, and gradient
-            checkpointing of its own (transformers, diffusers, timm) is off until then. What
-            `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; only
-            ``optimizer`` and ``plan_seconds`` go with that. Or a pipeline's schedule, as of
-            ``torch.distributed.pipelining``, whose ``step`` is replaced: the budget is then for all of this
-            rank's stages and micro-batches together. Every rank of the pipeline puts a limit on its own.
+        model: any module. Its forward is replaced on the instance until ``handle.remove()``, and its own
+            gradient checkpointing (transformers, diffusers, timm) is off until then. A model that
+            `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; then only
+            ``optimizer`` and ``plan_seconds`` are accepted. Or a schedule of
+            ``torch.distributed.pipelining``, whose ``step`` is replaced: the budget then holds for all stages
+            and microbatches of this rank. Every rank of the pipeline sets its own limit.
         budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
-            planned so far, or of ``optimizer.step()`` where that takes more), ``"min"`` for the smallest that
-            works, or ``"auto"`` for what the device has, less a reserve. ``None`` needs a policy that does
-            without.
-        progress: whether a terminal is told what takes long; ``None`` goes by the environment
+            planned so far, or of ``optimizer.step()`` if that takes more), ``"min"`` for the smallest budget
+            that works, or ``"auto"`` for the device's free memory less a tenth. ``None`` needs a policy that
+            works without a budget.
+        progress: whether to show progress on a terminal; ``None`` depends on the environment
             (`lowtide.progress`).
         policy: a policy or its name; ``None`` is ``optimal``.
-        loss_fn: from the model's output to the loss, for `Handle.prepare` of a model that does not return its
-            loss. It is not used to train.
-        optimizer: its state and its step count against the budget, too.
-        stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by
-            themselves.
-        reserved: on CUDA, whether the budget counts what PyTorch's caching allocator reserves, which other
-            programs see, and not only what tensors request; for bytes and ``"auto"``. ``None`` does so for
-            ``"auto"``.
-        verify: ``first`` compares, in profiled steps, results of an operation with those of its second run;
-            ``always`` also compares digests of what is recomputed in every later step; ``never`` trusts.
-        plan_seconds: about how long a search for a plan may take, which a step waits for: counted in work
-            that is done, not timed. A plan may lie further from the best one where it is short, and says so.
-            ``None`` is 0.7 seconds or ten plain steps, whichever is more, for ``optimal``; where other ranks
-            wait, too, 0.05 seconds or one plain step; other policies search for as long as they say.
-        plans: a folder in which plans are kept. A later process that limits the same model there, with the
-            same versions and on the same kind of device, uses them from its first step on, and profiles
-            nothing. Under another budget it plans from the profile that is kept. Each rank has a file of its
-            own; either all ranks use theirs, or none does. Give each limited model a folder of its own. The
-            compiled engine keeps its plans in Inductor's cache, whether a folder is given or not.
+        loss_fn: computes the loss from the model's output, for `Handle.prepare` of a model that does not
+            return its loss. Training does not use it.
+        optimizer: the budget also counts its state and its step.
+        stores: process groups to shard over and codecs of your own, for plans that move values.
+        reserved: on CUDA, whether the budget counts the memory that PyTorch's caching allocator reserves, and
+            not only the bytes of tensors; for budgets in bytes and ``"auto"``. ``None`` is true for
+            ``"auto"`` only.
+        verify: ``first`` compares the results of an operation with those of its second run, in profiled
+            steps; ``always`` also compares digests of recomputed tensors in every later step; ``never``
+            compares nothing.
+        plan_seconds: about how long a search for a plan may take, while a step waits for it. It counts work,
+            not time. After a short search a plan may be further from the best one, and says so. ``None`` is
+            0.7 seconds or ten plain steps, whichever is more, for ``optimal``; if other ranks wait, too, 0.05
+            seconds or one plain step; other policies have limits of their own.
+        plans: a folder in which lowtide keeps plans. A later process with the same model, versions and kind of
+            device uses them from its first step on, and profiles nothing. With another budget it makes plans
+            from the kept profile. Each rank has a file; either all ranks use their files, or none does. Give
+            each limited model its own folder. The compiled engine keeps its plans in Inductor's cache, with
+            or without a folder.
 
     Returns:
-        The handle; for what `torch.compile` returned a `CompiledHandle`.
+        The handle; a `CompiledHandle` for a model that `torch.compile` returned.
 
     Raises:
-        BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the
-            smallest budget that does.
-        PlanError: an argument has another type, or does not go with the others.
+        BudgetError: the budget is malformed; at the end of the first backward, no plan fits. The error has
+            the smallest budget that works.
+        PlanError: an argument has a wrong type, or does not work with the others.
 
     Example:
         >>> import torch, lowtide

@@ -40,38 +40,36 @@ def compile(
 ) -> Any:
     """`torch.compile` a model so that its training step fits a budget, at the least extra time.
 
-    A model that is one graph and returns its loss is planned when it is compiled, as `lowtide.limit_memory`
-    plans a step, and cut where the plan says; what the backend would really allocate is predicted without
-    compiling a kernel. Every other step (graph breaks, a loss outside the model, blocks that are compiled one
-    by one, a model that is called several times) is recorded first: it runs uncompiled, in little memory.
-    When its backward has ended all of it is planned within the budget, and the next step compiles. Later
-    steps run compiled code alone. Where a step fits the budget as it is, it is compiled as `torch.compile`
-    would.
+    If the model is one graph and returns its loss, it is planned when it is compiled: the plan decides which
+    tensors the forward saves, and predicts the memory that the backend allocates. Every other step (graph
+    breaks, a loss outside the model, blocks that are compiled one by one, several calls of the model) is
+    recorded first: it runs uncompiled, in little memory. At the end of its backward the whole step is planned
+    within the budget, and the next step compiles. Later steps run compiled code only. If the step of
+    `torch.compile` fits the budget, it is not changed.
 
     Args:
-        model: any module. A limit that it has is replaced, and what was compiled already is compiled anew.
-        budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone
-            takes, ``"min"`` or ``"auto"``.
-        optimizer: its state counts against the budget, too.
+        model: any module. A limit of the model is replaced, and compiled code is compiled again.
+        budget: as in `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of the peak of `torch.compile`
+            alone, ``"min"`` or ``"auto"``.
+        optimizer: the budget also counts its state.
         backend: ``inductor`` or ``aot_eager``.
-        mode, options, torch_compile_options: as of `torch.compile`.
-        regional: compile the model's blocks and not the model: those that are compiled already
-            (``block.compile()``, or a `torch.compile`d block in its place), else those that repeat (the
-            layers of a ``ModuleList``). Layers of one kind share a graph, which is compiled in up to three
-            ways.
-        codecs: refused; values wait encoded under `lowtide.limit_memory` alone.
-        tiers: ``"host"``, ``"disk"`` or `lowtide.Offload` with a path: saved values may wait there where that
-            costs least. For one graph that returns its loss alone, of sizes that do not vary: each size
-            compiles by itself (``dynamic=False``).
-        plan_seconds: about how long one search for a plan may take, of up to eight; what is lowered and
-            compiled to price plans comes on top. ``None`` is half a minute.
+        mode, options, torch_compile_options: as in `torch.compile`.
+        regional: compile the model's blocks and not the model. The blocks are those that are compiled already
+            (``block.compile()``, or `torch.compile`), or else the layers of a ``ModuleList``. Layers of one
+            kind share a graph, which is compiled in up to three variants.
+        codecs: refused: only `lowtide.limit_memory` has codecs.
+        tiers: ``"host"``, ``"disk"`` or `lowtide.Offload` with a path: saved values may move there. The model
+            has to be one graph that returns its loss alone. Each size compiles separately
+            (``dynamic=False``).
+        plan_seconds: about how long one search for a plan may take; there are up to eight searches. Lowering
+            and compiling of candidates takes more time. ``None`` is half a minute.
 
     Returns:
-        What `torch.compile` returns, or with ``regional`` the model; `lowtide.handle_of` has its handle.
+        The compiled model; with ``regional`` the model itself. `lowtide.handle_of` returns its handle.
 
     Raises:
-        BudgetError: the budget is malformed; in the first step, when no plan fits.
-        PlanError: an argument that cannot be.
+        BudgetError: the budget is malformed; in the first step, no plan fits.
+        PlanError: an argument is not valid.
 
     Example:
         >>> import torch, lowtide
@@ -212,9 +210,8 @@ def _check_backend(backend: str) -> None:
 def compile_options(budget: str | int) -> dict[str, Any]:
     """Settings for ``torch.compile(model, options=...)`` that hold a budget.
 
-    A graph is all that is known here: its inputs (parameters among them) and what it allocates count,
-    gradients from before the step, an optimizer's state and other graphs do not.
-    `lowtide.compile` knows more.
+    The budget counts the inputs of one graph (parameters among them) and its allocations. It does not count
+    earlier gradients, the optimizer's state and other graphs. `lowtide.compile` counts these, too.
 
     Args:
         budget: as of `lowtide.compile`.

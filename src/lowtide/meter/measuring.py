@@ -20,19 +20,19 @@ from .peaks import device_with_meter, kind_of_peak
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a step did. Bytes are those of PyTorch's tensors and scratch, as requested.
+    """Memory and time of a step. Bytes are the requested bytes of PyTorch's tensors and scratch memory.
 
     Attributes:
-        peak_bytes: most bytes live at any moment, on top of those live at the start.
-        end_bytes: bytes still live at the end, on top of the start, the step's value included.
-        timeline: (seconds since the start, bytes live on top of the start) after every allocation and free,
-            in order.
+        peak_bytes: the peak above the bytes that were live at the start.
+        end_bytes: live bytes at the end above those at the start; they contain the step's result.
+        timeline: (seconds since the start, live bytes above the start) after every allocation and free, in
+            order.
         seconds: median wall time of one run.
-        value: what the step returned in its last run.
-        source: where the bytes come from.
-        reserved_bytes: on CUDA the most the allocator took from the device, else ``None``.
-        allocated_bytes: on CUDA most bytes of the allocator's blocks, on top of those at the start: what was
-            requested is rounded up to them. Else ``None``.
+        value: the step's result in its last run.
+        source: the meter.
+        reserved_bytes: on CUDA the most bytes that the allocator reserved, else ``None``.
+        allocated_bytes: on CUDA the peak of the allocator's blocks above the start, else ``None``. A block is
+            the requested size, rounded up.
     """
 
     peak_bytes: int
@@ -54,30 +54,29 @@ def measure(
     device: torch.device | str | None = None,
     source: Literal["auto"] | Source = "auto",
 ) -> Measurement:
-    """Run a step and say what it did to memory, and how long it took.
+    """Run a step, and measure its memory and its time.
 
-    Bytes are those of the last run. Seconds are the median of the runs before it when ``repeats`` is above 1,
-    for the last one also logs its events (or is watched by the profiler). On the CPU, the free of a tensor
-    that was allocated before the meter was installed is not seen: keep it installed where a step frees what
-    it found.
+    Bytes are those of the last run. If ``repeats`` is above 1, seconds are the median of the other runs,
+    because the last run also logs its events. On the CPU, the meter does not see that a tensor is freed which
+    was allocated before the meter was installed.
 
-    ``peak_bytes`` is what the call adds above what was resident before it. A budget of `limit_memory` and a
-    plan's predicted peak count what was resident, too: to compare, add ``resident_bytes(model)`` (parameters,
-    buffers and gradients; with an optimizer that the limit counts, its state) as it was before the call, and
-    the bytes of the inputs; on CUDA also the workspaces of cuBLAS, which are resident from the first product
-    on (32 MiB on a Hopper, 8.1 on most others, for forward's thread and for backward's).
+    ``peak_bytes`` counts from the resident memory before the call. A budget of `limit_memory` and a plan's
+    predicted peak also count resident memory. To compare, add ``resident_bytes(model)`` (parameters, buffers
+    and gradients; ``resident_bytes(model, optimizer)`` if the limit counts an optimizer) as it was before the
+    call, and the bytes of the inputs. On CUDA also add the workspaces of cuBLAS, which are resident from the
+    first matrix product on (32 MiB on a Hopper, 8.1 on most others, for each of two threads).
 
     Args:
-        step: what to run, usually a forward and backward.
+        step: a function that runs one step, usually a forward and a backward.
         args: its arguments.
-        repeats: runs that count.
-        warmup: runs before, that do not.
+        repeats: how many runs to measure.
+        warmup: how many runs come before.
         timeline: whether to log every allocation and free.
-        device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
-        source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
+        device: the device to measure; ``None`` is CUDA if this process uses it, else the CPU.
+        source: the meter on the CPU: ``auto`` takes the counting allocator if possible, else the profiler.
 
     Raises:
-        MeterError: as of `peak`; ``step`` is no function, or a count is out of range.
+        MeterError: as in `peak`; or ``step`` is no function, or a count is out of range.
 
     Example:
         >>> from lowtide.meter import resident_bytes

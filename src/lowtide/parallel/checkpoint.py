@@ -120,7 +120,7 @@ def _said(function: str, path: str | os.PathLike[str], remedy: str) -> Iterator[
 
 @torch.no_grad()
 def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Load the state dict of a model that nobody shares, of which each rank takes its part.
+    """Load the state dict of the plain model. Each rank takes its part.
 
     Raises:
         ParallelError: names are missing, unknown, or have another shape.

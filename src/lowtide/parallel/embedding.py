@@ -25,7 +25,7 @@ from lowtide.parallel.vocabulary import check_tokens
 
 
 class ParallelEmbedding(ParallelModule):
-    """An embedding that the ranks share.
+    """An embedding that is split among the ranks.
 
     Args:
         num_embeddings: size of the vocabulary.
@@ -38,16 +38,16 @@ class ParallelEmbedding(ParallelModule):
         sparse: make a sparse gradient.
         init_method: fills the whole table in place.
         device, dtype: of the table.
-        shard_across_embedding: share the vectors' features instead of the vocabulary.
+        shard_across_embedding: split the vectors' features and not the vocabulary.
         pad: make the shared size divide by zeros, which are never trained.
-        sequence_parallel_enabled: give each rank its piece of the sequence.
+        sequence_parallel_enabled: give each rank its shard of the sequence.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
         sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch,
             sequence).
 
     Shapes:
         in: whole numbers of any shape, the same on every rank.
-        out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's piece of the
+        out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's shard of the
             sequence.
 
     Raises:

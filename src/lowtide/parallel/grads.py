@@ -32,7 +32,7 @@ def get_grad_norm(
     pipeline: Any = None,
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """The norm of the gradients of a model that ranks share, as one process with the whole model has it.
+    """The gradient norm of a model that is split among ranks: that of one process with the whole model.
 
     A collective: every rank of the model calls it, with its parameters in the same order.
 

@@ -18,7 +18,7 @@ from lowtide.parallel.errors import ParallelError
 
 @dataclass(frozen=True, eq=False)
 class TensorGroup:
-    """The ranks that share a layer.
+    """The ranks among which a layer is split.
 
     Attributes:
         rank: this process's place among them.

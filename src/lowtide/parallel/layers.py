@@ -30,25 +30,25 @@ from lowtide.parallel.partition import partition, replicated
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear layer whose output features the ranks share.
+    """A linear layer whose output features are split among the ranks.
 
     Args:
         input_size: features in.
         output_size: features out, of the whole layer.
-        bias: add one. With ``gather_output`` every rank has all of it, else its part.
+        bias: add a bias. With ``gather_output`` every rank holds all of it, else its part.
         gather_output: give every rank all features instead of its own. Needs
             ``sequence_parallel_enabled=False``.
         dtype, device: of the parameters.
         stride: the weight is that many blocks one above the other (3 for q, k and v), each cut on its own.
         init_method: fills the whole weight in place; ``None`` is what ``nn.Linear`` does.
-        sequence_parallel_enabled: the input is this rank's piece of the sequence, and is gathered.
+        sequence_parallel_enabled: the input is this rank's shard of the sequence, and is gathered.
         sequence_dimension: 0 (the default then) for (sequence, batch, features), or 1 for (batch, sequence,
             features).
         keep_master_weight: keep the whole initial weight as ``master_weight``.
         skip_bias_add: return (output, bias) and leave the addition to the caller.
         pad: make ``output_size`` divide by zero rows, which are never trained.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
-        reduce_dtype: the input's gradient is summed over the ranks in this dtype where it is wider than the
+        reduce_dtype: the input's gradient is summed over the ranks in this dtype if it is wider than the
             gradient's.
 
     Shapes:
@@ -145,8 +145,7 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class SharedHeadsLinear(ParallelLinear):
-    """A linear layer that makes keys or values for fewer heads than there are ranks, so that several ranks
-    need the same head.
+    """A linear layer for the keys or values of fewer heads than ranks: several ranks need the same head.
 
     Every rank holds the whole (small) weight and uses the rows of its head. Its gradient on one rank is a
     part of a sum over all of them, and marked so.
@@ -224,14 +223,14 @@ class SharedHeadsLinear(ParallelLinear):
 def column_parallel(
     input: Tensor, layers: Sequence[ColumnParallelLinear | SharedHeadsLinear]
 ) -> tuple[Any, ...]:
-    """What several column-parallel layers make of one input, which is gathered once for all of them.
+    """The outputs of several column-parallel layers for one input, which is gathered once for all of them.
 
     Args:
-        input: what each layer takes.
-        layers: they must agree on the group, on sequence parallelism and on ``reduce_dtype``.
+        input: the input of each layer.
+        layers: layers with the same group, sequence parallelism and ``reduce_dtype``.
 
     Returns:
-        For each layer what calling it returns.
+        The output of each layer.
 
     Raises:
         ParallelError: the layers do not agree, or do not take such an input.
@@ -269,7 +268,7 @@ def column_parallel(
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer whose input features the ranks share; the outputs are summed over the ranks.
+    """A linear layer whose input features are split among the ranks; outputs are summed over the ranks.
 
     Args:
         input_size: features in, of the whole layer.
@@ -281,7 +280,7 @@ class RowParallelLinear(ParallelLinear):
         dtype, device: of the parameters.
         stride: the input is that many blocks side by side, each cut on its own.
         init_method: fills the whole weight in place; ``None`` is what ``nn.Linear`` does.
-        sequence_parallel_enabled: give each rank its piece of the sequence, by a reduce-scatter in place of
+        sequence_parallel_enabled: give each rank its shard of the sequence, by a reduce-scatter in place of
             the all-reduce. Needs ``input_is_parallel=True`` and ``reduce_output=True``.
         sequence_dimension: 0 (the default then) or 1.
         keep_master_weight: keep the whole initial weight as ``master_weight``.
@@ -291,11 +290,11 @@ class RowParallelLinear(ParallelLinear):
         reduce_output: without it the output is this rank's part of the sum, and a bias must be left to the
             caller.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
-        reduce_dtype: sum over the ranks in this dtype where it is wider than the output's.
+        reduce_dtype: sum over the ranks in this dtype if it is wider than the output's.
 
     Shapes:
         in: (..., input_size / t), or (..., input_size) without ``input_is_parallel``; the whole sequence.
-        out: (..., output_size); under sequence parallelism this rank's piece of the sequence.
+        out: (..., output_size); under sequence parallelism this rank's shard of the sequence.
 
     Raises:
         ParallelError: a size does not divide, or options exclude each other.

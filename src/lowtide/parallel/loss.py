@@ -348,8 +348,8 @@ def parallel_linear_cross_entropy(
         reduction: ``mean`` over the targets that count, or ``sum``.
         label_smoothing, ignore_index, vocabulary, tensor_model_parallel_group: as in
             `parallel_cross_entropy`.
-        sequence_dimension: 0 or 1 where ``hidden`` is a piece of the sequence.
-        reduce_dtype: sum the gradient of ``hidden`` over the ranks in this dtype where it is wider.
+        sequence_dimension: 0 or 1 if ``hidden`` is a shard of the sequence.
+        reduce_dtype: sum the gradient of ``hidden`` over the ranks in this dtype if it is wider.
 
     Returns:
         A number, the same on every rank.

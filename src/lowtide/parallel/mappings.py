@@ -139,7 +139,7 @@ def copy_to_tensor_model_parallel_region(
     Args:
         input_: any shape, equal on every rank.
         process_group: see `lowtide.parallel.tensor_group`.
-        reduce_dtype: make the sum in this dtype where it is wider than the gradient's.
+        reduce_dtype: make the sum in this dtype if it is wider than the gradient's.
     """
     check_tensors("copy_to_tensor_model_parallel_region", input_=input_)
     check_dtypes("copy_to_tensor_model_parallel_region", reduce_dtype=reduce_dtype)
@@ -182,7 +182,7 @@ def gather_from_tensor_model_parallel_region(input_: Tensor, process_group: Any 
 def scatter_to_sequence_parallel_region(
     input_: Tensor, sequence_dimension: int = 0, process_group: Any = None
 ) -> Tensor:
-    """This rank's piece of the sequence; all-gather in backward.
+    """This rank's shard of the sequence; all-gather in backward.
 
     Raises:
         ParallelError: the sequence does not divide, or the dimension is neither 0 nor 1.
@@ -206,13 +206,13 @@ def gather_from_sequence_parallel_region(
     """The whole sequence on every rank (g in the paper).
 
     Args:
-        input_: this rank's piece of the sequence.
+        input_: this rank's shard of the sequence.
         sequence_dimension: 0 or 1.
         to_model_parallel: what follows is tensor parallel, so the ranks' gradients are parts of a sum and
             backward reduce-scatters them. Without it what follows is the same on every rank, and backward
             takes this rank's piece.
         process_group: see `lowtide.parallel.tensor_group`.
-        reduce_dtype: make the sum in this dtype where it is wider than the gradient's.
+        reduce_dtype: make the sum in this dtype if it is wider than the gradient's.
     """
     check_tensors("gather_from_sequence_parallel_region", input_=input_)
     check_dtypes("gather_from_sequence_parallel_region", reduce_dtype=reduce_dtype)

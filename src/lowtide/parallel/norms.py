@@ -59,7 +59,7 @@ class _Norm(ParallelModule):
 
 
 class LayerNorm(_Norm):
-    """Layer norm over a piece of the sequence; the same result as ``nn.LayerNorm`` on every token.
+    """Layer norm over a shard of the sequence; the same result as ``nn.LayerNorm`` on every token.
 
     Args:
         normalized_shape: sizes of the last dimensions, which are normalized.
@@ -103,7 +103,7 @@ class LayerNorm(_Norm):
 
 
 class RMSNorm(_Norm):
-    """Root-mean-square norm over a piece of the sequence; the same result as ``nn.RMSNorm`` on every token.
+    """Root-mean-square norm over a shard of the sequence; the same result as ``nn.RMSNorm`` on every token.
 
     Args:
         hidden_size: size of the last dimension, which is normalized.

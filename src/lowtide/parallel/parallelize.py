@@ -56,13 +56,13 @@ def parallelize(
     Args:
         model: a Hugging Face model with the same weights on every rank.
         mesh: as `lowtide.parallel.tensor_group` takes it.
-        sequence_parallel: between the regions each rank holds its piece of the sequence, which must divide.
+        sequence_parallel: between the regions each rank holds its shard of the sequence, which must divide.
             Call `allreduce_sequence_parallel_gradients` after backward.
         plan: from module names, with ``*`` for any part of one, to ``colwise``, ``colwise_gather_output``,
             ``packed_colwise`` (two blocks one above the other), ``rowwise``, ``rowwise_split_input``,
             ``embedding_rowwise``, ``embedding_colwise``, ``replicate`` or ``replicated_with_grad_allreduce``.
             ``None`` takes the plan that the model publishes.
-        reduce_dtype: sum over ranks in this dtype where it is wider.
+        reduce_dtype: sum over ranks in this dtype if it is wider.
 
     Returns:
         The model. With one rank it is left as it is.

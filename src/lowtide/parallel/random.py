@@ -76,12 +76,11 @@ class RandomTracker:
 
 
 class ParallelDropout(nn.Module):
-    """Dropout that is right on what the ranks hold alike and on what they share out; its mask takes one byte
-    an element.
+    """Dropout for replicated and for sharded tensors; its mask takes one byte an element.
 
     Args:
         probability: of an element to be dropped.
-        sharded: the input is this rank's own part (a piece of the sequence, its heads), so each rank draws
+        sharded: the input is this rank's own part (a shard of the sequence, its heads), so each rank draws
             its own mask. Without it the input is the same on every rank, and so is the mask.
         group: see `lowtide.parallel.tensor_group`.
 

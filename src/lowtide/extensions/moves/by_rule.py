@@ -32,22 +32,20 @@ def offload(
     links: Links | None = None,
     slab: bool | None = None,
 ) -> Policy:
-    """Let saved values wait in another tier, the earliest of the forward first: they have the most time for
-    it, and those nearest the loss stay.
+    """Move saved values to another tier, the earliest of the forward first: they have the most time.
 
-    Within a budget as few as will do; without one all but the last ``window_bytes``. Parameters and buffers
-    never travel.
+    With a budget as few values move as the budget requires; without one all but the last ``window_bytes``.
+    Parameters and buffers never move.
 
     Args:
         tier: ``host`` or ``disk``.
         path: the folder for the disk tier's file.
         min_bytes: smaller values stay.
-        window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what
-            autograd saves.
+        window_bytes: the most bytes in transfer at one time in each direction; by default a sixteenth of the
+            saved bytes.
         links: speeds of the tiers, for the predicted time.
-        slab: whether what comes back lies in a slab on the device that is allocated once and held for the
-            whole step; ``None`` for where the budget has room for it, or without a budget where it costs
-            nothing.
+        slab: whether values return into a slab on the device, which is allocated once and held for the whole
+            step; ``None`` for a slab if the budget has room for it, or, without a budget, if it adds nothing.
     """
     decision = Offload(tier, path)
     check_moves("offload", min_bytes, window_bytes, links)
@@ -87,14 +85,14 @@ def compress(
     min_bytes: int = 1 << 12,
     then: Offload | None = None,
 ) -> Policy:
-    """Let saved values wait in fewer bytes.
+    """Store saved values in fewer bytes.
 
     Args:
-        codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward
-            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``) or one of your own,
-            which `limit_memory` gets in ``stores=``, too.
-        min_bytes: smaller values stay.
-        then: a tier that the compressed values go to.
+        codec: ``auto`` for lossless codecs (masks as bits, ReLU's output as bits if only its own backward
+            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``), or your own codec, which
+            you also pass to `limit_memory` in ``stores=``.
+        min_bytes: smaller values are kept.
+        then: a tier to which the compressed values move.
     """
     named = isinstance(codec, str) or isinstance(getattr(codec, "name", None), str)
     expect(
@@ -133,19 +131,19 @@ def partition(
     then: Offload | None = None,
     slab: bool | None = None,
 ) -> Policy:
-    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in
+    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute every block, and shard the blocks' inputs into
     ``size`` parts over the ranks of a group.
 
     Args:
-        group: the name that the stores know the process group by; what enters a block has to be the same on
-            all its ranks.
-        size: how many ranks it has.
-        values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard
-            everything that autograd saves.
-        min_bytes: smaller values stay whole.
-        then: a tier that the parts go to (P_a+cpu).
-        slab: whether the parts are gathered into a slab on the device that is allocated once and held for
-            the whole step (ZeRO-R's M_D); ``None`` for unless a budget has no room for it.
+        group: the name of the process group in the stores. The inputs of a block have to be the same on all
+            of its ranks.
+        size: the number of ranks.
+        values: ``checkpoints`` shards the values that the policy ``full`` keeps; ``all`` recomputes nothing,
+            and shards all saved values.
+        min_bytes: smaller values are not sharded.
+        then: a tier to which the parts move (P_a+cpu).
+        slab: whether the parts are gathered into a slab on the device, which is allocated once and held for
+            the whole step (ZeRO-R's M_D); ``None`` for a slab unless a budget has no room for it.
     """
     if values not in ("checkpoints", "all"):
         raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")

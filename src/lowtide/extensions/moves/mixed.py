@@ -407,20 +407,20 @@ def mixed(
     codecs: Sequence[Codec] = (),
     slab: bool | None = None,
 ) -> Policy:
-    """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
-    found, and how far it is from the least that any schedule with these ways can have. Without a budget: the
-    least memory that is found. See `MixedSearch`.
+    """Keep, recompute, offload, compress or shard each value: the least extra time within the budget, with a
+    bound for all schedules that move values in these ways. Without a budget: the smallest peak that is found.
+    See `MixedSearch`.
 
     Args:
-        ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose
-            nothing, or decisions (`Offload` with a path, `Compress`, `Shard` for what enters blocks,
-            `Chain`). By default the next tier down (the disk on a CPU, the host on a GPU) and ``"auto"``.
-        links: speeds of tiers, codecs and groups by name; tiers and codecs are measured where they are not
-            given, a group's speed has to be (`lowtide.measure_links`).
+        ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for lossless codecs, or
+            decisions (`Offload` with a path, `Compress`, `Shard` for the inputs of blocks, `Chain`). By
+            default the next tier down (the disk on a CPU, the host on a GPU) and ``"auto"``.
+        links: speeds of tiers, codecs and groups by name. Missing speeds of tiers and codecs are measured. A
+            group's speed is required (`lowtide.measure_links`).
         min_bytes: smaller values do not move.
-        window_bytes: the most that is under way at one time in each direction; chosen where it is not given.
+        window_bytes: the most bytes in transfer at one time in each direction; chosen if it is not given.
         codecs: codecs of your own that ``ways`` name.
-        slab: as of `offload`.
+        slab: as in `offload`.
 
     Example:
         >>> from lowtide import policies

@@ -38,30 +38,30 @@ def make_plan(
     codecs: Sequence[Codec] = (),
     slab: bool | None = None,
 ) -> Plan:
-    """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
+    """Make a plan that stores the values ``stored``, and simulate and bound it.
 
     Args:
         graph: the step.
-        stored: ids of the values that stay; every other droppable saved value is evicted where that is
-            possible.
-        policy: the name that the plan carries.
-        budget: the most live bytes allowed, or ``None``.
-        bound: lower bounds that are known already; without them they are computed (a linear program: seconds
-            on large graphs), where nothing moves.
-        notes: anything worth telling.
-        simulator: of ``graph``, where one was made already.
-        moves: value id -> where it goes, for values that wait elsewhere or in another form.
-        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched
-            ahead; 0 for as much as the largest moved value.
-        links: how fast the tiers are; without it transfers take no time.
-        codecs: codecs of the user's own that ``moves`` name.
-        slab: whether moved values come back into a slab on the device that is allocated once
-            (docs/stores.md); ``None`` for where the budget allows it, or without a budget where it
-            costs nothing.
+        stored: ids of the values that stay. Every other saved value is evicted if that is possible. Values
+            that replays need are added.
+        policy: the name of the plan's policy.
+        budget: the largest peak, or ``None``.
+        bound: lower bounds, if they are known; otherwise they are computed by a linear program, if no value
+            moves.
+        notes: remarks on the plan.
+        simulator: of ``graph``, if there is one already.
+        moves: value id -> decision, for values that move.
+        window_bytes: the most bytes in transfer out at one time, and the most bytes that are fetched ahead; 0
+            for the size of the largest moved value.
+        links: speeds of the tiers; without it transfers take no time.
+        codecs: codecs of your own that ``moves`` name.
+        slab: whether moved values return into a slab on the device, which is allocated once
+            (docs/stores.md); ``None`` for a slab if the budget has room for it, or, without a budget, if it
+            adds nothing.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
-        PlanError: a value cannot be moved, or an argument is something else.
+        PlanError: a value cannot be moved, or an argument is not valid.
     """
     if moves is None and slab is None:
         return build.make_plan(

@@ -58,16 +58,16 @@ def measure_links(
     stores: Stores | None = None,
     device: str | torch.device = "cpu",
 ) -> dict[str, Link]:
-    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
+    """Measure the speed of tiers, codecs and groups on this machine, by moving a few megabytes.
 
     Args:
         ways: decisions, or their short names.
-        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
-            call this, and all get the same.
+        stores: with the groups and codecs that ``ways`` name. If there is a group, all its ranks have to call
+            this function, and all get the same result.
         device: the device that values leave.
 
     Returns:
-        The speed of each by its name, as ``links=`` of the policies takes them.
+        The speeds by name, for ``links=`` of the policies.
 
     Raises:
         PlanError: a tier cannot be opened, or a group or codec is missing.

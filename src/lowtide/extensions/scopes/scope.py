@@ -182,27 +182,27 @@ def _form_of(items: tuple[Any, ...] | list[Any]) -> list[Any]:
 
 
 def checkpointing(policy: ScopePolicy = None, *, verify: Verify = "first") -> AbstractContextManager[None]:
-    """Keep only what enters the block; recompute the rest when backward first needs it.
+    """Keep the inputs of the block, and recompute its other saved tensors when backward needs the first.
 
-    Nothing of the model's Python runs twice: recorded operations are replayed below autograd, with their
-    random state, each once, and those that nobody needs are not. Regions nest (the inner one rules what lies
-    in it) and may be conditional. A region that backward never reaches costs nothing. Without gradients the
-    block does nothing.
+    The model's Python code does not run twice: recorded operations are replayed below autograd, with their
+    random state, each at most once. Regions may be nested and conditional; the inner region decides about its
+    own operations. If backward does not reach a region, nothing is recomputed. Without gradients the block
+    does nothing.
 
     Args:
-        policy: ``None`` or ``"full"`` evicts everything, ``"keep_all"`` nothing (to except a part of an outer
-            region). A list of operations (``[torch.ops.aten.gelu]``, or their names) evicts their results. A
-            function is asked once for each operation, with its name, or with the operation, its arguments and
-            its keyword arguments, whether to evict its results.
-        verify: ``first`` runs every operation twice where the region runs for the first time, or other
-            operations or shapes than before, compares, and checks what is replayed by digests; what does not
-            reproduce is kept, and named in a warning. ``always`` does so every time, ``never`` trusts. Inside
-            another scope or a limited model that one's ``verify`` holds.
+        policy: ``None`` or ``"full"`` recomputes all tensors, ``"keep_all"`` none (inside an outer region). A
+            list of operations (``[torch.ops.aten.gelu]``, or their names) recomputes their results. A
+            function decides for each operation. It takes the operation's name, or the operation, its
+            arguments and its keyword arguments, and returns whether to recompute the results.
+        verify: ``first`` runs every operation twice if the region runs for the first time, or with other
+            operations or shapes than before. It compares the results, and checks replayed tensors by digests.
+            Results that do not reproduce are kept, and a warning names the operation. ``always`` compares
+            every time, ``never`` does not. Inside another scope or a limited model, its ``verify`` is used.
 
     Raises:
-        PlanError: a policy that needs a step graph or names no operation that can be seen; a fake tensor mode
-            that is active without a trace of lowtide's.
-        ReplayError: in backward, when an operation did not reproduce or a source was overwritten.
+        PlanError: the policy needs a step graph, or names an operation that does not run; or a fake tensor
+            mode is active outside of `lowtide.trace`.
+        ReplayError: in backward, an operation did not reproduce, or its input was overwritten.
 
     Source: OneFlow's checkpointing pass, which keeps a scope's inputs and orders the replay behind its first
         backward consumer.
@@ -229,11 +229,11 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Call ``function(*args, **kwargs)`` and keep only what enters it.
+    """Call ``function(*args, **kwargs)``, keep its inputs, and recompute its other saved tensors.
 
-    This is the call of `torch.utils.checkpoint.checkpoint`, done by a scope (see `checkpointing`). The
-    function's Python runs once. What runs again are the operations that backward needs, with the random
-    state of the forward.
+    It has the arguments of `torch.utils.checkpoint.checkpoint`, and uses a scope (see `checkpointing`). The
+    function's Python code runs once. The operations that backward needs run again, with the random state of
+    the forward.
 
     Args:
         function: what to call.
@@ -242,17 +242,17 @@ def checkpoint(
         preserve_rng_state: ``True``; random states are always those of the forward.
         context_fn: ``None``, or a policy of selective checkpointing:
             ``functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)``.
-        determinism_check: ``default`` compares bit by bit where the function runs for the first time, or with
-            other shapes than before; ``none`` trusts.
-        debug: ``False``; an operation that does not reproduce is named anyway.
-        early_stop: ``True``; what nobody needs is never replayed.
+        determinism_check: ``default`` compares bit by bit when the function runs for the first time, or with
+            other shapes than before; ``none`` compares nothing.
+        debug: ``False``; a warning names operations that do not reproduce in any case.
+        early_stop: ``True``; operations that backward does not need are never replayed.
 
     Returns:
         What the function returns.
 
     Raises:
-        PlanError: ``function`` is none, or a value of these options that has no meaning here; the message
-            says which to drop.
+        PlanError: ``function`` is no function, or an option has a value that is refused; the message names
+            it.
         ReplayError: as of `checkpointing`.
 
     Source: the call is that of `torch.utils.checkpoint.checkpoint`.

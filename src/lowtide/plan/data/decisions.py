@@ -20,7 +20,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The value is evicted in forward and its recorded operations run again when backward asks."""
+    """The value is evicted in forward, and recomputed when backward needs it."""
 
     kind: Literal["recompute"] = "recompute"
 
@@ -33,7 +33,7 @@ WITH_PATH = ("disk",)
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The value's bytes wait in another tier.
+    """The value is moved to another tier.
 
     Attributes:
         tier: ``host`` or ``disk``.
@@ -59,7 +59,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True)
 class Compress:
-    """The value waits in fewer bytes.
+    """The value is kept in an encoded form.
 
     Attributes:
         codec: a codec's name, see `lowtide.extensions.moves.store.codec`.
@@ -74,7 +74,7 @@ class Compress:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Each rank of a group that holds the same value keeps its part, and the parts are gathered ahead of
+    """Each rank of a group keeps a part of a value that all ranks hold alike. The parts are gathered ahead of
     need: ZeRO-R's P_a.
 
     Attributes:
@@ -93,7 +93,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """One decision after another: shard-then-offload is P_a+cpu, compress-then-offload moves fewer bytes."""
+    """Two decisions in order: shard, then offload is P_a+cpu; compress, then offload moves fewer bytes."""
 
     first: Shard | Compress
     then: Offload

@@ -50,29 +50,27 @@ class Plan:
         stored: ids of all values that an executor holds for backward or for replays: the kept saved values,
             and values that autograd does not save but replays start from.
         replayed: indices of the operations that run again in backward, in their forward order.
-        plain_peak_bytes, predicted_peak_bytes: the most live bytes at any moment, of the plain step and under
-            this plan.
-        plain_seconds: forecast of the plain step's time, from operations timed alone, before any step ran
-            under the plan. On a CPU it does not hold what other ranks let this one wait.
-        predicted_extra_seconds: forecast of what the plan adds to it; these two chose the plan.
-        calibrated_plain_seconds, calibrated_extra_seconds: the same as steps under the plan were timed;
-            ``None`` before enough were.
-        bound_extra_seconds: no schedule with the same operations within the budget can add less (given the
-            traced costs).
-        bound_peak_bytes: no schedule with the same operations can have a smaller peak.
+        plain_peak_bytes, predicted_peak_bytes: the peak of the plain step and of the planned step.
+        plain_seconds: forecast of the plain step's time, from operations timed alone. On a CPU it does not
+            contain the time of waiting for other ranks.
+        predicted_extra_seconds: forecast of the time that the plan adds. The planner chose by both forecasts.
+        calibrated_plain_seconds, calibrated_extra_seconds: the same from measured steps; ``None`` before
+            enough steps were measured.
+        bound_extra_seconds: no schedule of the same operations within the budget can add less time, given
+            the traced costs.
+        bound_peak_bytes: no schedule of the same operations can have a smaller peak.
         peak_module, peak_operation: where the predicted peak is.
         modules: the table that ``print(plan)`` shows.
-        notes: anything worth telling.
-        program: what an executor does at each operation of the forward.
-        moves: the values that leave the device or change their form, in the order of the forward.
-        device: what the budget is about.
-        window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
-            ahead of need.
-        transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding,
-            and `crowding_seconds`.
-        crowding_seconds: by how much the operations that run beside transfers take longer.
-        slab_bytes: of the slab that fetched and gathered values come back into; it is held for the whole step
-            and is part of the predicted peak. 0 where each has memory of its own.
+        notes: remarks on the plan.
+        program: what the executor does at each operation of the forward.
+        moves: the values that leave the device or are encoded, in the order of the forward.
+        device: the device of the budget.
+        window_bytes: the most bytes in transfer out at one time, and the most bytes that are fetched ahead.
+        transfer_seconds: the part of `predicted_extra_seconds` for waiting for transfers, for encoding and
+            decoding, and for `crowding_seconds`.
+        crowding_seconds: the time by which transfers slow down the operations that run at the same time.
+        slab_bytes: size of the slab into which moved values return. The predicted peak contains it. 0 if
+            each value has memory of its own.
         loose_peak_bytes: the predicted peak without that slab.
     """
 
@@ -105,17 +103,15 @@ class Plan:
 
     @cached_property
     def changes_nothing(self) -> bool:
-        """Whether the step runs as it would without this plan: what is evicted without being unpacked later
-        costs nothing.
+        """Whether the step runs as without this plan. An evicted tensor that backward never unpacks costs
+        nothing.
         """
         again = self.replayed or any(step.replayed for step in self.program)
         return not again and not self.moves
 
     @property
     def gap_seconds(self) -> float:
-        """How much slower than the bound this plan is predicted to be: at most this many seconds could be won
-        by a better plan.
-        """
+        """The seconds that a better plan could save at most: the distance of the forecast from the bound."""
         return max(0.0, self.predicted_extra_seconds - self.bound_extra_seconds)
 
     @property

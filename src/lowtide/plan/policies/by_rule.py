@@ -24,28 +24,28 @@ _FUSED = re.compile(r"scaled_dot_product|flash_attention|efficient_attention")
 
 
 def keep_all() -> Policy:
-    """Keep everything, as PyTorch does without lowtide, but for what checkpointing scopes evict."""
+    """Keep all saved tensors, as PyTorch does without lowtide. Checkpointing scopes recompute theirs."""
     return _policy("keep_all", lambda sim: sim.all_stored)
 
 
 def full(blocks: Sequence[str] | None = None) -> Policy:
-    """Per block, keep only what enters it, like ``torch.utils.checkpoint`` on every block.
+    """Keep the inputs of each block, like ``torch.utils.checkpoint`` on every block.
 
     Args:
         blocks: qualified names of the blocks; by default the outermost numbered children
-            (``transformer.h.0``, ``layer1.2``). Where nothing is numbered, a limited part of a larger model
-            is one block, and a whole model's top-level modules are blocks.
+            (``transformer.h.0``, ``layer1.2``). If no module is numbered, a limited part of a larger model is
+            one block, and the top-level modules of a whole model are blocks.
     """
     _check_names("full(blocks=)", blocks, "names of modules")
     return _policy("full", lambda sim: full_stored(sim, blocks))
 
 
 def scope(modules: Sequence[str]) -> Policy:
-    """Keep only what enters the marked regions; everything outside them stays.
+    """Recompute the saved tensors of the marked regions, and keep their inputs and all other tensors.
 
     Args:
-        modules: qualified names of modules; each is a region of its own, nested names belong to the
-            outermost.
+        modules: qualified names of modules. Each is a region; a nested module belongs to the outermost
+            region.
     """
     _check_names("scope(modules=)", modules, "names of modules")
     return _policy("scope", lambda sim: full_stored(sim, modules))
@@ -64,17 +64,17 @@ def sqrt(segments: int | None = None) -> Policy:
 
 
 def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[str] | None = None) -> Policy:
-    """Recompute what is large and cheap.
+    """Recompute large tensors that are cheap to compute.
 
-    Without arguments: Megatron's core attention (arXiv 2205.05198, section 5): all between q, k, v and the
-    output projection, softmax and dropout included. Where attention is one fused operation, its output is
-    evicted and the operation replayed.
+    Without arguments it recomputes Megatron's core attention (arXiv 2205.05198, section 5): all operations
+    between q, k, v and the output projection. If attention is one fused operation, that operation is
+    replayed.
 
     Args:
-        recompute_ops: evict what these operations make (``aten.gelu``, ``aten._softmax.default``,
-            ``gelu``), keep the rest.
-        save_ops: per block, keep only what these operations make and what enters the block, recompute the
-            rest.
+        recompute_ops: recompute the results of these operations (``aten.gelu``, ``aten._softmax.default``,
+            ``gelu``), and keep all other tensors.
+        save_ops: in each block keep the inputs of the block and the results of these operations, and
+            recompute all other tensors.
     """
     for option, names in (("recompute_ops", recompute_ops), ("save_ops", save_ops)):
         _check_names(f"selective({option}=)", names, "names of operations")

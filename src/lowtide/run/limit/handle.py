@@ -106,7 +106,7 @@ class LimitHandle(ABC):
         return f"<p><code>{html.escape(repr(self))}</code></p>{shown}"
 
     def report(self, path: str | Path = "lowtide.html", title: str = "") -> Path:
-        """Show the latest step and its plan in a file; in a notebook show `make_report()` itself.
+        """Write a report of the latest step and its plan to a file. In a notebook use `make_report()`.
 
         Args:
             path: ``.html`` for a page, ``.png``, ``.pdf`` or ``.svg`` for a picture, ``.pickle`` for
@@ -127,7 +127,7 @@ class LimitHandle(ABC):
         return save_report(self.make_report(title), path)
 
     def make_report(self, title: str = "", **more: Any) -> Report:
-        """What `report` shows of the latest step and its plan, as data.
+        """The report of the latest step and its plan, as data.
 
         Args:
             title: which step it is; empty for the model's class.
@@ -162,10 +162,10 @@ class LimitHandle(ABC):
         )
 
     def prepare_all(self, steps: Iterable[Mapping[str, Any] | Sequence[Any] | Any]) -> list[Plan]:
-        """Plan for steps of several shapes, the largest first: a plan serves smaller steps, too.
+        """Make plans for steps of several shapes, the largest first: a plan also serves smaller steps.
 
         Args:
-            steps: of each step, its keyword arguments (a mapping), its arguments (a tuple or list), or its
+            steps: for each step its keyword arguments (a mapping), its arguments (a tuple or list), or its
                 only argument.
 
         Raises:
@@ -201,7 +201,7 @@ def _of_engine(member: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Handle(LimitHandle):
-    """What `limit_memory` returns: the one handle of a limit.
+    """The handle of a limit, which `limit_memory` returns.
 
     Attributes:
         model: the limited model.
@@ -226,18 +226,19 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def plan(self) -> Plan | None:
-        """The plan of the latest step, or ``None`` before the first has ended. Its
-        `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
-        follow the steps that are timed: the first ones, and every fourth of the others."""
+        """The plan of the latest step, or ``None`` before the first has ended.
+        `Plan.predicted_extra_seconds` is the forecast that chose it. `Plan.calibrated_extra_seconds` follows
+        measured steps: the first ones, and every fourth later one.
+        """
         latest = self._limiter.book.latest
         return latest.calibrated() if latest is not None else None
 
     @property
     @_of_engine
     def budget_bytes(self) -> int | None:
-        """The budget in bytes: the one number that every step is held to. Of ``"60%"``, ``"min"`` or
-        ``"auto"`` it is ``None`` before the first step has ended. A longer step raises it; it never falls
-        until another budget is given. ``None`` without a budget.
+        """The budget in bytes, to which every step is held; ``None`` without a budget. For ``"60%"``,
+        ``"min"`` and ``"auto"`` it is ``None`` before the first step has ended. A larger step raises it. It
+        falls only if you set another budget.
         """
         return self._limiter.maker.budget_bytes
 
@@ -260,8 +261,8 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def plans(self) -> list[Plan]:
-        """The plans so far, one for each kind of step, in the order in which they were seen; none before the
-        first step has ended. A plan serves smaller steps of its kind, too.
+        """A list of plans, one for each kind of step so far, in their order; empty before the first step has
+        ended. A plan also serves smaller steps of its kind.
         """
         known = list(self._limiter.book.known.values())  # a thread that trains may begin a step meanwhile
         return [entry.planned.calibrated() for entry in known if entry.planned is not None]
@@ -269,19 +270,19 @@ class Handle(LimitHandle):
     @property
     @_of_engine
     def plannings(self) -> int:
-        """How many plans were searched for so far."""
+        """How many searches for a plan have run."""
         return self._limiter.maker.solved
 
     @property
     @_of_engine
     def kept(self) -> dict[str, str]:
-        """Operations whose results are kept because they do not reproduce, with the reason."""
+        """Operations whose results are kept because a second run gave other bytes, with the reason."""
         return dict(self._limiter.maker.findings)
 
     @_of_engine
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are
-        put back.
+        """Make a plan now: run one step with these arguments, then restore gradients, buffers and random
+        states.
 
         Raises:
             BudgetError: no plan fits.
@@ -294,10 +295,10 @@ class Handle(LimitHandle):
             raise
 
     def set_budget(self, budget: str | int) -> None:
-        """Another budget from the next step on; what was learned about steps stays.
+        """Set another budget from the next step on, without profiling known steps again.
 
         Raises:
-            BudgetError: the budget is malformed; at the next step, when no plan fits.
+            BudgetError: the budget is malformed; at the next step, no plan fits.
             PlanError: the limit was removed or replaced.
         """
         budgets.check(budget)
@@ -309,16 +310,15 @@ class Handle(LimitHandle):
             limiter.compiled_handle.set_budget(budget)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count this optimizer's state and step from the next step on, in place of the one counted so far:
-        the optimizer may be made after the limit. What was learned about steps stays.
+        """Count this optimizer's state and step from the next step on, in place of the former optimizer.
+        Use it if the optimizer is made after the limit.
 
         Args:
-            optimizer: of the model's parameters, or what a trainer has wrapped around it; ``None`` counts
-                none.
+            optimizer: the model's optimizer, or a trainer's wrapper of it; ``None`` counts none.
 
         Raises:
             PlanError: it holds none of the model's parameters, or the limit was removed or replaced.
-            BudgetError: at the next step, when no plan fits.
+            BudgetError: at the next step, no plan fits.
 
         Example:
             >>> handle = lowtide.limit_memory(model, "6GiB")  # doctest: +SKIP
@@ -333,8 +333,8 @@ class Handle(LimitHandle):
             limiter.compiled_handle.set_optimizer(optimizer)
 
     def remove(self) -> None:
-        """Give the model its own forward back, and its own gradient checkpointing. Steps that are under way
-        finish under their plan.
+        """Remove the limit: the model's own forward and its own gradient checkpointing are on again. Steps
+        that have begun finish under their plan.
         """
         limiter = self._limiter
         limiter.engagement.end()
@@ -349,7 +349,7 @@ class Handle(LimitHandle):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The model without its limit for the length of the block, to compare with; plans stay.
+        """Run the model without its limit inside the block. The plans are kept.
 
         Raises:
             PlanError: the limit was removed or replaced.
@@ -378,8 +378,7 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     """The handle of a limited model, the same object that `limit_memory` returned, or ``None`` if it has no
     limit.
 
-    It is found through wrappers that others put around the model's forward, as accelerate does for mixed
-    precision.
+    It is also found through wrappers of the model's forward, such as accelerate's for mixed precision.
 
     Raises:
         PlanError: ``model`` is no module.

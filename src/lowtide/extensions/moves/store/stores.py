@@ -45,16 +45,15 @@ class Stores:
 
     Args:
         groups: name -> process group over which values are replicated, for `Shard`.
-        codecs: codecs of the user's own.
+        codecs: codecs of your own.
 
     Attributes:
         groups, codecs: as given.
-        prepared: the plan that tiers and slab are laid out for, and the device.
-        slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its
-            own.
-        unplaced: how many values (and encoded forms) came back into memory of their own although the plan has
+        prepared: the plan for which tiers and slab are laid out, and the device.
+        slab: the slab into which values return; ``None`` if each value has memory of its own.
+        unplaced: how many values (and encoded forms) returned into memory of their own, although the plan has
             a place for them.
-        tiers: those that are open.
+        tiers: the open tiers.
 
     Example:
         >>> with Stores() as stores:
