@@ -84,8 +84,8 @@ def test_where_no_one_thing_is_enough_the_advice_follows_what_holds_most() -> No
         assert "FSDP2" not in remedies(**few, **{name: 10 * GIB})
     many = {PARAMETERS: 10 * GIB, STATE: 20 * GIB}
     assert "FSDP2" in remedies(**many) and "batch" not in remedies(**many)
-    assert "several of the remedies below" not in remedies((Holder(STATE, 20 * GIB),), **many)
-    assert "several of the remedies below" in remedies((Holder(STATE, 20 * GIB), Holder(LOSS, 20 * GIB)), **many)
+    assert "several of the remedies" not in remedies((Holder(STATE, 20 * GIB),), **many)
+    assert "several of the remedies" in remedies((Holder(STATE, 20 * GIB), Holder(LOSS, 20 * GIB)), **many)
 
 
 def test_what_is_known_of_a_holder_comes_before_what_its_name_says() -> None:

@@ -245,7 +245,8 @@ def reserve_note(graph: StepGraph, plan: Plan, card: Device | None) -> list[str]
 
 def no_optimizer(model: nn.Module) -> str:
     """What is told of a plan that counts no optimizer."""
-    return f"the plan counts no optimizer: AdamW's state takes {budgets.format_bytes(adamw_bytes(model))} more"
+    state = budgets.format_bytes(adamw_bytes(model))
+    return f"the plan counts no optimizer: AdamW's state takes {state} more"
 
 
 def adamw_bytes(model: nn.Module) -> int:

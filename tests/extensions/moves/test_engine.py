@@ -230,8 +230,8 @@ def test_a_plan_with_moves_survives_json() -> None:
     assert again == plan
     assert json.loads(plan.to_json())["moves"][0]["decision"]["kind"] == "chain"
     assert "codec int8, then disk" in str(plan)
-    assert "bound  none is stated" in str(plan) and "could be won" not in str(plan), "zero is not a bound"
-    assert "could be won" in str(policies.full()(graph)) and "could be won" in str(policies.mixed()(graph))
+    assert "bound  none is stated" in str(plan) and "could save" not in str(plan), "zero is not a bound"
+    assert "could save" in str(policies.full()(graph)) and "could save" in str(policies.mixed()(graph))
 
 
 @pytest.mark.parametrize(
