@@ -190,7 +190,7 @@ def test_an_optimizer_that_does_not_run_on_fake_tensors_is_told_of() -> None:
     """Without state there is no number to count; with it the state counts, and what does not is said once."""
     model = small()
     optimizer = AsksNumPy(model.parameters(), 0.1)
-    with pytest.raises(lowtide.PlanError, match="AsksNumPy cannot be worked out before its first step"):
+    with pytest.raises(lowtide.PlanError, match="AsksNumPy cannot be computed before its first step"):
         optimizer_need(optimizer)
     model(batch()).backward()
     optimizer.step()

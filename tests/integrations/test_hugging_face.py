@@ -252,6 +252,8 @@ def test_a_model_that_is_not_called_is_said() -> None:
 
     limited, callback = model(), LimitMemory("80%")
     callback.on_train_begin(None, None, None, model=limited)
-    with pytest.warns(lowtide.LowtideWarning, match="GPT2LMHeadModel was not called.*REGIONAL_COMPILATION"):
+    with pytest.warns(
+        lowtide.LowtideWarning, match="without a call of the limited GPT2LMHeadModel.*REGIONAL_COMPILATION"
+    ):
         callback.on_step_end(None, None, None)
     callback.on_train_end(None, None, None)

@@ -248,7 +248,7 @@ def test_a_part_is_named_or_refused(tmp_path: Path) -> None:
     callback = LimitMemory("80%", module="net")
     module = fit(tmp_path, [callback], epochs=1)
     assert callback.handle is not None and callback.handle.model is module.net
-    with pytest.raises(lowtide.PlanError, match="no such part, but net, loss"):
+    with pytest.raises(lowtide.PlanError, match="no such submodule; it has net, loss"):
         fit(tmp_path / "other", [LimitMemory("80%", module="body")], epochs=1)
 
 

@@ -318,8 +318,11 @@ def test_a_run_in_stages_goes_on_without(text: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_says_what_to_do(text: Path) -> None:
     for changes, expected_text in [
         ({"schedule": "nonsense"}, "schedule='nonsense': choose 1f1b"),
-        ({"grad_accum": 1}, "--grad-accum 1: these are the pipeline's micro-batches, and --pp 2 needs 2"),
-        ({"policy": "offload"}, "--policy offload: under a pipeline"),
+        (
+            {"grad_accum": 1},
+            "--grad-accum 1: it is the number of the pipeline's microbatches, and --pp 2 needs 2",
+        ),
+        ({"policy": "offload"}, "--policy offload: a pipeline moves and compresses nothing"),
         ({"compare": True}, "--compare: "),
         ({"pp": 64, "grad_accum": 64}, "layers, which do not fill 64 stages"),
     ]:

@@ -98,7 +98,7 @@ def test_two_stages_train_as_one_process(text: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_cut_says_so(text: Path) -> None:
-    with pytest.raises(OptionError, match="--tp 2: a pipeline cuts a Hugging Face model at its blocks"):
+    with pytest.raises(OptionError, match="--tp 2: a pipeline cuts a Hugging Face model between its blocks"):
         options(text, model=name_of("llama"), pp=2, tp=2, grad_accum=2, compare=None)
     with pytest.raises(OptionError, match="has 4 layers, which do not fill 8 stages"):
         options(text, model=name_of("llama"), pp=8, grad_accum=8, compare=None)

@@ -100,11 +100,11 @@ def test_inductor_trains_within_the_budget(text: Path) -> None:
     [
         ({"compile": False}, "--compile-backend aot_eager: nothing is compiled: pass --compile"),
         ({"compile_backend": "eager"}, "--compile-backend eager: choose inductor or aot_eager"),
-        ({"policy": "mixed"}, "--policy mixed: compiled code keeps or computes again"),
+        ({"policy": "mixed"}, "--policy mixed: with --compile, the --budget alone decides"),
         ({"pp": 2, "grad_accum": 2}, "leave out --pp"),
         ({"optimizer_host_fraction": 0.5}, "leave it out with --compile"),
-        ({"compare": True, "report": Path("a.html")}, "--report a.html: the page shows operations"),
-        ({"budget": None}, "--compile: it holds a budget"),
+        ({"compare": True, "report": Path("a.html")}, "--report a.html: a report shows operations"),
+        ({"budget": None}, "--compile: it needs a budget"),
     ],
 )
 def test_what_does_not_go_with_compiled_code_is_refused(

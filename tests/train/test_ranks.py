@@ -225,9 +225,9 @@ def test_a_rank_that_cannot_write_is_named_by_all(text: Path, tmp_path: Path) ->
 
 def test_layouts_that_cannot_be_say_what_to_do(text: Path) -> None:
     for changes, expected in [
-        ({"sequence_parallel": True}, "--sequence-parallel: it shares the sequence among --tp"),
-        ({"dp": 3}, "--batch 4: a micro-batch is shared among --dp 3"),
-        ({"tp": 3, "sequence_parallel": True}, "--seq 32: --sequence-parallel shares it among --tp 3"),
+        ({"sequence_parallel": True}, "--sequence-parallel: it splits the sequence among the --tp"),
+        ({"dp": 3}, "--batch 4: a microbatch is split among --dp 3"),
+        ({"tp": 3, "sequence_parallel": True}, "--seq 32: --sequence-parallel splits it among --tp 3"),
         ({"schedule": "1f1b"}, "--schedule 1f1b: it is a pipeline's"),
         ({"tp": 0}, "--tp 0: at least 1"),
     ]:

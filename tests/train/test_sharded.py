@@ -181,8 +181,8 @@ def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
     for changes, expected in [
         ({"dp": 1}, "--shard-parameters: .* pass --dp 2 or more"),
         ({"pp": 2, "grad_accum": 2}, "--shard-parameters: .* leave out --pp, or this"),
-        ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
-        ({"dp_replicate": 2}, "--dp-replicate 2: so many groups of the --dp 2 processes"),
+        ({"policy": None}, "--shard-parameters: it needs a budget or a policy: pass --budget"),
+        ({"dp_replicate": 2}, "--dp-replicate 2: it divides the --dp 2 ranks into groups of two or more"),
         ({"dp_replicate": 2, "shard_parameters": False}, "--dp-replicate 2: .* pass that, too"),
         ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: the budget of --shard"),
     ]:

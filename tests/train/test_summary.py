@@ -52,7 +52,7 @@ def row(text: str, name: str) -> list[str]:
 def test_one_row_has_the_time_and_its_change_is_that_of_the_two_times_shown() -> None:
     text = shown(measured(0.930), measured(1.040))
     assert row(text, "time") == ["time", "930 ms", "1,040 ms", "+11.8 %"]
-    assert "whose change is the median of all pairs" in " ".join(text.split())
+    assert "of the pair of steps with the median change" in " ".join(text.split())
 
 
 def test_a_gap_below_a_microsecond_is_none() -> None:

@@ -263,7 +263,7 @@ class Whole(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.filterwarnings("ignore:this limited model checkpoints by itself")
+@pytest.mark.filterwarnings("ignore:this limited model calls torch.utils.checkpoint")
 def test_a_hundred_percent_has_room_for_the_random_states_of_checkpoints() -> None:
     """They are in the plain step, too: the whole of it was refused as 101 % of itself."""
     model = Whole()

@@ -297,7 +297,7 @@ def test_a_step_in_a_cuda_graph_capture_is_refused_and_leaves_nothing(
 
 
 def test_what_has_no_caching_allocator_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"this model is on cpu, which has none: leave reserved out"):
+    with pytest.raises(PlanError, match=r"this model is on cpu: leave reserved out"):
         lowtide.limit_memory(torch.nn.Linear(2, 2), "1GiB", reserved=True)
 
 
@@ -410,7 +410,7 @@ def test_it_says_what_holds_most_and_what_would_help(monkeypatch: pytest.MonkeyP
     assert told(observer) == [], "nothing is planned yet"
     model(batch()).backward()
     (text,) = told(observer)
-    assert text.startswith("CUDA device 0 has no 3 GiB more, in a process with a model limited to ")
+    assert text.startswith("CUDA device 0 has no 3 GiB free. A model of this process is limited to ")
     assert text.count("\n  - ") == 3 and "frees about" in text
     handle.remove()
     assert told(observer) == []
