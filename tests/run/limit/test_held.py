@@ -242,7 +242,7 @@ def test_what_is_found_out_within_a_first_step_counts_and_is_said() -> None:
         assert abs((handle.measured_peak_bytes or 0) - took[0]) <= STATES
         assert took[0] <= budget or number == 0
         assert bool(texts) is (took[0] > budget)
-        assert all("the program holds more than the model" in text and "read in" in text for text in texts)
+        assert all("the program holds more than the model" in text and "read it in" in text for text in texts)
 
 
 def test_a_percentage_is_one_number_that_a_longer_step_raises() -> None:

@@ -365,7 +365,7 @@ def test_a_refusal_of_the_optimizers_own_step_names_what_holds_most(kind: Any, f
     lowtide.limit_memory(model, "1500KiB", optimizer=kind(model.parameters()))
     with pytest.raises(BudgetError, match=r"too small for optimizer\.step\(\)") as error:
         model(torch.randn(2, 256)).sum().backward()
-    assert "1 MiB of parameters: sharing" in "\n".join(error.value.holders)
+    assert "1 MiB of parameters: sharding" in "\n".join(error.value.holders)
     assert len(error.value.holders) == 3 and freed in error.value.detail
     assert ("optimizer state: lowtide.optim.HostOptimizer" in str(error.value)) == bool(freed)
     assert "FSDP2" in error.value.remedies[-1]

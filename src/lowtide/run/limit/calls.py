@@ -44,7 +44,7 @@ _LAZY = (
     "model once under torch.no_grad() before it"
 )
 _UNTRAINED = (
-    "no parameter of this limited model requires grad, so its steps are not planned, and the tensors "
+    "no parameter of this limited model requires grad, so its steps are not planned: the tensors "
     "that autograd saves for the gradients of its inputs are not limited. Put the limit on an outer "
     "module that has trainable parameters"
 )
