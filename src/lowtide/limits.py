@@ -92,8 +92,8 @@ def limit_memory(
             not time. After a short search a plan may be further from the best one, and says so. ``None`` is
             0.7 seconds or ten plain steps, whichever is more, for ``optimal``; if other ranks wait, too, 0.05
             seconds or one plain step; other policies have limits of their own.
-        plans: a folder in which lowtide keeps plans. A later process with the same model, versions and kind of
-            device uses them from its first step on, and profiles nothing. With another budget it makes plans
+        plans: a folder in which lowtide keeps plans. A later process with the same model, versions and kind
+            of device uses them from its first step on, and profiles nothing. With another budget it plans
             from the kept profile. Each rank has a file; either all ranks use their files, or none does. Give
             each limited model its own folder. The compiled engine keeps its plans in Inductor's cache, with
             or without a folder.
