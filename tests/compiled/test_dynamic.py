@@ -124,7 +124,7 @@ def test_sizes_that_follow_from_data_are_told() -> None:
     compiled = lowtide.compile(Chosen(), "100%", backend="aot_eager")
     with (
         torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        pytest.warns(lowtide.LowtideWarning, match="follow from data"),
+        pytest.warns(lowtide.LowtideWarning, match="depend on data"),
     ):
         compiled(torch.randn(100, 16)).backward()
 

@@ -112,7 +112,10 @@ def test_scratch_is_of_the_device_that_a_call_runs_on(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("made", "says"),
     [
-        ("empty_strided_p2p((50, 20), (20, 1), torch.float32, torch.device('cuda:0'), alloc_id=1)", "share"),
+        (
+            "empty_strided_p2p((50, 20), (20, 1), torch.float32, torch.device('cuda:0'), alloc_id=1)",
+            "of collectives",
+        ),
         ("get_external_object_by_index(3)", r"torch\.cuda\.stream"),
         ("alloc_from_pool(x, 0, torch.float32, (50, 20), (20, 1))", "'alloc_from_pool'"),
         ("torch.ops.aten.nonzero.default(numbers)", "capture_dynamic_output_shape_ops"),

@@ -211,7 +211,7 @@ def test_a_limit_of_the_users_own_is_not_replaced_without_a_word(tmp_path: Path)
 
     limited = model()
     lowtide.limit_memory(limited, policy="full")
-    with pytest.warns(lowtide.LowtideWarning, match="replaces the limit"):
+    with pytest.warns(lowtide.LowtideWarning, match="which LimitMemory replaces"):
         trainer(tmp_path, [LimitMemory(policy="full")], made=limited, epochs=1).train()
 
 

@@ -31,7 +31,7 @@ from lowtide.train.planning import PlanOptions
         ({"report": Path("a.png"), "compare": False}, "leave out --no-compare"),
         (
             {"report": Path("a.html"), "pp": 2, "grad_accum": 2},
-            "without comparing them: leave out --pp or --report$",
+            "does not compare them: leave out --pp or --report$",
         ),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),
         ({"lr_schedule": "steep"}, "--lr-schedule steep: choose one of cosine, linear, constant"),
