@@ -16,17 +16,9 @@ from torch import nn
 from torch.distributed import pipelining
 
 import lowtide
+from restart import Log
 
 pytestmark = on_each_backend
-
-
-class Log(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def wrapped(kind: str) -> nn.Module:
