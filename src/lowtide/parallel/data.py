@@ -22,7 +22,8 @@ def average_gradients(
     Args:
         parameters: the same ones in the same order on every rank; those without a gradient are left out, and
             must be so everywhere.
-        group: see `lowtide.parallel.tensor_group`.
+        group: see `lowtide.parallel.tensor_group`; of a mesh it is the dimension ``dp``, of a unit the
+            data-parallel group.
         buffer_bytes: the most bytes that travel at once.
 
     Returns:
@@ -34,7 +35,7 @@ def average_gradients(
     >>> average_gradients([weight])  # alone there is nothing to do
     0
     """
-    group = tensor_group(group)
+    group = tensor_group(group, "dp")
     if group.size == 1:
         return 0
 

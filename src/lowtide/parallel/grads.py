@@ -42,8 +42,8 @@ def get_grad_norm(
         norm_type: order of the norm; ``float("inf")`` is the largest absolute value.
         error_if_nonfinite: raise where the norm is infinite or not a number.
         foreach: passed on to ``torch.nn.utils.get_total_norm``.
-        pipeline: ranks that hold other layers of the same model (a process group or mesh, see
-            `tensor_group`); ``None`` is none.
+        pipeline: ranks that hold other layers of the same model (as `tensor_group` takes
+            them); ``None`` is none.
         counted_elsewhere: parameters that another rank of ``pipeline`` holds, too, and counts.
 
     Returns:
@@ -68,7 +68,7 @@ def get_grad_norm(
     expect(order > 0, "get_grad_norm(norm_type=)", norm_type, allowed, ParallelError)
     elsewhere = {id(one) for one in parameters_of("get_grad_norm", counted_elsewhere, "counted_elsewhere")}
     counted = [parameter for parameter in own if id(parameter) not in elsewhere]
-    stages = ALONE if pipeline is None else tensor_group(pipeline)
+    stages = ALONE if pipeline is None else tensor_group(pipeline, "pp")
     if stages.size == 1 and not is_shared(own):
         for parameter in own:
             refuse_partial(parameter)

@@ -93,7 +93,7 @@ class Pipeline:
         device: torch.device | str = "cpu",
     ) -> None:
         self.kind = schedule_kind(schedule)
-        self.group: TensorGroup = tensor_group(group)
+        self.group: TensorGroup = tensor_group(group, "pp")
         ranks = self.group.size
         if micro_batches < ranks * (2 if self.kind.v_shaped else 1) or (
             self.kind.stages > 1 and micro_batches % ranks

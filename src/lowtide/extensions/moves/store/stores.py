@@ -44,11 +44,13 @@ class Stores:
     """Tiers, codecs and groups by the names that plans use.
 
     Args:
-        groups: name -> process group over which values are replicated, for `Shard`.
+        groups: name -> group over which values are replicated, for `Shard`: a process group, or what else
+            `lowtide.parallel.tensor_group` takes.
         codecs: codecs of your own.
 
     Attributes:
-        groups, codecs: as given.
+        groups: name -> process group.
+        codecs: as given.
         prepared: the plan for which tiers and slab are laid out, and the device.
         slab: the slab into which values return; ``None`` if each value has memory of its own.
         unplaced: how many values (and encoded forms) returned into memory of their own, although the plan has
@@ -69,7 +71,7 @@ class Stores:
             )
         listed = isinstance(codecs, Sequence) and all(isinstance(codec, Codec) for codec in codecs)
         expect(listed, "Stores(codecs=)", codecs, "a list of codecs of your own; lowtide's need none")
-        self.groups = dict(groups or {})
+        self.groups = {name: _process_group(group) for name, group in (groups or {}).items()}
         self._replicas: dict[str, Replicas] = {}
         self.codecs = tuple(codecs)
         self._used: dict[str, Codec] = {}
@@ -154,6 +156,15 @@ class Stores:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _process_group(group: Any) -> dist.ProcessGroup:
+    """The process group of what names one."""
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    from lowtide.parallel.groups import process_group
+
+    return process_group(group)
 
 
 class Replicas:
