@@ -61,6 +61,7 @@ WRONG: dict[str, Callable[[], Any]] = {
     "Chain(then=)": lambda: lowtide.Chain(lowtide.Compress("int8"), GIVEN),
     "Stores(codecs=)": lambda: lowtide.Stores(codecs=GIVEN),
     "offload(min_bytes=)": lambda: policies.offload(min_bytes=GIVEN),
+    "offload(keep_last=)": lambda: policies.offload(keep_last=GIVEN),
     "mixed(window_bytes=)": lambda: policies.mixed(window_bytes=GIVEN),
     "mixed(links=)": lambda: policies.mixed(links=GIVEN),
     "compress(codec=)": lambda: policies.compress(None),  # type: ignore[arg-type]

@@ -105,6 +105,8 @@ def process_group(group: Any, ranks: Ranks = "tp") -> Any:
     Raises:
         ParallelError: as of `tensor_group`.
     """
+    if isinstance(group, TensorGroup):
+        return group.process_group
     if group is None:
         return dist.group.WORLD
     if hasattr(group, "mesh_dim_names") and hasattr(group, "get_group"):

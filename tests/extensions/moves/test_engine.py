@@ -25,7 +25,8 @@ from lowtide.extensions.moves.store import stores as stores_module
 from lowtide.extensions.moves.store.codec import Codec, CodecError, Form
 from lowtide.extensions.moves.store.host import Host
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Chain, Compress, Link, Offload, Plan, Shard
+from lowtide.plan.data import Chain, Compress, Keep, Link, Offload, Plan, Shard
+from lowtide.policies import Policy
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["gelu", "relu"])
@@ -176,6 +177,44 @@ def test_offload_within_a_budget_moves_only_what_it_has_to() -> None:
     assert [m.value for m in few.moves] == order[: len(few.moves)]
     with pytest.raises(lowtide.BudgetError):
         policies.offload("disk", min_bytes=1)(graph, 1000)
+
+
+@pytest.mark.parametrize("values", ["all", "checkpoints"])
+@pytest.mark.parametrize("way", ["offload", "partition"])
+def test_the_last_values_stay(way: str, values: str) -> None:
+    """``keep_last`` values of the forward, which backward needs first, do not move; the bits are the same."""
+
+    def policy(keep_last: int) -> Policy:
+        if way == "offload":
+            return policies.offload("disk", values=values, keep_last=keep_last, min_bytes=1)
+        return policies.partition(
+            "tp", 2, values=values, keep_last=keep_last, then=Offload("disk"), min_bytes=1
+        )
+
+    model = net()
+    graph = lowtide.trace(lambda: model(X))
+    every = [m.value for m in policy(0)(graph).moves]
+    if values == "checkpoints":
+        assert len(every) == len(model.h) - 1  # the first block's input was there before the step
+        assert policy(0)(graph).replayed
+    for keep_last in (1, 3):
+        plan = policy(keep_last)(graph)
+        assert [m.value for m in plan.moves] == every[:-keep_last]
+        assert {plan.decisions[v] for v in every[-keep_last:] if v in plan.decisions} <= {Keep()}
+        within = policy(keep_last)(graph, plan.predicted_peak_bytes)
+        assert {m.value for m in within.moves} <= set(every[:-keep_last])
+    if way == "offload":
+        plain, limited = net(), net()
+        lowtide.limit_memory(limited, policy=policy(2))
+        assert all(same(step(plain, seed=seed), step(limited, seed=seed)) for seed in range(3))
+        assert not policy(len(every))(graph).moves  # as many as there are, and all stay
+    else:
+        with pytest.raises(lowtide.BudgetError, match="lower min_bytes= or keep_last="):
+            policy(len(every))(graph)
+    with pytest.raises(PlanError, match=r"keep_last=.*0 or more"):
+        policy(-1)
+    with pytest.raises(PlanError, match="give 'checkpoints' or 'all'"):
+        policies.offload(values="inputs")
 
 
 def test_what_nobody_can_wait_for_never_moves() -> None:

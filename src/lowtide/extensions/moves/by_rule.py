@@ -20,13 +20,15 @@ from lowtide.graph import StepGraph
 from lowtide.plan.blocks import entering_blocks, full_stored
 from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
 from lowtide.plan.policies.build import Policy
-from lowtide.plan.simulate.simulator import simulator_of
+from lowtide.plan.simulate.simulator import Simulator, simulator_of
 
 
 def offload(
     tier: str = "host",
     path: str = "",
     *,
+    values: str = "all",
+    keep_last: int | None = None,
     min_bytes: int = 1 << 16,
     window_bytes: int | None = None,
     links: Links | None = None,
@@ -40,6 +42,10 @@ def offload(
     Args:
         tier: ``host`` or ``disk``.
         path: the folder for the disk tier's file.
+        values: ``all`` recomputes nothing, and moves saved values; ``checkpoints`` recomputes every block,
+            and moves the blocks' inputs.
+        keep_last: this many values, the last ones of the forward, stay on the device: backward needs them
+            first, when a transfer has had no time. ``None`` leaves this to ``window_bytes``.
         min_bytes: smaller values stay.
         window_bytes: the most bytes in transfer at one time in each direction; by default a sixteenth of the
             saved bytes.
@@ -49,13 +55,15 @@ def offload(
     """
     decision = Offload(tier, path)
     check_moves("offload", min_bytes, window_bytes, links)
+    check_values("offload", values, keep_last)
 
     def offloaded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = simulator_of(graph)
-        order = movable(sim, min_bytes)
+        everything, order = saved_values(sim, values, min_bytes, keep_last or 0)
         window = window_bytes or default_window(sim, order)
-        everything = sim.close(sim.all_stored)
-        if budget is None:
+        if budget is None and keep_last is not None:
+            count = len(order)
+        elif budget is None:
             sizes = [sim.value_bytes[v] for v in order]
             count, tail = len(order), 0
             while count and tail + sizes[count - 1] <= window:  # backward unpacks the last at once
@@ -127,6 +135,7 @@ def partition(
     size: int,
     *,
     values: str = "checkpoints",
+    keep_last: int = 0,
     min_bytes: int = 1 << 10,
     then: Offload | None = None,
     slab: bool | None = None,
@@ -140,30 +149,27 @@ def partition(
         size: the number of ranks.
         values: ``checkpoints`` shards the values that the policy ``full`` keeps; ``all`` recomputes nothing,
             and shards all saved values.
+        keep_last: this many values, the last ones of the forward, stay whole on the device: backward needs
+            them first.
         min_bytes: smaller values are not sharded.
         then: a tier to which the parts move (P_a+cpu).
         slab: whether the parts are gathered into a slab on the device, which is allocated once and held for
             the whole step (ZeRO-R's M_D); ``None`` for a slab unless a budget has no room for it.
     """
-    if values not in ("checkpoints", "all"):
-        raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
     decision = Shard(group, size)
     check_moves("partition", min_bytes, then=then)
+    check_values("partition", values, keep_last)
 
     def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = simulator_of(graph)
-        stored = sim.close(full_stored(sim) if values == "checkpoints" else sim.all_stored)
-        may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
-        chosen = [
-            v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable
-        ]
+        stored, chosen = saved_values(sim, values, min_bytes, keep_last)
         moves: dict[int, Moving] = {
             v: Chain(decision, then) if then is not None else decision for v in chosen
         }
         if not moves:
             raise BudgetError(
-                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use "
-                "the policy 'full'"
+                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes= or "
+                "keep_last=, or use the policy 'full'"
             )
         # the next while one is in use
         window = max(2 * move_of(sim, v, decision).ahead_bytes for v, decision in moves.items())
@@ -174,6 +180,38 @@ def partition(
         )  # fmt: skip
 
     return sharded
+
+
+def saved_values(
+    sim: Simulator, values: str, min_bytes: int, keep_last: int
+) -> tuple[frozenset[int], list[int]]:
+    """What is stored, and which of these values move, in the order of the forward.
+
+    Args:
+        sim: of the step.
+        values: ``all``, or the ``checkpoints`` that the policy ``full`` stores.
+        min_bytes: smaller values stay.
+        keep_last: so many of those that might move stay, the last ones.
+    """
+    if values == "all":
+        stored, order = sim.close(sim.all_stored), movable(sim, min_bytes)
+    else:
+        stored = sim.close(full_stored(sim))
+        entering = [v for v in stored & entering_blocks(sim) if sim.storable[v]]
+        order = sorted(v for v in entering if sim.value_bytes[v] >= max(1, min_bytes))
+    return stored, order[: max(0, len(order) - keep_last)]
+
+
+def check_values(policy: str, values: str, keep_last: int | None) -> None:
+    """Check which values a policy is to move.
+
+    Raises:
+        PlanError: these are others than there are, or their number is negative.
+    """
+    if values not in ("checkpoints", "all"):
+        raise PlanError(f"{policy}(values={values!r}): give 'checkpoints' or 'all'")
+    counted = keep_last is None or is_count(keep_last)
+    expect(counted, f"{policy}(keep_last=)", keep_last, "a number of values, 0 or more")
 
 
 def check_moves(
