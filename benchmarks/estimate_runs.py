@@ -75,12 +75,12 @@ MODELS: dict[str, dict[str, Any]] = {
 KINDS = {
     "A100-80GB": "a100", "A100-40GB": "a100-40gb", "A100": "a100", "H100": "h100",
     "H100 80GB HBM3": "h100", "H200": "h200", "B200": "b200", "B200 (power-limited)": "b200",
-    "GB200": "b200",
+    "GB200": "b200", "Blackwell ~184 GiB": "b200",
 }  # fmt: skip
 """Devices by the name that the table has. Others have no speed here."""
-LIMITED = 0.75
-"""Watts of the limited B200 over those that its data sheet has. Products go with the watts: an H100 of 500 W
-reaches 0.71 of what one of 700 W does.
+LIMITED = 0.55
+"""Rate of the B200 that is limited to 750 of 1,000 W over that of others, from its three runs. An H100 of 500
+W reaches 0.71 of what one of 700 W does.
 """
 
 LOSSES = {
@@ -167,8 +167,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     given, source = fields(row["settings"]), row["run"]
     if source.startswith("Megatron-LM"):
         return _megatron(row, given)
-    if "cumulative:" in given or "cpu_offload" in given:
-        raise Unsaid("weights on the host" if "cpu_offload" in given else "neither batch nor length")
+    if "cumulative:" in given:
+        raise Unsaid("neither batch nor length")
     shape = _model(row["model"])
     found = dict(shape)
     own = ("flash_attention_3", "flash_attention_4")  # written for the device
@@ -180,7 +180,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
         found["attention"] = "flash-3"
     for name in _PLAIN & given.keys() - {"seq", "recompute"}:
         number = re.match(r"\d+", given[name])
-        assert number, given
+        if not number:
+            raise Unsaid(f"no number of {name}")
         found[name] = int(number[0])
     if "dp" not in found and row["gpus"]:
         found["dp"] = int(row["gpus"]) // math.prod(found.get(name, 1) for name in ("tp", "pp", "cp"))
@@ -189,6 +190,8 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     sharded = "fsdp" in given or "fsdp2" in given or given.get("zero") == "3"
     if sharded:
         found["zero"] = 3
+    if sharded and _away(source, given, configure(**shape).model.parameters()):
+        found |= dict(offload_weights=True, offload_optimizer=1.0)
     accumulated = int(given.get("grad_accum", 1))
     if "global_batch" not in found:
         found["global_batch"] = found.get("micro_batch", 1) * found.get("dp", 1) * accumulated
@@ -196,6 +199,7 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     found["offload_activations"] = "offload" in given.get("recompute", "")
     found["compile"] = "compile" in given or "fused_kernels" in given
     found["float8"] = any(name.startswith(("float8", "fp8", "mxfp8", "nvfp4")) for name in given)
+    found |= _scaling(given)
     found["loss"], more = _loss(row, given, found)
     found |= more
     found |= _precision(source, given, sharded)
@@ -244,6 +248,11 @@ def _length(row: dict[str, str], given: dict[str, str]) -> int:
     return int(length[0]) if alone else int(length[0]) // 4
 
 
+def _away(source: str, given: dict[str, str], parameters: int) -> bool:
+    """Whether weights and optimizer are on the host: TRL's guide does so for models from 30B on."""
+    return "cpu_offload" in given or (source.startswith("TRL") and parameters > 30e9)
+
+
 def assumed(row: dict[str, str]) -> tuple[str, ...]:
     """What neither the row nor its project's defaults tell."""
     given = fields(row["settings"])
@@ -266,11 +275,20 @@ def _recompute(source: str, given: dict[str, str]) -> str:
     return text.partition("+")[0]
 
 
+def _scaling(given: dict[str, str]) -> dict[str, Any]:
+    """How products of low precision are scaled."""
+    told = {name: name for name in ("mxfp8", "nvfp4")} | {"float8": given.get("float8")}
+    kinds = [kind for name, kind in told.items() if name in given and kind]
+    return {"scaling": kinds[0]} if kinds else {}
+
+
 def _loss(row: dict[str, str], given: dict[str, str], found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """How the loss is computed: what is named, else what the framework does."""
     source = row["run"]
     named = given.get("loss", "")
     if named:
+        if named not in LOSSES:
+            raise Unsaid(f"no loss {named!r} here")
         kind = LOSSES[named]
         if source.startswith("prime-rl") and kind == "torch":  # FSDP casts the logits that it gives out
             return "float32", {}
@@ -381,7 +399,8 @@ def _device(row: dict[str, str]) -> Device | None:
 
 def _speed(row: dict[str, str], config: Config) -> float | None:
     if row["tokens_per_second_per_device"]:
-        return float(row["tokens_per_second_per_device"])
+        together = int(row["gpus"]) if "8-GPU tokens/s" in row["notes"] else 1  # as torchtune prints them
+        return float(row["tokens_per_second_per_device"]) / together
     if row["seconds_per_step"]:
         return config.global_batch * config.seq / config.devices / float(row["seconds_per_step"])
     return None
@@ -486,6 +505,10 @@ def _grouped(run: Run) -> bool:
     return run.config.model.experts > 0 and run.device is not None and run.device.measured != "b200"
 
 
+def _rowwise(run: Run) -> bool:
+    return run.config.scaling == "rowwise" and run.device is not None and run.device.measured != "b200"
+
+
 def _lone(run: Run) -> bool:
     return run.device is not None and not run.device.grouped and run.config.lora > 0 and _mixture(run)
 
@@ -505,7 +528,8 @@ def _small(run: Run) -> bool:
 FITTED: dict[str, tuple[Callable[[Run], bool], tuple[float, ...]]] = {
     "ceiling": (_long, tuple(0.7 + 0.01 * step for step in range(51))),
     "experts": (_grouped, tuple(0.4 + 0.01 * step for step in range(61))),
-    "flash_2": (_flash_2, tuple(0.4 + 0.01 * step for step in range(61))),
+    "flash_2": (_flash_2, tuple(0.3 + 0.01 * step for step in range(71))),
+    "rowwise": (_rowwise, tuple(0.5 + 0.01 * step for step in range(51))),
     "launch": (_small, tuple(0.002 + 0.0002 * step for step in range(51))),
     "turn": (_small, tuple(0.005 * step for step in range(31))),
     "alone": (_lone, tuple(0.0001 * step for step in range(51))),

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import lowtide
 from lowtide.estimate import Config, EstimateError, configure, estimate, from_hugging_face, preset
 from lowtide.estimate.devices import device
 from lowtide.estimate.flops import layer_flops
@@ -20,6 +21,8 @@ from lowtide.estimate.layer import layer_terms
 from lowtide.estimate.simulation.traced import default_dtype
 from lowtide.estimate.speed import step_time
 from lowtide.estimate.traffic import stage_traffic
+from lowtide.estimate.working import backward_moments
+from lowtide.meter import available
 
 transformers = pytest.importorskip("transformers")
 
@@ -207,6 +210,27 @@ def test_flops_of_the_active_parameters() -> None:
     own = 2048 * (2 * 32 + 2 * 4) * 128 + 8 * 3 * 2048 * 768 + 128 * 2048
     assert layer_flops(qwen(), 1) == 2 * 4096 * own + 4 * 4096**2 * 4096
     assert shape.layers * own == pytest.approx(shape.active_parameters() - 2 * 151936 * 2048, rel=1e-3)
+
+
+@pytest.mark.skipif(not available(), reason="needs the counting allocator")
+@pytest.mark.parametrize("single", [False, True])
+def test_weighing_takes_what_pytorch_takes(single: bool) -> None:
+    """The rows' gradient, and its products with the weights and with the rows, in the weights' dtype."""
+    tokens, k, hidden = 512, 8, 256
+    rows = torch.randn(tokens * k, hidden, dtype=torch.bfloat16, requires_grad=True)
+    weights = torch.rand(tokens * k, 1, dtype=torch.float32 if single else torch.bfloat16, requires_grad=True)
+    token = torch.randperm(tokens * k) // k
+    weighed = (rows.to(weights.dtype) * weights).bfloat16()
+    out = torch.zeros(tokens, hidden, dtype=torch.bfloat16).index_add(0, token, weighed)
+    given = torch.randn_like(out)
+    taken = lowtide.measure(lambda: torch.autograd.grad(out, (rows, weights), given)).peak_bytes
+    config = configure(layers=1, hidden=hidden, heads=4, ffn=64, mlp="swiglu", norm="rmsnorm", seq=tokens,
+                       experts=16, experts_per_token=k, dtype="bf16-true", weigh_float32=single)  # fmt: skip
+    counted = backward_moments(config)["weighing of the experts' outputs"]
+    stream = 2 * tokens * hidden  # its gradient, which is not made here
+    assert taken == pytest.approx(float(counted - stream), rel=0.01)
+    once_more = [line.moments for line in estimate(config).stages[0].lines if "once more" in line.name]
+    assert once_more == [{"loss": 0, "backward": rows.nbytes, "update": 0}]
 
 
 def test_layers_with_one_mlp_have_terms_of_their_own() -> None:

@@ -4,10 +4,12 @@ the formula is followed.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from published_tables import facts, table
 
-from lowtide.estimate import configure, estimate, model_states
+from lowtide.estimate import EstimateError, configure, estimate, model_states
 
 FACTS = facts("2101.06840")
 
@@ -57,6 +59,27 @@ def test_ranks_share_the_work_of_the_host() -> None:
     found = estimate(configure("gpt2-xl", zero=2, dp=16, offload_optimizer=1.0))
     assert found.host_link_bytes == pytest.approx(4 * found.parameters / 16, abs=2)
     assert found.host_bytes == pytest.approx(14 * found.parameters / 16, abs=2)
+
+
+def test_weights_on_the_host_come_for_each_gather() -> None:
+    """Nothing of the states stays on the device but what is gathered; forward and backward gather."""
+    usual: dict[str, Any] = dict(zero=3, offload_optimizer=1.0, recompute="full")
+    for dp in (1, 8):
+        there, away = (
+            estimate(configure("llama3-8b", **usual, dp=dp, global_batch=2 * dp, offload_weights=off))
+            for off in (False, True)
+        )
+        count = there.parameters
+        stage = away.stages[0]
+        assert stage.weights_bytes == stage.gradients_bytes == stage.optimizer_bytes == 0
+        gathered = next(line.bytes for line in stage.lines if line.name == "gathered weights")
+        assert gathered == 2 * (2 * (count - 2 * 128256 * 4096 - 4096) // 32 + 2 * 128256 * 4096)
+        assert away.host_bytes == pytest.approx(16 * count / dp, abs=2)
+        assert away.host_bytes - there.host_bytes == pytest.approx(2 * count / dp, abs=2)
+        host = [item.bytes for item in away.traffic[0] if item.link == "host"]
+        assert host == pytest.approx([2 * 2 * count / dp, 2 * 2 * 2 * count / dp], abs=4)
+    with pytest.raises(EstimateError, match="--offload-weights with --zero=2"):
+        configure("llama3-8b", zero=2, offload_optimizer=1.0, offload_weights=True)
 
 
 @pytest.mark.parametrize("fraction", [0.25, 0.5, 0.75])

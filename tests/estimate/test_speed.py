@@ -9,8 +9,8 @@ import pytest
 
 from lowtide.estimate import EstimateError, configure, estimate
 from lowtide.estimate.devices import device
-from lowtide.estimate.flops import attention_flops, logit_flops
-from lowtide.estimate.layer import layer_terms
+from lowtide.estimate.flops import attention_flops, logit_flops, recomputed_flops
+from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.speed import efficiencies, step_time
 
 H100 = device("h100")
@@ -129,15 +129,51 @@ def test_narrow_heads_wait_for_their_softmax() -> None:
     assert narrow == pytest.approx(1.2 * wide)
 
 
-def test_flash_attention_2_is_not_written_for_blackwell() -> None:
-    card = device("b200")
-    known = efficiencies()["b200"]
-    two, three = (
-        step_time(configure("llama3-8b", seq=8192, attention=kind), card).attention
-        for kind in ("fused", "flash-3")
+@pytest.mark.parametrize("card", ["h100", "h200", "b200"])
+def test_flash_attention_2_nears_one_rate_on_devices_after_it(card: str) -> None:
+    """Its instructions are Ampere's: Hopper and Blackwell run it at one rate with long sequences, which
+    Hopper is below at 8,192 tokens. Kernels of 2023 stay there.
+    """
+
+    def rate(kind: str, seq: int) -> float:
+        config = configure("llama3-8b", seq=seq, attention=kind)
+        return 3.5 * 32 * 4 * seq**2 * 4096 / step_time(config, device(card)).attention
+
+    known = efficiencies()[card]
+    assert rate("fused", 1 << 24) == pytest.approx(known.flash_2 * 1e15, rel=1e-3)
+    usual = min(known.attention * device(card).flops, known.flash_2 * 1e15)
+    assert rate("fused", 8192) == pytest.approx(usual)
+    assert rate("flash-1", 1 << 20) == pytest.approx(known.attention * device(card).flops)
+    assert {one.flash_2 for name, one in efficiencies().items() if name in ("h100", "h200", "b200")} == {0.63}
+
+
+def test_products_that_torchtitan_does_not_know_are_not_kept() -> None:
+    """NVFP4's are operations of torchao: of a layer the input and attention's output stay."""
+    usual: dict[str, Any] = dict(dp=4, zero=3, recompute="selective-op", compile=True, float8=True)
+    plain, four = (configure("llama3-8b", **usual, scaling=kind) for kind in ("mxfp8", "nvfp4"))
+    names = {term.name for term, _ in kept_terms(four)}
+    assert names == {"input of the layer", "output of attention", "log-sum-exp of the scores"}
+    freed = sum(term.bytes for term, _ in kept_terms(plain)) - sum(term.bytes for term, _ in kept_terms(four))
+    assert freed == 2 * S * (H + KV + F)
+    every = 2 * L * S * 4 * (2 * H * H + 2 * H * KV + 3 * H * F)
+    assert recomputed_flops(four, 4) == every
+
+
+def test_scaled_rows_take_more_time_than_scaled_tensors() -> None:
+    """Products of torchao's rowwise float8 are slower, and each cast reads twice; blocks are read once."""
+    known = efficiencies()["h100"]
+    usual: dict[str, Any] = dict(zero=3, dp=8, compile=True, float8=True)
+    tensor, row, block = (
+        step_time(configure("llama3-8b", **usual, scaling=kind), H100)
+        for kind in ("tensorwise", "rowwise", "mxfp8")
     )
-    assert 0 < known.flash_2 < 1 == efficiencies()["h100"].flash_2
-    assert two / three == pytest.approx(known.flash_3 / known.flash_2)
+    logits = 3 * 2 * 8192 * 4096 * 128256 / (H100.flops * known.products)
+    assert (row.products - logits) * known.rowwise == pytest.approx(tensor.products - logits)
+    assert block.products == tensor.products
+    more = row.pointwise - tensor.pointwise, tensor.pointwise - block.pointwise
+    assert more[0] == pytest.approx(3 * more[1]) and more[1] > 0
+    with pytest.raises(EstimateError, match="--scaling=rowwise without --float8"):
+        configure("llama3-8b", scaling="rowwise")
 
 
 def test_a_small_model_waits_for_its_host() -> None:

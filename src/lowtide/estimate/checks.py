@@ -204,6 +204,14 @@ def _check_training(config: Config) -> None:
             f"--dtype=mixed with --zero={config.zero}: FSDP casts weights where it gathers them; give "
             "--zero 3, or --dtype autocast"
         )
+    if config.offload_weights and (config.zero < 3 or config.offload_optimizer < 1):
+        raise EstimateError(
+            f"--offload-weights with --zero={config.zero} "
+            f"--offload-optimizer={config.offload_optimizer:g}: for weights that ZeRO 3 gathers, with their "
+            "optimizer on the host too; give --zero 3 --offload-optimizer 1"
+        )
+    if config.scaling != "tensorwise" and not config.float8:
+        raise EstimateError(f"--scaling={config.scaling} without --float8: give both or neither")
     one_dtype = config.frozen_bytes == config.weight_bytes
     if config.flat_parameters and (config.zero < 3 or not one_dtype):
         raise EstimateError(

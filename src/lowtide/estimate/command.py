@@ -112,10 +112,11 @@ FLAGS: dict[str, Any] = {
         ),
     ],
     "attention": Annotated[
-        Literal["unfused", "fused", "flash-3"] | None,
+        Literal["unfused", "flash-1", "fused", "flash-3"] | None,
         option(
             "fused keeps no scores; nor does flash-3 (FlashAttention 3, TransformerEngine's on Hopper), "
-            "which is faster. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"
+            "which is faster, nor flash-1 (of 2023), which is slower with long sequences. [default: the "
+            "model's; unfused with bare sizes, as in arXiv 2205.05198]"
         ),
     ],
     "dropout": Annotated[
@@ -185,6 +186,14 @@ FLAGS: dict[str, Any] = {
     "offload_optimizer": Annotated[
         float | None,
         option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]"),
+    ],
+    "offload_weights": Annotated[
+        Switch,
+        option(
+            "The weights that ZeRO 3 splits are on the host, with gradients and optimizer (FSDP2's "
+            "CPUOffloadPolicy, DeepSpeed's offload_param).",
+            "--offload-weights",
+        ),
     ],
     "partition_activations": Annotated[
         Switch, option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
@@ -257,6 +266,10 @@ FLAGS: dict[str, Any] = {
         option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile"),
     ],
     "float8": Annotated[Switch, option("The layers' products run in float8 (times only).", "--float8")],
+    "scaling": Annotated[
+        Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"] | None,
+        option("How products of --float8 are scaled, in torchao's words. [default: tensorwise]"),
+    ],
     "overlap_tensor": Annotated[
         Switch,
         option(

@@ -19,10 +19,11 @@ from lowtide.estimate.optimizers import OPTIMIZERS, Optimizer
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
 
 Recompute = Ways | int
-Attention = Literal["unfused", "fused", "flash-3"]
+Attention = Literal["unfused", "flash-1", "fused", "flash-3"]
 Dtype = Literal["bf16", "bf16-true", "fp16", "fp32", "autocast", "mixed"]
 GradientDtype = Literal["auto", "bf16", "fp16", "fp32"]
 Exchange = Literal["ring", "all-gather", "all-to-all"]
+Scaling = Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"]
 Update = Literal["auto", "fused", "foreach", "for-loop"]
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -30,6 +31,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "gradient_dtype": get_args(GradientDtype), "reduce_dtype": get_args(GradientDtype),
     "optimizer": get_args(Optimizer), "update": get_args(Update), "quantize": get_args(Quantize),
     "lora_dtype": ("fp32", "same"), "cp_exchange": get_args(Exchange), "loss": get_args(Loss),
+    "scaling": get_args(Scaling),
 }  # fmt: skip
 _SIZES = {
     "seq": 1 << 30, "micro_batch": 1 << 20, "tp": 1 << 14, "pp": 1 << 14, "interleave": 1 << 10,
@@ -71,7 +73,8 @@ class Config:
             that backward needs, before the MLP's last product (``torch.utils.checkpoint``'s
             ``use_reentrant=False``). Changes FLOPs and times, not bytes.
         attention: ``unfused`` keeps the quadratic score matrices; ``fused`` (PyTorch's, FlashAttention 2)
-            keeps the output and one log-sum-exp a row; so does ``flash-3`` (FlashAttention 3, or
+            keeps the output and one log-sum-exp a row; so do ``flash-1`` (FlashAttention 1, and kernels in
+            Triton of 2023), which takes more time with long sequences, and ``flash-3`` (FlashAttention 3, or
             TransformerEngine's cuDNN on Hopper and later), which takes less time.
         dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
         dtype: of weights and activations. Below float32 the optimizer keeps a float32 master copy of the
@@ -93,6 +96,9 @@ class Config:
         optimizer_in_backward: each parameter is updated when its gradient is made, which is freed then.
         offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload,
             between is Twin-Flow.
+        offload_weights: the weights that ZeRO 3 splits, their gradients and the optimizer are on the host
+            (``CPUOffloadPolicy`` of FSDP2, ``offload_param`` of DeepSpeed). A device has those that are
+            gathered.
         partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them
             (ZeRO-R's P_a).
         offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
@@ -130,6 +136,9 @@ class Config:
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
             TransformerEngine). Changes times, and the bytes of ``selective-op``.
         float8: the layers' matrix products run in float8. Changes times, not bytes.
+        scaling: how these are scaled, in torchao's words: ``tensorwise`` (also TransformerEngine's),
+            ``rowwise``, ``mxfp8``, or ``nvfp4``, which is float4. Changes times. ``selective-op`` keeps no
+            products of ``nvfp4``, whose kernels it does not know.
         overlap_tensor: tensor-parallel collectives run beside the products (TransformerEngine's
             ``tp_comm_overlap``, torchtitan's asynchronous tensor parallelism). Changes times, not bytes.
         fused_qkv: values are a view of one product of q, k and v, which stays whole for them (LitGPT).
@@ -182,6 +191,7 @@ class Config:
     dora: bool = False
     quantize: Quantize = "none"
     offload_optimizer: float = 0.0
+    offload_weights: bool = False
     partition_activations: bool = False
     offload_activations: bool = False
     loss: Loss = "auto"
@@ -199,6 +209,7 @@ class Config:
     ddp_buckets: bool = False
     compile: bool = False
     float8: bool = False
+    scaling: Scaling = "tensorwise"
     overlap_tensor: bool = False
     iteration_seconds: float | None = None
     peak_flops: float | None = None

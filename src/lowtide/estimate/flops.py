@@ -81,7 +81,9 @@ def recomputed_flops(config: Config, sequences: int) -> int:
         return layers * attention_flops(config, sequences)
     if config.recompute == "selective-op":  # every second product: k, the output's, and half of the MLP's
         names = ("k", "o", "up") if model.mlp in GATED else ("k", "o", "down")
-        own = config.mean_layer(lambda kind: _active(kind, *names, "shared_up", "q_a", "kv_a"))
+        names = (*names, "shared_up", "q_a", "kv_a")
+        names = model.matrices() if config.scaling == "nvfp4" else names
+        own = config.mean_layer(lambda kind: _active(kind, *names))
         return layers * int(2 * sequences * config.seq * own)
     last = int(
         2 * sequences * config.seq * config.mean_layer(lambda kind: _active(kind, "down", "shared_down"))

@@ -227,7 +227,7 @@ def checkpoint_term(config: Config) -> Term:
 def operation_terms(config: Config) -> list[Term]:
     """What torchtitan's per-operation recomputation keeps of a layer: its input, attention's output, and the
     outputs of every second matrix product (q, v, and of the MLP the first and, where there are three, the
-    last).
+    last). Products of NVFP4 are operations of torchao, which it does not know.
     """
     model, e = config.model, config.element_bytes
     over, over_t = _over(config.replication), _over(config.tp)
@@ -235,12 +235,17 @@ def operation_terms(config: Config) -> list[Term]:
     queries = Fraction(config.tokens * model.query_width, config.tp)
     values = Fraction(config.tokens * config.local_value_width)
     attended, inner = Fraction(config.tokens * model.output_width, config.tp), config.inner_elements
+    attention = [
+        Term("output of attention", e * attended, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
+        *(term for term in core_terms(config) if config.fused_attention),
+    ]
+    if config.scaling == "nvfp4":
+        return [checkpoint_term(config), *attention]
     kept = [
         checkpoint_term(config),
         Term("queries", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
         Term("values", e * values, f"{e}sb(kd){over_t}", TORCHTITAN, "attention"),
-        Term("output of attention", e * attended, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
-        *(term for term in core_terms(config) if config.fused_attention),
+        *attention,
         Term("output of the MLP's first product", e * inner, _ffn(config, e, over_t), TORCHTITAN, "mlp"),
     ]
     if model.mlp in GATED and not config.compile:  # nothing reads it in backward, as a compiler notices

@@ -27,7 +27,7 @@ from typing import Any, get_args
 
 from lowtide.estimate.adapters import adapted, adapter_traffic, layer_bytes, unadapted
 from lowtide.estimate.config import Config
-from lowtide.estimate.devices import Device
+from lowtide.estimate.devices import DEVICES, Device
 from lowtide.estimate.edges import logit_elements, loss_bytes
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import (
@@ -60,9 +60,11 @@ _SHORT = 8192
 _SOFTMAX = 32
 """A score's softmax, in columns of a head: 16 exponentials a cycle beside 1,024 multiplications (A100)."""
 
-FLOAT8_CAST_BYTES = 7
-"""What casting an element of bfloat16 moves: read for the largest value, read and written as one byte, and
-that read and written once more, transposed, for the product that makes weights' gradients.
+FLOAT8_CAST_BYTES = {"tensorwise": 7, "rowwise": 10, "mxfp8": 6, "nvfp4": 5}
+"""What casting an element of bfloat16 moves. A tensor with one scale is read for its largest value, read and
+written as one byte, and that read and written once more, transposed, for the product that makes weights'
+gradients. Rows and columns have scales of their own: each way reads twice and writes one byte; blocks of a
+row or column, which fit in registers, are read once.
 """
 
 ASSUMPTIONS = (
@@ -89,6 +91,7 @@ class Efficiency:
         eager_passes, fused_passes: how often an activation goes through memory in a step, at the full
             bandwidth: as separate operations, and where pointwise ones are fused.
         float8: how many times faster the layers' products are in float8, the casts not counted.
+        rowwise: share of that speed that products have whose rows and columns are scaled.
         experts: share of ``products`` that experts reach, whose rows are few and uneven.
         flash_3: how many times faster attention is with ``--attention flash-3``, up to 8,192 tokens.
         ceiling: what it nears with longer sequences, where what a kernel does once a row weighs less.
@@ -100,7 +103,8 @@ class Efficiency:
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
         exposed: share of a tensor-parallel collective's time that shows though it runs beside products.
-        flash_2: share of ``attention`` that FlashAttention 2 has: less on Blackwell, not written for it.
+        flash_2: PFLOP/s that ``--attention fused`` nears with longer sequences on devices of generations
+            after FlashAttention 2, which has Ampere's instructions; 0 where that is unknown.
     """
 
     products: float
@@ -108,6 +112,7 @@ class Efficiency:
     eager_passes: float
     fused_passes: float
     float8: float
+    rowwise: float
     experts: float
     flash_3: float
     ceiling: float
@@ -118,7 +123,7 @@ class Efficiency:
     links: float
     interference: float
     exposed: float
-    flash_2: float = 1.0
+    flash_2: float = 0.0
 
 
 def efficiencies() -> dict[str, Efficiency]:
@@ -229,15 +234,16 @@ def priced(work: Work, known: Efficiency) -> StepTime:
     rate = device.flops * known.products
     logits = work.logits / rate
     layers = work.layers * (1 + _experts_share(config) * (1 / known.experts - 1))
-    products = layers / (known.float8 if config.float8 else 1.0) / rate + logits
+    gain = known.float8 * (known.rowwise if config.scaling == "rowwise" else 1.0)
+    products = layers / (gain if config.float8 else 1.0) / rate + logits
     width, short = config.model.head_width, min(1.0, _SHORT / config.seq)
-    hopper = known.attention * known.flash_3
-    hopper = 1 / (1 / known.ceiling + max(0.0, 1 / hopper - 1 / known.ceiling) * short)
+    own = known.flash_2 * 1e15 / DEVICES[device.measured].flops or known.attention
     slower = (1 + _SOFTMAX / width) / (1 + _SOFTMAX / 128)
     kernel = {
         "unfused": known.products,
-        "fused": known.attention * known.flash_2 / slower,
-        "flash-3": hopper / slower,
+        "flash-1": known.attention / slower,
+        "fused": _near(own, known.attention, short) / slower,
+        "flash-3": _near(known.ceiling, known.attention * known.flash_3, short) / slower,
     }
     attention = work.attention / (device.flops * kernel[config.attention])
     passes = known.fused_passes if config.compile else known.eager_passes
@@ -265,6 +271,13 @@ def priced(work: Work, known: Efficiency) -> StepTime:
         host=max(0.0, (work.sent["host"] - work.offloaded) / device.host_bandwidth - compute * 2 / 3)
         + work.host_optimizer + work.offloaded / (device.host_bandwidth * known.links),
     )  # fmt: skip
+
+
+def _near(ceiling: float, usual: float, short: float) -> float:
+    """Share of the peak that a kernel reaches: what it does once a row weighs ``short`` of what it usually
+    does.
+    """
+    return 1 / (1 / ceiling + max(0.0, 1 / usual - 1 / ceiling) * short)
 
 
 def _data_cover(config: Config) -> float:
@@ -364,7 +377,7 @@ def _cast_bytes(config: Config) -> float:
         return 0.0
     again = {"selective-op": 0.5}.get(str(config.recompute), float(config.recomputed_share))
     return (
-        FLOAT8_CAST_BYTES
+        FLOAT8_CAST_BYTES[config.scaling]
         * float(config.mean_layer(lambda kind: _cast_elements(kind, again)))
         * (config.stage_layers * config.micro_batches)
     )

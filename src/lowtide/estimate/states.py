@@ -120,6 +120,7 @@ def model_states(
     optimizer_bytes: int | Fraction = 12,
     no_sync: bool = False,
     whole: int | float | None = None,
+    offload_weights: bool = False,
 ) -> ModelStates:
     """Bytes of the model states of ``parameters`` parameters (Psi) on each of ``dp`` devices (N_d).
 
@@ -127,7 +128,8 @@ def model_states(
         Psi + 14 Psi/N_d; stage 3
     (P_os+g+p) 16 Psi/N_d. ZeRO-Offload (2101.06840, Table 1): of the offloaded fraction the gradients and the
     optimizer leave the device, 16 M becoming 2 M. With ``no_sync`` gradients are not split. ``whole`` are the
-    parameters that are split, where each device has only its experts' of ``parameters``.
+    parameters that are split, where each device has only its experts' of ``parameters``. With
+    ``offload_weights`` no weights stay on the device.
 
     >>> float(model_states(7.5e9, dp=64, zero=2).total)
     16640625000.0
@@ -144,7 +146,7 @@ def model_states(
     count, stays = Fraction(parameters), 1 - Fraction(offload)
     split = Fraction(parameters if whole is None else whole) / dp
     return ModelStates(
-        weights=weight_bytes * (split if zero >= 3 else count),
+        weights=weight_bytes * (Fraction(0) if offload_weights else split if zero >= 3 else count),
         gradients=gradient_bytes * stays * (split if zero >= 2 and not no_sync else count),
         optimizer=optimizer_bytes * stays * (split if zero >= 1 else count),
     )
@@ -159,6 +161,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
     states = model_states(
         count, dp=config.shards, zero=zero, offload=offload, weight_bytes=weight, gradient_bytes=gradient,
         optimizer_bytes=optimizer, no_sync=config.no_sync, whole=trained_parameters(config, stage, ep=1),
+        offload_weights=config.offload_weights,
     )  # fmt: skip
     figure = f"{ZERO} Fig. 1"
     plain = f"{ZERO} Sec. 3.1" if gradient == weight else "arXiv 2205.05198 Fig. 1"
@@ -172,7 +175,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
     frozen = []
     if config.lora:
         split = frozen_bytes(config, stage, ep=1) / config.shards
-        size = ceil(split if zero >= 3 else frozen_bytes(config, stage))
+        size = 0 if config.offload_weights else ceil(split if zero >= 3 else frozen_bytes(config, stage))
         kind = "" if config.quantize == "none" else f", the layers' matrices in {config.quantize}"
         formula = "frozen" + ("/d" if zero >= 3 else "")
         source = LORA if config.quantize == "none" else QLORA
@@ -206,13 +209,20 @@ def state_lines(config: Config, stage: int) -> list[Line]:
 
 
 def host_bytes(config: Config, stage: int) -> int:
-    """Host memory that one device's share of the offloaded optimizer takes: optimizer state and gradients
-    (2101.06840, Table 1: 14 M); of a paged one all of its state.
+    """Host memory that one device's share of the offloaded states takes: optimizer state and gradients
+    (2101.06840, Table 1: 14 M), and weights that are offloaded; of a paged optimizer all of its state.
     """
     count = updated_parameters(config, stage)
     away = Fraction(config.offload_optimizer)
     paged = (1 - away) * config.optimizer_bytes if OPTIMIZERS[config.optimizer].paged else 0
-    return ceil(count * (away * (config.optimizer_bytes + config.gradient_bytes) + paged))
+    states = count * (away * (config.optimizer_bytes + config.gradient_bytes) + paged)
+    return ceil(states + (weight_shard(config, stage) if config.offload_weights else 0))
+
+
+def weight_shard(config: Config, stage: int) -> Fraction:
+    """Bytes of weights that one device has to itself where ZeRO 3 splits them."""
+    trained = Fraction(config.weight_bytes * trained_parameters(config, stage, ep=1))
+    return (trained + frozen_bytes(config, stage, ep=1)) / config.shards
 
 
 def _count(count: int) -> str:

@@ -97,7 +97,7 @@ class Estimate:
         states = model_states(
             self.parameters, dp=config.shards, zero=config.zero, offload=config.offload_optimizer,
             weight_bytes=config.weight_bytes, gradient_bytes=config.gradient_bytes,
-            optimizer_bytes=config.optimizer_bytes,
+            optimizer_bytes=config.optimizer_bytes, offload_weights=config.offload_weights,
         )  # fmt: skip
         return float(states.total / (config.tp * config.pp))
 

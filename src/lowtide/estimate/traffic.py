@@ -17,7 +17,7 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.edges import logit_elements
 from lowtide.estimate.layer import kept_terms
 from lowtide.estimate.lines import FULLY_SHARD, KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
-from lowtide.estimate.states import frozen_bytes, trained_parameters, updated_parameters
+from lowtide.estimate.states import frozen_bytes, trained_parameters, updated_parameters, weight_shard
 
 Link = Literal["tensor", "context", "expert", "pipeline", "data", "host"]
 
@@ -187,8 +187,13 @@ def _host(config: Config, stage: int) -> list[Traffic]:
         # no room on the device to sum them over micro-batches
         down = ceil(share * config.gradient_bytes * config.micro_batches)
         found.append(Traffic("host", "gradients to the host", down, f"{config.gradient_bytes}Mn", source))
-        up = ceil(share * config.weight_bytes)
-        found.append(Traffic("host", "weights from the host", up, f"{config.weight_bytes}M", source))
+        if config.offload_weights:
+            name, gathers = "weights from the host, for each gather", 2 * config.micro_batches
+            size = ceil(gathers * weight_shard(config, stage))
+            found.append(Traffic("host", name, size, f"2n x {config.weight_bytes}M", FULLY_SHARD))
+        else:
+            up = ceil(share * config.weight_bytes)
+            found.append(Traffic("host", "weights from the host", up, f"{config.weight_bytes}M", source))
     if size := offloaded_bytes(config):
         name, source = "activations to and from the host", f"{ZERO} Sec. 8 (P_a+cpu)"
         found.append(Traffic("host", name, size, "2 x what is kept", source))

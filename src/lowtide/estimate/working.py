@@ -83,8 +83,9 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     }
     if config.score_before_experts:  # what is weighed, its gradient, and two products of that: float32
         mlps["weighing of the experts' inputs"] = stream + (12 - e) * rows - down - act
-    elif config.weigh_float32:  # their gradient, and two products of that: float32
-        mlps["weighing of the experts' outputs"] = stream + 12 * rows
+    elif model.experts:  # their gradient, and two products of that
+        weighed = 4 if config.weigh_float32 else e
+        mlps["weighing of the experts' outputs"] = stream + 3 * weighed * rows
     if config.tiles > 1:  # forward again and backward of one, beside the gradient of the MLP's input
         tile = 2 * first + inner * (1 + (SEPARATE.get(model.mlp, 0) if config.unfused_mlp else 0))
         mlps = {"tile of the MLP": stream + branch + e * full + e * tile / config.tiles}
@@ -160,6 +161,11 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
         size = ceil(most - again)
         formula = "tensors made by its backward"
         lines.append(_at(1, Line("temporaries", made, size, formula, "liveness, Sec. 4.1")))
+    if config.model.experts:
+        size = config.element_bytes * max(kind.expert_rows for _, kind in config.kinds) * config.model.hidden
+        name, note = "rows of the experts, once more", "in which order is not known"
+        formula, source = f"{config.element_bytes}sbkh", "fitted: runs of prime-rl and TRL"
+        lines.append(_at(1, Line("temporaries", name, ceil(size), formula, source, note)))
     if config.pp > 1:
         e = config.residual_bytes
         buffer = Fraction(e * config.tokens * config.model.hidden, config.replication)
@@ -238,7 +244,8 @@ def _loss_formula(config: Config) -> str:
 def _zero3(config: Config, stage: int) -> list[Line]:
     """What fully sharded weights and gradients are gathered into."""
     e = min(config.gathered_bytes, config.frozen_bytes) if config.lora else config.gathered_bytes
-    if config.zero < 3 or (config.shards == 1 and e == config.weight_bytes):
+    there = config.shards == 1 and e == config.weight_bytes and not config.offload_weights
+    if config.zero < 3 or there:
         return []
     model = config.model
     if config.pp > 1:
