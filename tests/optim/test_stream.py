@@ -138,7 +138,7 @@ def test_clipping_moves_its_factor_once_whatever_the_count() -> None:
         given = [torch.randn(4) for _ in range(parameters)]
         pairs = [(given[0], gradient.clone().as_subclass(Counting)) for gradient in given]
         Counting.moves = 0
-        total = clip_(pairs, 0.5, 2.0, False)
+        total, _ = clip_(pairs, 0.5, 2.0, False)
         counts.append(Counting.moves)
         plain = [torch.nn.Parameter(gradient) for gradient in given]
         for parameter in plain:

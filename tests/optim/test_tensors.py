@@ -139,6 +139,14 @@ def streamed(rank: int, size: int, folder: Path) -> None:
     plain_model = make(size)
     train(plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW), rank, range(3))
     assert equal(plain_model, ours_model)
+    clipped = [make(size) for _ in range(2)]
+    for net, more in zip(clipped, ({}, {"overlap_update": True, "reversible": True}), strict=True):
+        ours = HostOptimizer(torch.optim.AdamW, net.parameters(), stream_gradients=True, **more, **ADAMW)
+        train(net, ours, rank, range(3), clip="own")
+    assert equal(*clipped)
+    train(clipped[1], ours, rank, range(3, 4), clip="own")
+    ours.rollback()
+    assert equal(*clipped)
 
 
 def masters(rank: int, size: int, folder: Path) -> None:

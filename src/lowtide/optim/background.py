@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from lowtide.extensions.moves.store.lanes import ThreadLane, Transfer
-from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import detached_options
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Slot
 from lowtide.optim.stream import GradientStream, sent
+from lowtide.optim.undo import Undo
 
 Groups = Iterable[dict[str, Any]]
 
@@ -28,11 +28,13 @@ class BackgroundUpdater:
     Args:
         updater: what updates.
         stream: where gradients lie.
+        undo: keeps what updates replace, if they can be undone.
     """
 
-    def __init__(self, updater: Updater, stream: GradientStream) -> None:
+    def __init__(self, updater: Updater, stream: GradientStream, undo: Undo | None = None) -> None:
         self.updater = updater
         self.stream = stream
+        self.undo = undo
         self._early: list[tuple[Slot, Transfer]] = []
         self._options: dict[int, dict[str, Any]] = {}
         self._late: Transfer | None = None
@@ -47,35 +49,38 @@ class BackgroundUpdater:
         self.updater.refresh(slot)
         slot.updated = True
         task = Task(slot, slot.host, options, slot.gradient.elements, slot.gradient)
-        self._early.append((slot, self._submit(lambda: self.updater.update_host([task], copy_back=False))))
+
+        def update() -> None:
+            if self.undo is not None:
+                self.undo.keep([task])
+            self.updater.update_host([task], copy_back=False)
+
+        self._early.append((slot, self._submit(update)))
 
     @property
     def early(self) -> bool:
         """Whether updates have begun beside backward."""
         return bool(self._early)
 
-    def finish_early(self, groups: Groups) -> None:
-        """Wait for the updates that ran beside backward.
-
-        Raises:
-            OptimError: they used other hyper-parameters than `step` would, or a gradient that is not there
-                any more.
-        """
+    def wait_early(self) -> None:
+        """Wait for the updates that ran beside backward: what these read may be changed after it."""
         for _, transfer in self._early:
             transfer.wait()
+
+    def finish_early(self, groups: Groups) -> str:
+        """Wait for the updates that ran beside backward. Returns why these are not the updates that `step`
+        would do, or nothing: they used other hyper-parameters, or a gradient that is not there any more.
+        """
+        self.wait_early()
         early, self._early = self._early, []
         options, self._options = self._options, {}
         for group in groups:
             used = options.get(id(group))
             if used is not None and any(_differ(used[name], group[name]) for name in used):
-                raise OptimError(
-                    "hyper-parameters changed after an update beside backward had begun: load the last "
-                    "checkpoint"
-                )
+                return "hyper-parameters changed after an update beside backward had begun"
         if any(sent(slot.parameter.grad) is None for slot, _ in early):
-            raise OptimError(
-                "a gradient was cleared after its update had run beside backward: load the last checkpoint"
-            )
+            return "a gradient was cleared after its update had run beside backward"
+        return ""
 
     # ---- beside the next step --------------------------------------------------------------------
 

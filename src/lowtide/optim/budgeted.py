@@ -41,6 +41,8 @@ def resident_state(optimizer: PlacedOptimizer) -> list[Tensor]:
         for part in slot.parts():
             if not part.on_host or host_is_device(optimizer):
                 found += part.tensors()
+            if part.before is not None and host_is_device(optimizer):
+                found += part.before.tensors()
     return found
 
 
@@ -51,10 +53,15 @@ def device_state_bytes(optimizer: PlacedOptimizer, host_fraction: float) -> int:
     kept = [piece.numel() for piece in pieces]
     if not host_is_device(optimizer):
         kept = cuts(kept, [granule(piece.dtype, optimizer.kernel.granule) for piece in pieces], host_fraction)
-    return sum(
+    state = sum(
         count * optimizer._placement.device_bytes_per_element(p, group)
         for count, (p, group) in zip(kept, chosen, strict=True)
     )
+    if not (optimizer.reversible and host_is_device(optimizer)):
+        return state
+    width = optimizer._placement.update_dtype
+    copies = (local(p).numel() * (len(optimizer.kernel.names(g)) + 1) * width(p).itemsize for p, g in chosen)
+    return state + sum(copies)
 
 
 def step_bytes(optimizer: PlacedOptimizer) -> int:

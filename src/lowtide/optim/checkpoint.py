@@ -41,6 +41,14 @@ def show_state(optimizer: PlacedOptimizer, slot: Slot) -> None:
         optimizer.state[slot.parameter] = shown
 
 
+def show_anew(optimizer: PlacedOptimizer, slot: Slot) -> None:
+    """Show a slot's state as it is after an update was undone: none, if that was the first one."""
+    slot.shown = False
+    optimizer.state.pop(slot.parameter, None)
+    if not any(part.fresh for part in slot.parts()):
+        show_state(optimizer, slot)
+
+
 def whole_state(optimizer: Any, state_dict: dict[str, Any]) -> None:
     """A hook after ``state_dict``: what is split becomes whole, and what a delayed update needs is added."""
     names: dict[int, Tensor] = {}
@@ -104,7 +112,7 @@ def move(optimizer: PlacedOptimizer, host_fraction: float | Any) -> None:
     kept = copied(optimizer.state_dict())
 
     def anew() -> None:
-        optimizer._placement.forget(optimizer._slots.values())
+        optimizer._forget(optimizer._slots.values())
         for slot in optimizer._slots.values():
             optimizer._stream.release(slot)
         optimizer._slots.clear()

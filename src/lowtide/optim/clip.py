@@ -16,8 +16,8 @@ def clip_(
     max_norm: float,
     norm_type: float,
     error_if_nonfinite: bool,
-) -> Tensor:
-    """Scale gradients so that their norm is at most ``max_norm``; returns the norm before.
+) -> tuple[Tensor, Tensor]:
+    """Scale gradients so that their norm is at most ``max_norm``; returns the norm before, and the factor.
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; nothing has changed then.
@@ -29,11 +29,9 @@ def clip_(
             f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: "
             "zero_grad() and skip this step, or pass error_if_nonfinite=False"
         )
-    scale_by(
-        [gradient for _, gradient in gradients if gradient is not None],
-        torch.clamp(float(max_norm) / (total + 1e-6), max=1.0),
-    )
-    return total
+    factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+    scale_by([gradient for _, gradient in gradients if gradient is not None], factor)
+    return total, factor
 
 
 def total_norm(gradients: Sequence[tuple[Tensor, Tensor | None]], order: float) -> Tensor:

@@ -27,6 +27,7 @@ from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
 from lowtide.optim.tasks import tasks_of
 from lowtide.optim.tensors import is_shared, local
+from lowtide.optim.undo import Undo, can_undo
 
 Host = Literal["auto", "memory", "disk"]
 
@@ -66,12 +67,16 @@ class HostOptimizer(PlacedOptimizer):
             stand-in without memory. Use the optimizer's own `clip_grad_norm_`. Nothing is updated before
             `step`.
         overlap_update: with ``stream_gradients``, the host updates its own copy of a parameter as soon as its
-            gradient is there; parameters change in `step`. There can be no clipping then, and micro-batches
-            before the last belong within `accumulating`. If backward fails half-way the state is half
-            updated: the optimizer then refuses to go on until a checkpoint is loaded.
+            gradient is there; parameters change in `step`. Micro-batches before the last belong within
+            `accumulating`. Without ``reversible`` there can be no clipping, and if backward fails half-way
+            the state is half updated: the optimizer then refuses to go on until a checkpoint is loaded.
         delayed: the host part of a step's update runs beside the next step's forward and backward, and is
             seen one step late. It changes training: see `finish`.
         delay_after: steps before ``delayed`` sets in.
+        reversible: the host keeps a copy of what the last update replaced, which `rollback` puts back. It
+            takes as much host memory as the state and the values of all parameters. With ``overlap_update``
+            updates are speculative: `clip_grad_norm_` undoes them if it changes the gradients, and
+            `zero_grad` undoes those of a backward that failed, or whose norm is not finite.
         masters: whether 16-bit parameters are updated in float32.
         chunk_bytes: of the buffers through which everything moves (a few are used).
         link: the way to the device; made for it without.
@@ -106,6 +111,7 @@ class HostOptimizer(PlacedOptimizer):
         overlap_update: bool = False,
         delayed: bool = False,
         delay_after: int = _WARM_UP_STEPS,
+        reversible: bool = False,
         masters: bool = True,
         chunk_bytes: int = 16 << 20,
         link: Link | None = None,
@@ -118,6 +124,7 @@ class HostOptimizer(PlacedOptimizer):
         self.overlap_update = overlap_update
         self.delayed = delayed
         self.delay_after = delay_after
+        self.reversible = reversible
         self.balance = None
         check_modes(self, host, device_budget, chunk_bytes)
         self._device_budget = None if device_budget is None else budgets.parse(device_budget)
@@ -171,7 +178,8 @@ class HostOptimizer(PlacedOptimizer):
         self._updater = Updater(self.kernel, link, pool, chunk_bytes // 4 // 64 * 64)
         self._placement = Placement(self.kernel, pool, masters, own_copies)
         self._stream = GradientStream(self._updater, gradients, link.direct and in_memory, self)
-        self._background = BackgroundUpdater(self._updater, self._stream)
+        self._undo = Undo(self._updater, pool) if self.reversible else None
+        self._background = BackgroundUpdater(self._updater, self._stream, self._undo)
         self._opened = True
         if self.stream_gradients:
             self._watch()
@@ -262,13 +270,58 @@ class HostOptimizer(PlacedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._update(self.param_groups)
+        return loss
+
+    @torch.no_grad()
+    def step_subgroup(self, parameters: Tensor | Iterable[Tensor]) -> None:
+        """Update some parameters alone, those of them that have gradients, as `step` updates all.
+
+        Calls for subgroups that together are all parameters are bitwise one `step`, in any order. Between two
+        calls you can free the gradients of a subgroup, or look at it. Hooks of `step` do not run.
+
+        Args:
+            parameters: of this optimizer.
+
+        Raises:
+            OptimError: one is not of this optimizer; ``delayed=True``; as of `step`.
+
+        Source: DeepSpeed, ``DeepSpeedCPUAdam.step_subgroup``.
+        """
+        chosen = self._slots_or_none("step_subgroup", parameters)
+        if self.delayed:
+            raise OptimError("delayed=True updates all parameters one step late: call step()")
+        rows = ([p for p in group["params"] if p in chosen] for group in self.param_groups)
+        self._update([{**group, "params": row} for group, row in zip(self.param_groups, rows, strict=True)])
+
+    def _slots_or_none(
+        self, function: str, parameters: Tensor | Iterable[Tensor]
+    ) -> dict[Tensor, Slot | None]:
+        """Parameters of this optimizer, and what is kept for each so far."""
+        several = isinstance(parameters, Iterable) and not isinstance(parameters, str)
+        found: list[Any] = (
+            [parameters] if isinstance(parameters, Tensor) else list(parameters) if several else [0]
+        )
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        known = all(id(parameter) in own for parameter in found)
+        allowed = "parameters of this optimizer, as in model.layers[0].parameters()"
+        expect(known, f"{function}(parameters=)", parameters, allowed, OptimError)
+        return {parameter: self._slots.get(parameter) for parameter in found}
+
+    def _update(self, groups: list[dict[str, Any]]) -> None:
+        """Update the parameters of these groups that have gradients."""
         self._check_whole()
         if self.stream_gradients:
             self._watch()
         with self._or_torn("an update beside backward could not be finished"):
-            self._background.finish_early(self.param_groups)
+            reason = self._background.finish_early(self.param_groups)
+        if reason and self._undo is not None:
+            self._take_back(self._undo)
+        elif reason:
+            self._whole = reason
+            self._check_whole()
         self._finish_late()
-        device, host = tasks_of(self.param_groups, self.slot_of)
+        device, host = tasks_of(groups, self.slot_of)
         self._steps += 1
         late = self.delayed and self._steps > self.delay_after
         updater, link = self._updater, self.link
@@ -279,8 +332,12 @@ class HostOptimizer(PlacedOptimizer):
             for task in (*device, *now):
                 if not task.slot.updated:
                     updater.refresh(task.slot)
+            if self._undo is not None:
+                self._undo.keep(device)
             updater.update_device(device)
             updater.copy_back([(task.slot, task.part) for task in done])
+            if self._undo is not None:
+                self._undo.keep(now)
             if not late:
                 updater.update_host(now)
             link.settle()
@@ -288,13 +345,13 @@ class HostOptimizer(PlacedOptimizer):
             self._commit(done if late else host)
             if late:
                 self._background.update_late(now)
-        return loss
 
     def _commit(self, tasks: list[Task]) -> None:
         """These updates are done."""
         for task in tasks:
             task.part.fresh = False
             task.slot.updated = False
+            task.slot.stepped = self._steps
             task.slot.wrote()
             if task.arriving is not None:
                 task.arriving.scales = []
@@ -321,12 +378,71 @@ class HostOptimizer(PlacedOptimizer):
                 "the last checkpoint into the model and the optimizer (load_state_dict), then go on"
             )
 
+    # ---- updates that are undone -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def rollback(self, parameters: Tensor | Iterable[Tensor] | None = None) -> None:
+        """Undo the last `step`, or `step_subgroup`: parameters and state have the bytes from before it.
+
+        Gradients stay, and learning rates that a scheduler changed stay changed.
+
+        Args:
+            parameters: undo the last update of each of these alone.
+
+        Raises:
+            OptimError: the optimizer is not ``reversible``, nothing is there to undo, or somebody else wrote
+                to a parameter since its update; nothing has changed then.
+
+        Source: DeepSpeed, ``DeepSpeedCPUAdam.rollback_subgroup``.
+        """
+        if self._undo is None:
+            raise OptimError("rollback() puts back what the host keeps with reversible=True: set it")
+        self._check_whole()
+        if self._background.early:
+            raise OptimError("updates are running beside backward: call step() or zero_grad() first")
+        if parameters is None:
+            known = [slot for slot in self._slots.values() if slot.stepped == self._steps]
+        else:
+            known = [
+                slot for slot in self._slots_or_none("rollback", parameters).values() if slot is not None
+            ]
+        slots = [slot for slot in known if can_undo(slot)]
+        if not slots:
+            raise OptimError(
+                "there is no update to undo: none has run, the last one was undone, or a checkpoint was "
+                "loaded"
+            )
+        if written := sum(slot.written_by_others() for slot in slots):
+            raise OptimError(
+                f"{written} parameters were written to since the update that rollback() would undo: call it "
+                "before you write to parameters"
+            )
+        with self._or_torn("rollback() was interrupted"):
+            self.link.begin_step()
+            self._undo.put_back((slot, part) for slot in slots for part in slot.parts())
+            self._undo.show(slots)
+            self.link.settle()
+        for slot in slots:
+            checkpoint.show_anew(self, slot)
+
+    def _take_back(self, undo: Undo) -> None:
+        """Undo the updates that ran beside backward: `step` does them."""
+        self._background.quiet()
+        early = [slot for slot in self._slots.values() if slot.updated]
+        undo.put_back((slot, slot.host) for slot in early if slot.host is not None)
+        for slot in early:
+            slot.updated = False
+            checkpoint.show_anew(self, slot)
+
     # ---- gradients that arrive -------------------------------------------------------------------
 
     def gradient_sent(self, slot: Slot) -> None:
         """A gradient has been sent or added to: with ``overlap_update`` its update begins."""
         if not self.overlap_update or self._holding_back:
             return
+        if slot.updated and self._undo is not None:
+            with torch.no_grad():
+                self._take_back(self._undo)
         if slot.updated:
             self._whole = "an update that ran beside backward was never finished by step()"
         self._check_whole()
@@ -349,6 +465,9 @@ class HostOptimizer(PlacedOptimizer):
         Raises:
             OptimError: an update that ran beside backward was not finished by `step`.
         """
+        if self._undo is not None:
+            with torch.no_grad():
+                self._take_back(self._undo)
         if any(slot.updated for slot in self._slots.values()):
             self._background.quiet()
             self._whole = "gradients were cleared after updates had run beside backward, before step()"
@@ -376,15 +495,21 @@ class HostOptimizer(PlacedOptimizer):
             ParallelError: a gradient is only this rank's part of a sum.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; nothing has changed then.
         """
-        if self.overlap_update:
+        if self.overlap_update and self._undo is None:
             raise OptimError(
-                "overlap_update=True updates before the norm is known: clip with overlap_update=False"
+                "overlap_update=True updates before the norm is known: clip with overlap_update=False, or "
+                "set reversible=True, with which updates of gradients that are clipped are undone"
             )
         parameters = [p for group in self.param_groups for p in group["params"]]
         if not self.stream_gradients and not any(map(is_shared, parameters)):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         self._stream.norm_order = float(norm_type)
-        return clip_([(p, p.grad) for p in parameters], max_norm, norm_type, error_if_nonfinite)
+        with self._or_torn("an update beside backward could not be finished"):
+            self._background.wait_early()
+        total, factor = clip_([(p, p.grad) for p in parameters], max_norm, norm_type, error_if_nonfinite)
+        if self._undo is not None and self._background.early and not bool(factor == 1.0):
+            self._take_back(self._undo)
+        return total
 
     # ---- delayed updates -------------------------------------------------------------------------
 
@@ -455,6 +580,8 @@ class HostOptimizer(PlacedOptimizer):
         expect(whole, "load_state_dict(state_dict=)", state_dict, allowed, OptimError)
         self._background.quiet()
         checkpoint.load(self, state_dict)
+        if self._undo is not None:
+            self._undo.drop(self._slots.values())
         self._whole = ""
 
     def reload_masters(self) -> None:

@@ -49,6 +49,11 @@ def check_modes(optimizer: PlacedOptimizer, host: str, device_budget: Any, chunk
             "overlap_update and delayed exclude each other: the first is done before step() returns, the "
             "second after"
         )
+    if optimizer.reversible and optimizer.delayed:
+        raise OptimError(
+            "reversible and delayed exclude each other: a delayed update is under way when rollback() would "
+            "undo it"
+        )
     delay = optimizer.delay_after
     expect(is_count(delay), "HostOptimizer(delay_after=)", delay, "a number of steps, 0 or more", OptimError)
     whole = is_count(chunk_bytes, 4096)

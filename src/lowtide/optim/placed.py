@@ -14,6 +14,7 @@ from lowtide.optim.link import Link
 from lowtide.optim.pipeline import Updater
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream
+from lowtide.optim.undo import Undo
 
 
 class PlacedOptimizer(torch.optim.Optimizer):
@@ -31,6 +32,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     overlap_update: bool
     delayed: bool
     delay_after: int
+    reversible: bool
     balance: Balance | None
     _device_budget: int | None
     _slots: dict[Tensor, Slot]
@@ -40,6 +42,7 @@ class PlacedOptimizer(torch.optim.Optimizer):
     _updater: Updater
     _placement: Placement
     _stream: GradientStream
+    _undo: Undo | None
 
     def slot_of(self, parameter: Tensor) -> Slot:
         """What is kept for a parameter, and where; made now for all trainable parameters that have nothing
@@ -69,12 +72,20 @@ class PlacedOptimizer(torch.optim.Optimizer):
             fraction = self.host_fraction
         made = self._placement.place(wanted, fraction)
         try:
+            if self._undo is not None:
+                self._undo.reserve(made.values())
             if self.stream_gradients or self.delayed:
                 self._stream.reserve(made.values(), twice=self.delayed)
         except BaseException:
-            self._placement.forget(made.values())
+            self._forget(made.values())
             raise
         self._slots.update(made)
+
+    def _forget(self, slots: Collection[Slot]) -> None:
+        """Give the host memory of slots back, that of gradients apart."""
+        self._placement.forget(slots)
+        if self._undo is not None:
+            self._undo.forget(slots)
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))

@@ -20,6 +20,29 @@ from lowtide.optim.tensors import check, flat, in_shape_of, local, sharded_like
 
 
 @dataclass
+class Before:
+    """What the last update of a part replaced; on the host.
+
+    Attributes:
+        state: by name, the optimizer's state.
+        values: the master, or the parameter's elements if there is no master.
+        step, scalars, fresh: as of `Part`.
+        kept: whether these are there, and the update is not undone yet.
+    """
+
+    state: dict[str, Tensor]
+    values: Tensor
+    step: Tensor
+    scalars: dict[str, Any] = field(default_factory=dict)
+    fresh: bool = True
+    kept: bool = False
+
+    def tensors(self) -> list[Tensor]:
+        """What has as many elements as the part."""
+        return [*self.state.values(), self.values]
+
+
+@dataclass
 class Part:
     """The stretch of a parameter that one side updates.
 
@@ -32,6 +55,7 @@ class Part:
             itself.
         fresh: there has been no update yet; SGD begins its momentum then.
         scalars: by name, what the kernel keeps for the parameter as a whole, in each part.
+        before: memory for what an update replaces, if updates can be undone.
     """
 
     start: int
@@ -42,6 +66,7 @@ class Part:
     master: Tensor | None
     fresh: bool = True
     scalars: dict[str, Any] = field(default_factory=dict)
+    before: Before | None = None
 
     def tensors(self) -> list[Tensor]:
         """What it keeps for its elements."""
@@ -94,6 +119,7 @@ class Slot:
         pending: the host part holds an update that the parameter has not seen.
         updated: the host part has been updated ahead of `step`.
         shown: ``optimizer.state`` has its state.
+        stepped: the number of the step that updated it last.
     """
 
     def __init__(self, parameter: Tensor, cut: int) -> None:
@@ -109,6 +135,7 @@ class Slot:
         self.pending = False
         self.updated = False
         self.shown = False
+        self.stepped = 0
 
     def parts(self) -> list[Part]:
         """The parts that there are."""
