@@ -49,6 +49,7 @@ class Case:
     master: bool = False
     siblings: int = 1
     batch: int = BATCH
+    alignment: int = 1
 
 
 def grid() -> list[Case]:
@@ -87,10 +88,13 @@ def grid() -> list[Case]:
                         pad=hidden == 13,
                         gather_output=True,
                         input_is_parallel=False,
+                        alignment=3 if hidden == 13 and bias else 1,
                     )
                 )
         for skip, master in itertools.product((False, True), (False, True)):
             cells.append(Case(dtype, skip, None, 1, skip, reduce_output=False, master=master))
+        for bias, hidden, sequence, stride in itertools.product((True, False), (10, 6), (None, 1), (1, 2)):
+            cells.append(Case(dtype, bias, sequence, stride, False, hidden, pad=True, alignment=4))
         for sequence, batch in itertools.product((0, 1), (1, 2)):
             cells.append(Case(dtype, sequence=sequence, batch=batch, siblings=2))
     return list(dict.fromkeys(cells))
@@ -130,6 +134,7 @@ class Shared(nn.Module):
             "sequence_dimension": case.sequence,
             "dtype": case.dtype,
             "pad": case.pad,
+            "pad_alignment_size_per_rank": case.alignment,
         }
         both |= {"stride": case.stride, "skip_bias_add": case.skip_bias_add}
         self.norm = nn.Identity()
@@ -175,21 +180,18 @@ def gathered(module: lp.layers.ParallelModule, name: str, tensor: Tensor) -> Ten
     alone.
     """
     where = module.partitions[name]
-    if where.dimension is None or dist.get_world_size() == 1:
+    if where.dimension is None:
         return tensor.detach().clone()
     parts = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())
     ]
     dist.all_gather(parts, tensor.detach().contiguous())
-    length, t = where.shape[where.dimension], dist.get_world_size()
-    cut = [part.chunk(where.stride, where.dimension) for part in parts]
-    whole = torch.cat(
-        [cut[rank][block] for block in range(where.stride) for rank in range(t)], where.dimension
-    )
-    assert whole.narrow(where.dimension, length, whole.shape[where.dimension] - length).abs().sum() == 0, (
-        "padding was trained"
-    )
-    return whole.narrow(where.dimension, 0, length)
+    d, length = where.dimension, where.shape[where.dimension] // where.stride
+    cut = [part.chunk(where.stride, d) for part in parts]
+    blocks = [torch.cat([rank[block] for rank in cut], d) for block in range(where.stride)]
+    padding = [block.narrow(d, length, block.shape[d] - length) for block in blocks]
+    assert sum(part.abs().sum() for part in padding) == 0, "padding was trained"
+    return torch.cat([block.narrow(d, 0, length) for block in blocks], d)
 
 
 def pairs(shared: Shared, whole: Whole) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
@@ -303,8 +305,29 @@ LINEAR: list[tuple[str, Any]] = [
 ]
 LAST: list[tuple[str, Any]] = [("tensor_model_parallel_group", None), ("reduce_dtype", torch.float32)]
 SIZES: list[tuple[str, Any]] = [("input_size", REQUIRED), ("output_size", REQUIRED), ("bias", True)]
+ALIGNED: list[tuple[str, Any]] = [("pad_alignment_size_per_rank", 1), ("keep_padded_output", False)]
+CONVOLUTION: list[tuple[str, Any]] = [
+    ("in_channels", REQUIRED),
+    ("out_channels", REQUIRED),
+    ("kernel_size", REQUIRED),
+    ("stride", 1),
+    ("padding", 0),
+    ("dilation", 1),
+    ("groups", 1),
+    ("bias", True),
+    ("padding_mode", "zeros"),
+]
+MADE: list[tuple[str, Any]] = [
+    ("dtype", torch.float32),
+    ("device", None),
+    ("init_method", None),
+    ("keep_master_weight", False),
+    ("partition_pad", False),
+]
 PUBLISHED: dict[type, list[tuple[str, Any]]] = {
-    lp.ColumnParallelLinear: [*SIZES, ("gather_output", True), *LINEAR, *LAST],
+    lp.ColumnParallelLinear: [*SIZES, ("gather_output", True), *LINEAR, *ALIGNED, *LAST],
+    lp.OutputChannelParallelConv2d: [*CONVOLUTION, ("gather_output", True), *MADE],
+    lp.InputChannelParallelConv2d: [*CONVOLUTION, ("input_is_parallel", False), *MADE],
     lp.RowParallelLinear: [*SIZES, ("input_is_parallel", False), *LINEAR, ("reduce_output", True), *LAST],
     lp.ParallelEmbedding: [
         ("num_embeddings", REQUIRED),
@@ -333,7 +356,10 @@ PUBLISHED: dict[type, list[tuple[str, Any]]] = {
     lp.RMSNorm: [("hidden_size", REQUIRED), ("eps", 1e-6), ("sequence_parallel_enabled", False)],
 }
 OURS_BEHIND_THEM: dict[type, list[str]] = {
-    lp.ParallelEmbedding: ["sequence_dimension"],
+    lp.RowParallelLinear: ["pad_alignment_size_per_rank"],
+    lp.OutputChannelParallelConv2d: ["tensor_model_parallel_group", "reduce_dtype"],
+    lp.InputChannelParallelConv2d: ["tensor_model_parallel_group", "reduce_dtype"],
+    lp.ParallelEmbedding: ["sequence_dimension", "collect_output", "pad_alignment_size_per_rank"],
     lp.LayerNorm: ["tensor_model_parallel_group", "bias"],
     lp.RMSNorm: ["device", "dtype", "tensor_model_parallel_group"],
 }

@@ -281,6 +281,13 @@ def groups() -> bool:
     return True
 
 
+def tied() -> nn.Module:
+    """An output layer with the embedding's weight."""
+    parts = {"table": lp.ParallelEmbedding(12, 4), "head": lp.ColumnParallelLinear(4, 12, bias=False)}
+    parts["head"].weight = parts["table"].weight
+    return nn.ModuleDict(parts)
+
+
 def refusals() -> bool:
     column, row = lp.ColumnParallelLinear, lp.RowParallelLinear
     sp = {"sequence_parallel_enabled": True}
@@ -295,7 +302,22 @@ def refusals() -> bool:
         (lambda: column(4, 8, False, False, sequence_dimension=2, **sp), "sequence_dimension=2"),
         (lambda: column(4, 8, stride=2), "interleaved by rank"),
         (lambda: column(4, 9, True, False, stride=2), "output_size=9"),
-        (lambda: column(4, 10, True, False, stride=2, pad=True), "padding inside each block"),
+        (lambda: column(4, 10, stride=2, pad=True), "padding between them"),
+        (lambda: column(4, 8, pad_alignment_size_per_rank=8), "does nothing without pad=True"),
+        (lambda: column(4, 8, pad=True, pad_alignment_size_per_rank=0), "was given 0"),
+        (lambda: lp.ParallelEmbedding(6, 4, collect_output=False, **sp), "contradicts"),
+        (lambda: lp.OutputChannelParallelConv2d(4, 5, 3), "out_channels=5 .*: pass partition_pad=True"),
+        (lambda: lp.InputChannelParallelConv2d(5, 4, 3), "in_channels=5 .*: pass partition_pad=True"),
+        (lambda: lp.InputChannelParallelConv2d(4, 4, 3, groups=2), r"groups=\) was given 2"),
+        (lambda: lp.InputChannelParallelConv2d(4, 4, (3, 3, 3)), r"kernel_size=\) was given"),
+        (lambda: lp.OutputChannelParallelConv2d(4, 4, 3)(torch.ones(2, 3, 5, 5)), "4, height, width"),
+        (lambda: lp.gather_from_tensor_model_parallel_region(torch.ones(2), dimension=1), "dimension="),
+        (lambda: lp.pad_model(column(4, 10, pad=True), 2, 3), "are not 3 equal heads"),
+        (lambda: lp.pad_model(column(4, 6), 3, 3), "2 ranks share"),
+        (lambda: lp.pad_model(lp.SharedHeadsLinear(4, 1, 2), 2, 3), "whose heads several ranks share"),
+        (lambda: lp.pad_model(nn.ModuleList([column(4, 6), row(12, 4)]), 2, 6), "n_key_value_heads="),
+        (lambda: lp.pad_model(column(4, 6), 2, 3, n_key_value_heads=2), "a divisor of n_heads=3"),
+        (lambda: lp.pad_model(tied(), 2, 3), "table has the weight"),
         (lambda: column(4, 8, stride=0), r"stride=\) was given 0"),
         (lambda: row(4, 8, stride=2), "needs input_is_parallel=True"),
         (lambda: column(4, 8, reduce_dtype=torch.bfloat16), "narrower"),

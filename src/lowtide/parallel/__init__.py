@@ -23,6 +23,7 @@ from lowtide.parallel.checkpoint import (
     sharded_state_dict,
     whole_state_dict,
 )
+from lowtide.parallel.convolution import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError, ParallelWarning
 from lowtide.parallel.gradients import (
@@ -55,12 +56,15 @@ from lowtide.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from lowtide.parallel.norms import LayerNorm, RMSNorm
+from lowtide.parallel.pad import get_number_of_extra_heads, pad_model
 from lowtide.parallel.parallelize import parallelize
 from lowtide.parallel.random import ParallelDropout, RandomTracker
 
 __all__ = [
     "ColumnParallelLinear",
+    "InputChannelParallelConv2d",
     "LayerNorm",
+    "OutputChannelParallelConv2d",
     "ParallelDropout",
     "ParallelEmbedding",
     "ParallelError",
@@ -78,11 +82,13 @@ __all__ = [
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_grad_norm",
+    "get_number_of_extra_heads",
     "load_checkpoint",
     "load_whole_state_dict",
     "mark_partial_gradient",
     "mark_partial_gradients",
     "move_model_to_device",
+    "pad_model",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
     "parallelize",

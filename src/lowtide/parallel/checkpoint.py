@@ -37,7 +37,7 @@ def partitions_of(model: nn.Module) -> dict[str, Partition]:
         for prefix, module in model.named_modules()
         if isinstance(module, ParallelModule)
         for name, where in module.partitions.items()
-        if where.dimension is not None and where.group.size > 1
+        if not where.is_whole
     }
 
 
@@ -143,7 +143,7 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
                 "the model"
             )
         local = local_part(tensor)
-        if where is not None and where.valid < where.local_shape[where.dimension or 0]:
+        if where is not None and where.is_padded:
             local.zero_()  # the padding
         for offsets, piece in _pieces(tensor, where):
             piece.copy_(
@@ -164,12 +164,18 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
             found[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
             continue
         part = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
-        whole = part.new_zeros(where.shape)
-        for offsets, piece in _pieces(part, where):
-            whole[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
-        dist.all_reduce(whole, group=where.group.process_group)
-        found[name] = whole
+        found[name] = whole_of(part, where)
     return found
+
+
+def whole_of(part: Tensor, where: Partition) -> Tensor:
+    """A whole parameter from each rank's part. A collective: every rank of its group calls it."""
+    whole = part.new_zeros(where.shape)
+    for offsets, piece in _pieces(part, where):
+        whole[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
+    if where.group.size > 1:
+        dist.all_reduce(whole, group=where.group.process_group)
+    return whole
 
 
 def _pieces(tensor: Tensor, where: Partition | None) -> Iterator[tuple[Sequence[int], Tensor]]:

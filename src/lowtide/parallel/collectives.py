@@ -75,12 +75,13 @@ def gather(x: Tensor, group: TensorGroup, dimension: int = 0) -> Pending:
     return Pending(whole, lambda y: y.movedim(0, dimension))
 
 
-def gather_features(x: Tensor, group: TensorGroup) -> Pending:
-    """Concatenate every rank's ``x`` along the last dimension, contiguously."""
+def gather_features(x: Tensor, group: TensorGroup, dimension: int = -1) -> Pending:
+    """Concatenate every rank's ``x`` along ``dimension``, contiguously."""
     if group.size == 1:
         return Pending(x, running=False)
     whole = functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, group.name)
-    return Pending(whole, lambda y: y.movedim(0, -2).flatten(-2))
+    at = dimension % x.ndim
+    return Pending(whole, lambda y: y.movedim(0, at).flatten(at, at + 1))
 
 
 def reduce_scatter(

@@ -44,11 +44,18 @@ class ParallelEmbedding(ParallelModule):
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
         sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch,
             sequence).
+        collect_output: without it the output is this rank's: its tokens' vectors and zeros for the others, a
+            part of a sum, which `reduce_from_tensor_model_parallel_region` makes; or with
+            ``shard_across_embedding`` its features, which `gather_from_tensor_model_parallel_region` joins.
+            Needs ``sequence_parallel_enabled=False``.
+        pad_alignment_size_per_rank: pad until each rank's part of the shared size is a multiple of this.
+            Needs ``pad``.
 
     Shapes:
         in: whole numbers of any shape, the same on every rank.
         out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's shard of the
-            sequence.
+            sequence. Without ``collect_output`` and with ``shard_across_embedding`` its last size is
+            ``embedding_dim / t``, with the padding.
 
     Raises:
         ParallelError: a size does not divide, or options exclude each other; in forward, a token outside the
@@ -82,6 +89,8 @@ class ParallelEmbedding(ParallelModule):
         sequence_parallel_enabled: bool = False,
         tensor_model_parallel_group: Any = None,
         sequence_dimension: int | None = None,
+        collect_output: bool = True,
+        pad_alignment_size_per_rank: int = 1,
     ) -> None:
         name = type(self).__name__
         check_counts(name, 1, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
@@ -103,19 +112,30 @@ class ParallelEmbedding(ParallelModule):
                 f"sequence_dimension={sequence_dimension} does nothing without "
                 "sequence_parallel_enabled=True: leave one out"
             )
+        if sequence_parallel_enabled and not collect_output:
+            raise ParallelError(
+                "sequence_parallel_enabled=True gives each rank its shard of the collected output: "
+                "collect_output=False contradicts it. Leave one out"
+            )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.max_norm, self.norm_type = max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.shard_across_embedding = shard_across_embedding
+        self.collect_output = collect_output
         self.sequence_parallel_enabled = sequence_parallel_enabled
         self.sequence_dimension = (
             check_sequence_dimension(sequence_dimension or 0) if sequence_parallel_enabled else None
         )
         what = "embedding_dim" if shard_across_embedding else "num_embeddings"
         where = partition(
-            (num_embeddings, embedding_dim), int(shard_across_embedding), self.group, pad=pad, what=what
+            (num_embeddings, embedding_dim),
+            int(shard_across_embedding),
+            self.group,
+            pad=pad,
+            alignment=pad_alignment_size_per_rank,
+            what=what,
         )
         self._fill("weight", where, self._with_padding(init_method or nn.init.normal_), dtype, device)
 
@@ -139,18 +159,21 @@ class ParallelEmbedding(ParallelModule):
             expect(whole, "tokens of dtype", input_.dtype, "torch.int64 or torch.int32", ParallelError)
         if self.shard_across_embedding:
             return self._features(input_)
-        if self.group.size == 1:
+        if self.partitions["weight"].is_whole:
             return self._look_up(input_, self.padding_idx)
         rows = self._rows(input_)
+        if not self.collect_output:
+            return rows
         if self.sequence_dimension is None:
             return reduce_from_tensor_model_parallel_region(rows, self.group)
         return reduce_scatter_to_sequence_parallel_region(rows, self.sequence_dimension, self.group)
 
     def _features(self, tokens: Tensor) -> Tensor:
-        """This rank's features of every vector, gathered."""
-        vectors = gather_from_tensor_model_parallel_region(
-            self._look_up(tokens, self.padding_idx), self.group
-        )[..., : self.embedding_dim]
+        """This rank's features of every vector, or the gathered ones."""
+        own = self._look_up(tokens, self.padding_idx)
+        if not self.collect_output:
+            return self.partitions["weight"].blank(own, -1)
+        vectors = gather_from_tensor_model_parallel_region(own, self.group)[..., : self.embedding_dim]
         if self.sequence_dimension is None:
             return vectors
         return scatter_to_sequence_parallel_region(vectors, self.sequence_dimension, self.group)

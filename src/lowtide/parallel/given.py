@@ -37,6 +37,14 @@ def check_input(layer: nn.Module, given: Any, features: int | None = None) -> No
             expect(fits, f"{name} shape", shape, allowed, ParallelError)
 
 
+def check_dimension(function: str, given: Tensor, dimension: Any) -> None:
+    """Refuse what is no dimension of a tensor."""
+    fits = is_count(dimension, -given.ndim) and dimension < given.ndim
+    if not fits:
+        allowed = f"a dimension of a tensor of shape {tuple(given.shape)}"
+        expect(fits, f"{function}(dimension=)", dimension, allowed, ParallelError)
+
+
 def check_counts(function: str, least: int, **given: Any) -> None:
     """Refuse what is no whole number, or below ``least``."""
     for name, count in given.items():

@@ -180,8 +180,15 @@ def mark_partial_gradients(model: torch.nn.Module) -> None:
 
 
 def move_model_to_device(model: torch.nn.Module, device: torch.device | str) -> None:
-    """Move a shared model. It knows afterwards, too, which parts of its parameters this rank holds, and which
-    gradients are parts of a sum.
+    """Move a shared model. It knows afterwards, too, which parts of its parameters this rank holds, which
+    gradients are parts of a sum, and which parameters are one.
+
+    Args:
+        model: shared or not.
+        device: where to.
+
+    Raises:
+        ParallelError: the model is no module.
 
     >>> move_model_to_device(torch.nn.Linear(2, 2), "cpu")
 
@@ -189,7 +196,14 @@ def move_model_to_device(model: torch.nn.Module, device: torch.device | str) -> 
     """
     module = isinstance(model, torch.nn.Module)
     expect(module, "move_model_to_device(model=)", model, "a torch.nn.Module", ParallelError)
-    model.to(device)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to(device)  # which may replace parameters
+    for first, *others in names.values():
+        for name in others:
+            owner, _, own = name.rpartition(".")
+            setattr(model.get_submodule(owner), own, model.get_parameter(first))
     mark_partial_gradients(model)
 
 

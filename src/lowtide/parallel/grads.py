@@ -190,7 +190,7 @@ def _groups_of(parameter: Tensor) -> list[Any]:
             groups.append(gradient.device_mesh.get_group(dimension))
     share = share_of(parameter)
     if share is not None:
-        groups.append(share.where.group.process_group)
+        groups += share.groups
     return groups
 
 

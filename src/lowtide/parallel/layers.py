@@ -46,7 +46,12 @@ class ColumnParallelLinear(ParallelLinear):
             features).
         keep_master_weight: keep the whole initial weight as ``master_weight``.
         skip_bias_add: return (output, bias) and leave the addition to the caller.
-        pad: make ``output_size`` divide by zero rows, which are never trained.
+        pad: make ``output_size`` divide by zero rows, which are never trained. With ``stride`` each block
+            gets its own.
+        pad_alignment_size_per_rank: pad until the features of each rank are a multiple of this. Needs
+            ``pad``.
+        keep_padded_output: the gathered output keeps the padding, as zeros behind the features. Without
+            ``gather_output`` the output always has the rank's padding.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
         reduce_dtype: the input's gradient is summed over the ranks in this dtype if it is wider than the
             gradient's.
@@ -54,7 +59,8 @@ class ColumnParallelLinear(ParallelLinear):
     Shapes:
         in: (..., input_size); under sequence parallelism (sequence / t, batch, input_size) or (batch,
             sequence / t, input_size).
-        out: (..., output_size / t), or (..., output_size) with ``gather_output``; the whole sequence.
+        out: (..., output_size / t), or (..., output_size) with ``gather_output``; the whole sequence. With
+            ``pad``, ``output_size`` is padded up to a multiple of t * ``pad_alignment_size_per_rank``.
 
     Raises:
         ParallelError: a size does not divide, or options exclude each other.
@@ -82,6 +88,8 @@ class ColumnParallelLinear(ParallelLinear):
         keep_master_weight: bool = False,
         skip_bias_add: bool = False,
         pad: bool = False,
+        pad_alignment_size_per_rank: int = 1,
+        keep_padded_output: bool = False,
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -101,19 +109,20 @@ class ColumnParallelLinear(ParallelLinear):
                 "(gather_from_tensor_model_parallel_region) if that is what is wanted"
             )
         self.gather_output = gather_output
+        self.keep_padded_output = keep_padded_output
         self.skip_bias_add = skip_bias_add
-        where = partition(
-            (output_size, input_size), 0, self.group, stride=stride, pad=pad, what="output_size"
-        )
-        if gather_output and stride > 1 and self.group.size > 1:
+        cut: dict[str, Any] = {"stride": stride, "pad": pad, "what": "output_size"}
+        cut["alignment"] = pad_alignment_size_per_rank
+        where = partition((output_size, input_size), 0, self.group, **cut)
+        if gather_output and stride > 1 and not where.is_whole:
             raise ParallelError(
-                f"gather_output=True with stride={stride} would return the blocks interleaved by rank: pass "
-                "gather_output=False"
+                f"gather_output=True with stride={stride} would return the blocks interleaved by rank, or "
+                "with padding between them: pass gather_output=False"
             )
         if gather_output:
             bias_where = replicated((output_size,), self.group)
         else:
-            bias_where = partition((output_size,), 0, self.group, stride=stride, pad=pad, what="output_size")
+            bias_where = partition((output_size,), 0, self.group, **cut)
         self._make(where, bias_where if bias else None, init_method, stride, keep_master_weight, device)
 
     @property
@@ -126,22 +135,27 @@ class ColumnParallelLinear(ParallelLinear):
         return column_parallel(input, (self,))[0]
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of the product, without padding and without a bias that is added later."""
-        valid = self.partitions["weight"].valid
-        weight = self.weight if valid == self.weight.shape[0] else self.weight[:valid]
-        if self.bias is None or self.skip_bias_add or (self.gather_output and self.group.size > 1):
-            return weight, None
-        return weight, self.bias if valid == self.bias.shape[0] else self.bias[:valid]
+        """Weight and bias of the product, without a bias that is added later."""
+        return self.weight, None if self.skip_bias_add or self._gathers else self.bias
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether the output is not what this rank computes."""
+        return self.gather_output and not self.partitions["weight"].is_whole
 
     def _finish(self, output: Tensor) -> Any:
-        """From the product to what `forward` returns."""
-        if (missing := self.weight.shape[0] - output.shape[-1]) > 0:
-            output = F.pad(output, (0, missing))
-        if self.gather_output and self.group.size > 1:
+        """From the product to what `forward` returns. No gradient reaches the padding."""
+        where, bias = self.partitions["weight"], self.bias
+        if not self._gathers:
+            output = where.blank(output, -1)
+        else:
             output = gather_from_tensor_model_parallel_region(output, self.group)[..., : self.output_size]
-            if self.bias is not None and not self.skip_bias_add:
-                output = output + self.bias
-        return (output, self.bias) if self.skip_bias_add else output
+            if bias is not None and not self.skip_bias_add:
+                output = output + bias
+            if self.keep_padded_output:
+                padding = (0, where.padded - self.output_size)
+                output, bias = F.pad(output, padding), None if bias is None else F.pad(bias, padding)
+        return (output, bias) if self.skip_bias_add else output
 
 
 class SharedHeadsLinear(ParallelLinear):
@@ -291,9 +305,12 @@ class RowParallelLinear(ParallelLinear):
             caller.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
         reduce_dtype: sum over the ranks in this dtype if it is wider than the output's.
+        pad_alignment_size_per_rank: as in the `ColumnParallelLinear` in front, whose padding this layer's
+            input then has.
 
     Shapes:
         in: (..., input_size / t), or (..., input_size) without ``input_is_parallel``; the whole sequence.
+            With ``pad`` and ``input_is_parallel``, ``input_size`` is padded as in `ColumnParallelLinear`.
         out: (..., output_size); under sequence parallelism this rank's shard of the sequence.
 
     Raises:
@@ -325,6 +342,7 @@ class RowParallelLinear(ParallelLinear):
         reduce_output: bool = True,
         tensor_model_parallel_group: Any = None,
         reduce_dtype: torch.dtype = torch.float32,
+        pad_alignment_size_per_rank: int = 1,
     ) -> None:
         super().__init__(
             tensor_model_parallel_group,
@@ -353,8 +371,16 @@ class RowParallelLinear(ParallelLinear):
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.reduce_output = reduce_output
-        where = partition((output_size, input_size), 1, self.group, stride=stride, pad=pad, what="input_size")
-        if not input_is_parallel and stride > 1 and self.group.size > 1:
+        where = partition(
+            (output_size, input_size),
+            1,
+            self.group,
+            stride=stride,
+            pad=pad,
+            alignment=pad_alignment_size_per_rank,
+            what="input_size",
+        )
+        if not input_is_parallel and stride > 1 and not where.is_whole:
             raise ParallelError(
                 f"stride={stride} needs input_is_parallel=True: a whole input is cut into plain pieces"
             )
@@ -383,8 +409,10 @@ class RowParallelLinear(ParallelLinear):
                 input_ = F.pad(input_, (0, where.padded - self.input_size))
             input_ = scatter_to_tensor_model_parallel_region(input_, self.group)
         weight = self.weight
-        if where.valid != weight.shape[1]:
+        if where.stride == 1 and where.is_padded:
             input_, weight = input_[..., : where.valid], weight[:, : where.valid]
+        else:
+            input_ = where.blank(input_, -1)
         dimension = self.sequence_dimension
         if dimension == 1:
             # with the sequence outermost, as column-parallel layers leave it, so that the reduce-scatter

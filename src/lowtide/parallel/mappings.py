@@ -5,8 +5,8 @@ backward.
 |---|---|---|
 | `copy_to_tensor_model_parallel_region` | nothing | all-reduce |
 | `reduce_from_tensor_model_parallel_region` | all-reduce | nothing |
-| `scatter_to_tensor_model_parallel_region` | own piece of the last dimension | all-gather |
-| `gather_from_tensor_model_parallel_region` | all-gather of the last dimension | own piece |
+| `scatter_to_tensor_model_parallel_region` | own piece of a dimension, the last one | all-gather |
+| `gather_from_tensor_model_parallel_region` | all-gather of a dimension, the last one | own piece |
 | `scatter_to_sequence_parallel_region` | own piece of the sequence | all-gather |
 | `gather_from_sequence_parallel_region` | all-gather of the sequence | reduce-scatter, or own piece |
 | `reduce_scatter_to_sequence_parallel_region` | reduce-scatter | all-gather |
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from lowtide.errors import is_count
 from lowtide.parallel.collectives import all_reduce, gather, gather_features, piece_of, reduce_scatter
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.given import check_dtypes, check_tensors
+from lowtide.parallel.given import check_dimension, check_dtypes, check_tensors
 from lowtide.parallel.groups import TensorGroup, tensor_group
 
 
@@ -56,26 +56,26 @@ class _Reduce(torch.autograd.Function):
 
 class _ScatterFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return piece_of(x, group, -1, "the last dimension")
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, dimension: int) -> Tensor:
+        ctx.group, ctx.dimension = group, dimension
+        return piece_of(x, group, dimension, "the last dimension" if dimension == -1 else "the dimension")
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return gather_features(grad, ctx.group).wait(), None
+        return gather_features(grad, ctx.group, ctx.dimension).wait(), None, None
 
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
-        ctx.group = group
-        return gather_features(x, group).wait()
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, dimension: int) -> Tensor:
+        ctx.group, ctx.dimension = group, dimension
+        return gather_features(x, group, dimension).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return piece_of(grad, ctx.group, -1), None
+        return piece_of(grad, ctx.group, ctx.dimension), None, None
 
 
 class _ScatterSequence(torch.autograd.Function):
@@ -159,24 +159,42 @@ def reduce_from_tensor_model_parallel_region(
     return input_ if group.size == 1 else _Reduce.apply(input_, group, reduce_dtype)  # type: ignore
 
 
-def scatter_to_tensor_model_parallel_region(input_: Tensor, process_group: Any = None) -> Tensor:
-    """This rank's piece of the last dimension; all-gather in backward.
+def scatter_to_tensor_model_parallel_region(
+    input_: Tensor, process_group: Any = None, *, dimension: int = -1
+) -> Tensor:
+    """This rank's piece of a dimension; all-gather in backward.
+
+    Args:
+        input_: any shape, equal on every rank.
+        process_group: see `lowtide.parallel.tensor_group`.
+        dimension: which one; -3 is the channels of an image.
 
     Raises:
-        ParallelError: the last dimension does not divide.
+        ParallelError: the dimension does not divide, or there is none.
     """
     check_tensors("scatter_to_tensor_model_parallel_region", input_=input_)
+    check_dimension("scatter_to_tensor_model_parallel_region", input_, dimension)
     group = tensor_group(process_group)
-    return input_ if group.size == 1 else _ScatterFeatures.apply(input_, group)  # type: ignore[return-value]
+    return input_ if group.size == 1 else _ScatterFeatures.apply(input_, group, dimension)  # type: ignore
 
 
-def gather_from_tensor_model_parallel_region(input_: Tensor, process_group: Any = None) -> Tensor:
-    """The ranks' tensors side by side along the last dimension; this rank's piece of the gradient in
-    backward.
+def gather_from_tensor_model_parallel_region(
+    input_: Tensor, process_group: Any = None, *, dimension: int = -1
+) -> Tensor:
+    """The ranks' tensors side by side along a dimension; this rank's piece of the gradient in backward.
+
+    Args:
+        input_: any shape, the same on every rank.
+        process_group: see `lowtide.parallel.tensor_group`.
+        dimension: which one; -3 is the channels of an image.
+
+    Raises:
+        ParallelError: there is no such dimension.
     """
     check_tensors("gather_from_tensor_model_parallel_region", input_=input_)
+    check_dimension("gather_from_tensor_model_parallel_region", input_, dimension)
     group = tensor_group(process_group)
-    return input_ if group.size == 1 else _GatherFeatures.apply(input_, group)  # type: ignore[return-value]
+    return input_ if group.size == 1 else _GatherFeatures.apply(input_, group, dimension)  # type: ignore
 
 
 def scatter_to_sequence_parallel_region(

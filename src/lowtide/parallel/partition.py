@@ -3,17 +3,19 @@ parameters.
 
 A parameter is the whole of a matrix or vector, and a rank holds some of its slices along one dimension.
 ``stride`` is neuronx-distributed's: the whole is first cut into that many blocks (q, k and v one above the
-other, say), and each rank holds its piece of every block. Padding makes a size divide: the last ranks' pieces
-then end in rows that belong to nobody.
+other, say), and each rank holds its piece of every block. Padding makes a block divide: the last ranks'
+pieces of each block then end in rows that belong to nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_counts
@@ -51,8 +53,18 @@ class Partition:
 
     @property
     def valid(self) -> int:
-        """How long this rank's piece is without padding, which comes last."""
+        """How long this rank's pieces are together, without padding."""
         return sum(stop - start for start, stop in self.slices())
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank's parameter is the whole one: no other rank has a part, nothing is padding."""
+        return self.dimension is None or (self.group.size == 1 and self.padded == self.shape[self.dimension])
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether this rank's parameter has rows that belong to nobody."""
+        return self.dimension is not None and self.valid < self.padded // self.group.size
 
     def slices(self) -> list[tuple[int, int]]:
         """Where this rank's pieces lie in the whole, as (start, stop) along the dimension, in the order in
@@ -60,10 +72,15 @@ class Partition:
         """
         if self.dimension is None:
             return [(0, self.shape[0])] if self.shape else [(0, 1)]
-        length, block = self.shape[self.dimension], self.padded // self.stride
-        piece = block // self.group.size
-        starts = [k * block + self.group.rank * piece for k in range(self.stride)]
-        return [(min(start, length), min(start + piece, length)) for start in starts]
+        block = self.shape[self.dimension] // self.stride
+        piece = self.padded // self.stride // self.group.size
+        start, stop = (min(end * piece, block) for end in (self.group.rank, self.group.rank + 1))
+        return [(k * block + start, k * block + stop) for k in range(self.stride)]
+
+    def pieces(self) -> list[tuple[int, int, int]]:
+        """The `slices`, each with where it begins in this rank's parameter."""
+        each = 0 if self.dimension is None else self.padded // self.stride // self.group.size
+        return [(start, stop, k * each) for k, (start, stop) in enumerate(self.slices())]
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's parameter from the whole one; padding is zero.
@@ -78,13 +95,27 @@ class Partition:
         if self.dimension is None:
             return whole
         local = whole.new_zeros(self.local_shape)
-        at = 0
-        for start, stop in self.slices():
+        for start, stop, at in self.pieces():
             local.narrow(self.dimension, at, stop - start).copy_(
                 whole.narrow(self.dimension, start, stop - start)
             )
-            at += stop - start
         return local
+
+    def without_padding(self, local: Tensor) -> Tensor:
+        """A copy of this rank's parameter, its pieces one behind the other."""
+        cut = self.dimension or 0
+        return torch.cat([local.narrow(cut, at, stop - start) for start, stop, at in self.pieces()], cut)
+
+    def blank(self, local: Tensor, dimension: int) -> Tensor:
+        """Zeros where a tensor that is laid out as this rank's parameter, along its own ``dimension``, has
+        padding. No gradient reaches the padding.
+        """
+        if not self.is_padded:
+            return local
+        at, each = dimension % local.ndim, local.shape[dimension] // self.stride
+        valid = self.valid // self.stride
+        kept = local.unflatten(at, (self.stride, each)).narrow(at + 1, 0, valid)
+        return F.pad(kept, (0, 0) * (kept.ndim - at - 2) + (0, each - valid)).flatten(at, at + 1)
 
 
 def partition(
@@ -94,6 +125,7 @@ def partition(
     *,
     stride: int = 1,
     pad: bool = False,
+    alignment: int = 1,
     what: str = "size",
     remedy: str = "",
 ) -> Partition:
@@ -104,7 +136,8 @@ def partition(
         dimension: which dimension is cut.
         group: the ranks.
         stride: cut it into that many blocks first.
-        pad: make it divide by padding it with zeros.
+        pad: make it divide by padding it with zeros, each block on its own.
+        alignment: each rank's part is padded to a multiple of this. Needs ``pad``.
         what: its name, for messages.
         remedy: what else to do where it does not divide.
 
@@ -112,7 +145,12 @@ def partition(
         ParallelError: it does not divide and may not be padded.
     """
     length = shape[dimension]
-    check_counts("a layer", 1, stride=stride)
+    check_counts("a layer", 1, stride=stride, pad_alignment_size_per_rank=alignment)
+    if alignment > 1 and not pad:
+        raise ParallelError(
+            f"pad_alignment_size_per_rank={alignment} does nothing without pad=True: pass pad=True, or leave "
+            "it out"
+        )
     pieces = group.size * stride
     if length % stride or (length % pieces and not pad):
         short = -length % pieces
@@ -121,11 +159,7 @@ def partition(
             f"{what}={length} does not divide into {stride} block{'s' * (stride > 1)} on each of "
             f"{group.size} ranks: {advice}, or choose {length + short}, or a number of ranks that divides it"
         )
-    if pad and length % pieces and stride > 1:
-        raise ParallelError(
-            f"{what}={length} with stride={stride} would need padding inside each block on {group.size} "
-            f"ranks: use a size of {length + -length % pieces}, or stride=1"
-        )
+    pieces *= alignment // gcd(alignment, stride)
     return Partition(tuple(shape), dimension, group, stride, length + (-length % pieces))
 
 

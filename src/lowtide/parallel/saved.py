@@ -100,14 +100,12 @@ class SharedTensor(Tensor):
         offsets, sizes = box(self.tensor)
         cut = self.where.dimension or 0
         held, until = offsets[cut], offsets[cut] + sizes[cut]  # of the tensor-parallel rank's part
-        at = 0
-        for start, stop in self.where.slices():
+        for start, stop, at in self.where.pieces():
             low, high = max(at, held), min(at + stop - start, until)
             if high > low and self.local.numel():
                 begins = [*offsets]
                 begins[cut] = start + low - at
                 yield torch.Size(begins), self.local.narrow(cut, low - held, high - low)
-            at += stop - start
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import (
@@ -189,7 +187,7 @@ def take_own(
 
 def shared(tensor: Any, where: Partition | None) -> Any:
     """A tensor as a `SharedTensor`, where it is this rank's part of a cut parameter, or of its state."""
-    if where is None or where.dimension is None or where.group.size == 1:
+    if where is None or where.is_whole:
         return tensor
     if type(tensor) is SharedTensor or not isinstance(tensor, Tensor) or tensor.shape != where.local_shape:
         return tensor
@@ -205,9 +203,10 @@ def own_part(saved: Any, where: Partition | None = None, name: str = "") -> Any:
     if not isinstance(saved, SharedTensor):
         return saved
     there = saved.where
-    if where is not None and (there.shape, there.dimension, there.slices()) != (
+    if where is not None and (there.shape, there.dimension, there.local_shape, there.slices()) != (
         where.shape,
         where.dimension,
+        where.local_shape,
         where.slices(),
     ):
         raise ParallelError(

@@ -43,6 +43,11 @@ class Share:
     def __init__(self, where: Partition) -> None:
         self.where = where
 
+    @property
+    def groups(self) -> list[Any]:
+        """The process groups whose ranks hold the other parts: one, or none."""
+        return [self.where.group.process_group] if self.where.group.size > 1 else []
+
     def __reduce__(self) -> Any:
         return _no_share, ()
 
@@ -52,8 +57,8 @@ def _no_share() -> None:
 
 
 def mark_shared(parameter: Tensor, where: Partition) -> None:
-    """Say that ``parameter`` is this rank's part of a whole one. Marking it again does nothing; in a group of
-    one nothing is marked.
+    """Say that ``parameter`` is this rank's part of a whole one. Marking it again does nothing. In a group of
+    one only what is padded is marked.
 
     >>> from lowtide.parallel.groups import tensor_group
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -61,7 +66,7 @@ def mark_shared(parameter: Tensor, where: Partition) -> None:
     >>> share_of(weight) is None
     True
     """
-    if where.dimension is None or where.group.size == 1:
+    if where.is_whole:
         return
     if share_of(parameter) is None:
         marked: Any = parameter
@@ -254,7 +259,7 @@ def _norm(func: Any, gradient: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
     placed: Any = own
     here = placed.full_tensor() if hasattr(placed, "full_tensor") else own
     if share is not None:
-        here = over_ranks(here, order, [share.where.group.process_group]).to(own.dtype)
+        here = over_ranks(here, order, share.groups).to(own.dtype)
     if here is own or not hasattr(placed, "full_tensor"):
         return here
     from torch.distributed.tensor import DTensor, Replicate

@@ -76,12 +76,11 @@ def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
                 entries[key] = tensor
                 continue
             target = entries.setdefault(key, tensor.new_zeros(piece["shape"]))
-            at = 0
-            for start, stop in piece["slices"]:
+            each = tensor.shape[dimension] // len(piece["slices"])  # with padding, where it was written
+            for k, (start, stop) in enumerate(piece["slices"]):
                 target.narrow(dimension, start, stop - start).copy_(
-                    tensor.narrow(dimension, at, stop - start)
+                    tensor.narrow(dimension, k * each, stop - start)
                 )
-                at += stop - start
     return entries
 
 
@@ -139,8 +138,7 @@ def _pieces(
             "dimension": dimension,
             "slices": where.slices(),
             "tensors": {
-                key: item if item.ndim == 0 else item.narrow(dimension, 0, where.valid).clone()
-                for key, item in tensors.items()
+                key: item if item.ndim == 0 else where.without_padding(item) for key, item in tensors.items()
             },
         }
 
