@@ -318,6 +318,8 @@ def refusals() -> bool:
         (lambda: lp.pad_model(nn.ModuleList([column(4, 6), row(12, 4)]), 2, 6), "n_key_value_heads="),
         (lambda: lp.pad_model(column(4, 6), 2, 3, n_key_value_heads=2), "a divisor of n_heads=3"),
         (lambda: lp.pad_model(tied(), 2, 3), "table has the weight"),
+        (lambda: lp.pad_model(nn.Linear(4, 6), 2, 3), r"pad_model\(model=\) was given 'Linear'"),
+        (lambda: lp.pad_model(nn.ModuleList([column(4, 6)]), 2, 3, [nn.Linear]), "in these classes"),
         (lambda: column(4, 8, stride=0), r"stride=\) was given 0"),
         (lambda: row(4, 8, stride=2), "needs input_is_parallel=True"),
         (lambda: column(4, 8, reduce_dtype=torch.bfloat16), "narrower"),

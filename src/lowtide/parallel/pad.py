@@ -98,6 +98,11 @@ def pad_model(
     inside = list(_inside(model, classes))
     for name, module in inside:
         _check(name, module, tp_degree, n_heads, n_key_value_heads)
+    linear = any(isinstance(module, ColumnParallelLinear | RowParallelLinear) for _, module in inside)
+    found = (
+        "layers of lowtide.parallel in these classes" if classes else "a model of lowtide.parallel's layers"
+    )
+    expect(linear, "pad_model(model=)", type(model).__name__, found, ParallelError)
     _check_ties(model, {module for _, module in inside})
     made: dict[int, nn.Parameter] = {}  # a padded parameter by the id of the one before: ties stay
     for _, module in inside:

@@ -11,6 +11,7 @@ shared gets the sum of its gradients.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from lowtide import private
 from lowtide.errors import expect
 from lowtide.parallel.embedding import ParallelEmbedding
-from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.errors import ParallelError, ParallelWarning
 from lowtide.parallel.given import check_dtypes
 from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
@@ -51,7 +52,8 @@ def parallelize(
     reduce_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
     """Share a model's layers among the ranks of ``mesh``, in place. Every rank gives the same inputs and gets
-    the same loss.
+    the same loss. Attention heads that the ranks do not divide are padded by heads of zeros, which are never
+    trained; a warning says so.
 
     Args:
         model: a Hugging Face model with the same weights on every rank.
@@ -68,8 +70,8 @@ def parallelize(
         The model. With one rank it is left as it is.
 
     Raises:
-        ParallelError: there is no plan or it names no module; a style is not known; heads or features do not
-            divide; the ranks' weights differ.
+        ParallelError: there is no plan or it names no module; a style is not known; features do not divide;
+            the ranks' weights differ.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -93,6 +95,13 @@ def parallelize(
     _check_same(model, group)
     job = _Job(model, group, sequence_parallel, reduce_dtype, styles)
     job.run()
+    if job.padded:
+        warnings.warn(
+            f"{' and '.join(sorted(job.padded))}: the padding takes memory and time on {group.size} ranks. "
+            "Use a number of ranks that divides the heads",
+            ParallelWarning,
+            stacklevel=2,
+        )
     return model
 
 
@@ -181,6 +190,7 @@ class _Job:
         }
         self.reduce_dtype = reduce_dtype
         self.stack = self._stack()
+        self.padded: set[str] = set()
         # a parameter that was cut, by the id of the whole one: tied weights stay tied
         self.shared: dict[int, nn.Parameter] = {}
 
@@ -244,40 +254,40 @@ class _Job:
         gather, stride = style in ("colwise_gather_output", "colwise_rep"), COLUMN[style]
         own: dict[str, Any] = {**self.options, "dtype": linear.weight.dtype}
         bias = linear.bias is not None
-        width, heads = self._heads(name, linear)
-        if width and heads % self.group.size:
+        width, heads, together = self._heads(name, linear.out_features)
+        if heads % self.group.size and not together:
             layer: Any = RegionHeadsLinear(linear.in_features, heads, width, bias, **own)
             self._share_heads(name, heads)
         else:
             layer = RegionColumnLinear(
                 linear.in_features, linear.out_features, bias, gather, stride=stride,
-                pad=gather and not width, **own
+                pad=together > 0 or (gather and not heads),
+                pad_alignment_size_per_rank=max(together * width, 1), **own
             )  # fmt: skip
         return self._load(layer, linear)
 
-    def _heads(self, name: str, linear: nn.Linear) -> tuple[int, int]:
-        """Width and number of the heads that the layer makes, (0, 0) where it makes none."""
+    def _heads(self, name: str, features: int) -> tuple[int, int, int]:
+        """The heads that a layer makes or takes: their width, their number, and how many of them belong to
+        one head of keys and values, where the ranks do not divide those; zeros where the features are no
+        heads.
+        """
         parent: Any = self.model.get_submodule(name.rpartition(".")[0])
         config: Any = getattr(parent, "config", None)
         width = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
-        if not width or config is None or linear.out_features % width:
-            return 0, 0
         queries = getattr(config, "num_attention_heads", None)
-        shared = getattr(config, "num_key_value_heads", None) or queries
-        found = linear.out_features // width
-        if queries is None:
-            return 0, 0
-        if found == 3 * queries and queries % self.group.size == 0:
-            return 0, 0  # q, k and v of each head side by side
-        if found not in (queries, shared):
-            return 0, 0
-        if found == queries and queries % self.group.size:
-            raise ParallelError(
-                f"{name}: {queries} attention heads do not divide among {self.group.size} ranks: use a "
-                "number of ranks that divides them"
-            )
-        assert found is not None
-        return int(width), found
+        if not width or not queries or features % width:
+            return 0, 0, 0
+        shared, size = getattr(config, "num_key_value_heads", None) or queries, self.group.size
+        each = {queries: queries // shared, shared: 1}
+        each.setdefault(3 * queries, 3)  # q, k and v of each head side by side
+        found = features // width
+        if found not in each:
+            return 0, 0, 0
+        if queries % size == 0 and (shared % size == 0 or size % shared == 0):
+            return int(width), found, 0
+        heads = -(-shared // size) * size * (queries // shared)
+        self.padded.add(f"{queries} attention heads are padded to {heads}")
+        return int(width), found, each[found]
 
     def _share_heads(self, name: str, heads: int) -> None:
         """Several ranks use the same key-value head: the attention repeats it for this rank's query heads
@@ -300,6 +310,7 @@ class _Job:
                 f"{name}: the style {style!r} takes a whole input, which sequence_parallel=True does not "
                 "have there"
             )
+        width, _, together = self._heads(name, linear.in_features)
         layer = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -308,6 +319,8 @@ class _Job:
             sequence_parallel_enabled=sequence,
             sequence_dimension=SEQUENCE if sequence else None,
             dtype=linear.weight.dtype,
+            pad=together > 0,
+            pad_alignment_size_per_rank=max(together * width, 1),
             **self.options,
         )
         return self._load(layer, linear)
