@@ -14,7 +14,8 @@ MECHANISMS = {
     "gradient and node hooks": r"\.register_(pre)?hook\(|register_post_accumulate|register_multi_grad",
     "engine callbacks": r"queue_callback\(",
     "kernels at dispatch keys": r"torch\.library\.Library\(|torch::Library\b|fallthrough_kernel",
-    "replaced attributes": r"UntypedStorage\.\w+ = |_UNTYPED\.\w+ = |setattr\((torch|_?C|inductor)",
+    "replaced attributes": r"UntypedStorage\.\w+ = |_UNTYPED\.\w+ = |setattr\((torch|_?C|inductor)|"
+    r"\.is_fake_tensor = ",
 }
 
 

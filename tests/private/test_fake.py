@@ -101,3 +101,15 @@ def test_pytorch_logs_no_operation_that_fails_on_fakes(caplog: pytest.LogCapture
                 a @ b
         assert bool(caplog.records) is not quiet
     log.removeHandler(caplog.handler)
+
+
+def test_transformers_looks_at_what_has_values() -> None:
+    pytest.importorskip("transformers")
+    from transformers import masking_utils
+
+    with private.fake_mode():
+        known, unknown = torch.ones(2), torch.ones(2)
+    with private.real_for_transformers(lambda tensor: tensor is known):
+        assert not masking_utils.is_tracing(known)
+        assert masking_utils.is_tracing(unknown)
+    assert masking_utils.is_tracing(known)

@@ -370,7 +370,7 @@ def test_options_of_a_preset_do_not_go_with_a_script(
     [
         ("raises", "ZeroDivisionError: division by zero", "return 1 / 0"),
         ("failing", "mat1 and mat2 shapes cannot be multiplied", "x = x @ torch.ones(3, 3)"),
-        ("asking_on_meta", "which have no values", "x.sum().item()"),
+        ("asking_on_meta", "only integers and booleans", "x.sum().item()"),
     ],
 )
 def test_an_error_of_the_script_is_shown_from_its_own_code_on(

@@ -76,6 +76,7 @@ from lowtide.private.fake import (
     has_foreach,
     is_fake,
     is_fake_mode_active,
+    real_for_transformers,
     without_fake_log,
     without_fake_mode,
 )

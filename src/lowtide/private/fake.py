@@ -6,8 +6,10 @@ Seen in PyTorch 2.11 to 2.13.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DynamicOutputShapeException as DynamicOutputShapeException
@@ -44,6 +46,30 @@ def without_fake_log() -> Iterator[None]:
         yield
     finally:
         log.disabled = before
+
+
+@contextmanager
+def real_for_transformers(has_values: Callable[[torch.Tensor], bool]) -> Iterator[None]:
+    """In the block transformers takes a fake tensor for a real one where ``has_values`` says so.
+
+    It asks before it looks at the values of masks and positions, and makes square masks without them.
+    Seen in transformers 5.23.
+    """
+    asked: Any = sys.modules.get("transformers.utils.import_utils")
+    is_fake_tensor = getattr(asked, "is_fake_tensor", None)
+    if is_fake_tensor is None:
+        yield
+        return
+
+    def has_none(item: Any) -> bool:
+        # Dynamo, which may trace this, sees PyTorch's and transformers' functions alone
+        return is_fake_tensor(item) and (torch.compiler.is_compiling() or not has_values(item))
+
+    asked.is_fake_tensor = has_none
+    try:
+        yield
+    finally:
+        asked.is_fake_tensor = is_fake_tensor
 
 
 def is_fake_mode_active() -> bool:

@@ -120,6 +120,7 @@ class _Planning:
         self.options, self.given, self.work = options, given, work
         self.card = find_device(options.device) if options.device else None
         self.settings = {"policy": options.policy, "plan_seconds": options.plan_seconds}
+        self.unwritten: list[Tensor] = []
         model = given.model
         self.model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
@@ -139,7 +140,8 @@ class _Planning:
             graph, plan = self._run()
             return graph, self._with_notes(graph, plan, "the step ran here, as it is")
         if on_meta:
-            self.given = given = _off_meta(given)
+            given, self.unwritten = _off_meta(given)
+            self.given = given
         elif self.card is not None and model_device(self.model).type != "cpu":
             raise ScriptError(
                 f"--device {self.options.device}: leave the model on the CPU, or make it on the meta device"
@@ -181,7 +183,8 @@ class _Planning:
             return loss_to_plan_for(model(*args, **kwargs), None)
 
         self.work.say("tracing one step")
-        graph = trace_fake(step, args, kwargs, [model], device.type, _costs(self.card))
+        costs = _costs(self.card)
+        graph = trace_fake(step, args, kwargs, [model], device.type, costs, self.unwritten)
         unused = unused_bytes(model, graph, own)
         if self.card is not None:
             graph = replace(graph, resident_bytes=graph.resident_bytes + self.card.workspaces_bytes)
@@ -278,17 +281,22 @@ def _present(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def _off_meta(given: Given) -> Given:
-    """The same step on the CPU, in memory that nobody writes to, which costs nothing. Parameters stay the
-    objects that an optimizer holds.
+def _off_meta(given: Given) -> tuple[Given, list[Tensor]]:
+    """The same step on the CPU, in memory that nobody writes to, which costs nothing; and the tensors there.
+    Parameters stay the objects that an optimizer holds.
     """
+    unwritten: list[Tensor] = []
 
     def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+        if not tensor.is_meta:
+            return tensor
+        unwritten.append(torch.empty_like(tensor, device="cpu"))
+        return unwritten[-1]
 
     for tensor in (*given.model.parameters(), *given.model.buffers()):
         if tensor.is_meta:
-            there = empty(tensor)
+            there = torch.empty_like(tensor, device="cpu")
+            unwritten.append(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
             torch.utils.swap_tensors(
                 tensor, nn.Parameter(there, tensor.requires_grad) if is_parameter else there
@@ -298,13 +306,16 @@ def _off_meta(given: Given) -> Given:
             if isinstance(item, Tensor):
                 vars(module)[name] = empty(item)
     args, kwargs = private.tree_map_only(Tensor, empty, (given.args, given.kwargs))
-    return replace(given, args=args, kwargs=kwargs)
+    return replace(given, args=args, kwargs=kwargs), unwritten
 
 
 def _of_fakes(error: TraceError, device: str | None) -> Exception:
     """What is raised where a step cannot be traced on fake tensors, and cannot run."""
     what = "a model on the meta device" if device is None else f"--device {device}"
-    why = f"{what} is planned on fake tensors, which have no values"
+    why = (
+        f"{what} is planned on fake tensors, of which only integers and booleans have values, and none that "
+        "is made on the meta device"
+    )
     if error.__cause__ is None:
         return TraceError(f"{why}: {error}")
     error.__cause__.add_note(f"lowtide: {why}. Where the step asks for some, plan a model that can run here")

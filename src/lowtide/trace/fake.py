@@ -1,14 +1,15 @@
 """Trace a step that cannot run here, on fake tensors: no memory is used, and nothing of the model is changed.
 
 In: a callable that ends in a loss. Out: a `StepGraph`, its operations timed one at a time on made-up inputs,
-or priced. The tracer is a `TorchDispatchMode`, so ATen takes some ways that it does not take in a plain step
-(see `lowtide.interception`). Every saved tensor is evicted as it is packed and a stand-in is handed out as it
-is unpacked, so that the events show how long user code itself needs each storage.
+or priced. The values of small integer and boolean tensors are known (`lowtide.trace.contents`). The tracer is
+a `TorchDispatchMode`, so ATen takes some ways that it does not take in a plain step (see
+`lowtide.interception`). Every saved tensor is evicted as it is packed and a stand-in is handed out as it is
+unpacked, so that the events show how long user code itself needs each storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from lowtide.meter.resident import workspace_bytes
 from lowtide.ops import Call, has_plain_storage, is_wrapper_type, op_info, tensors_of
 from lowtide.private import FakeTensor, TorchDispatchMode
 from lowtide.progress import current
+from lowtide.trace.contents import Contents
 from lowtide.trace.costs.specs import OpCost, OpSpec, Signature, signature_of
 from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.tracer import Tracer
@@ -39,27 +41,30 @@ def trace_fake(
     modules: list[torch.nn.Module],
     device: torch.device | str,
     costs: Callable[[Specs], CostBySignature] = measure_costs,
+    without_values: Iterable[torch.Tensor] = (),
 ) -> StepGraph:
     """The graph of a step that runs on fake tensors, as of `lowtide.trace`.
 
     Args:
         step: called as ``step(*args, **kwargs)``; returns its loss, or runs backward itself.
-        args, kwargs: real tensors, of which only the shapes matter.
+        args, kwargs: real tensors. Of floating-point numbers only the shapes matter.
         modules: whose parameters, buffers and tensor attributes are fakes meanwhile; the first names them.
         device: whose memory the graph is about.
         costs: says what operations cost; by default they are timed one at a time on made-up inputs.
+        without_values: tensors that nobody has written to.
 
     Raises:
         TraceError: the step has no loss, or uses values that fake tensors do not have.
     """
-    faker = Faker()
+    faker = Faker(without_values)
     with ExitStack() as stack:
         stack.enter_context(same_random())
         stack.enter_context(private.without_fake_log())
+        stack.enter_context(private.real_for_transformers(faker.contents.knows))
         stack.enter_context(with_fakes(modules, faker))
         stack.enter_context(faker.mode)
         fake_args, fake_kwargs = faker.tree((args, kwargs))
-        tracer = FakeTracer(modules[0] if modules else None, device, Gradients(modules))
+        tracer = FakeTracer(modules[0] if modules else None, device, Gradients(modules), faker.contents)
         try:
             with tracer.recording(), torch.enable_grad():
                 result = step(*fake_args, **fake_kwargs)
@@ -85,10 +90,19 @@ def trace_fake(
 class Faker:
     """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into
     views of one storage.
+
+    Args:
+        without_values: tensors that nobody has written to.
+
+    Attributes:
+        mode: whose tensors the fakes are.
+        contents: what is known of their values.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without_values: Iterable[torch.Tensor] = ()) -> None:
         self.mode = private.fake_mode()
+        self.contents = Contents()
+        self._without_values = set(map(id, without_values))
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
@@ -105,6 +119,8 @@ class Faker:
         if real.is_leaf and real.grad is not None and fake.grad is None:
             fake.grad = self.tensor(real.grad)
         self._made[id(real)] = (real, fake)
+        if id(real) not in self._without_values:
+            self.contents.show(fake, real)
         # marks that a model sets on its parameters and asks for in forward
         for name, item in vars(real).items():
             if name not in vars(fake):
@@ -170,6 +186,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
 
     Args:
         model, device, gradients: as of `Tracer`.
+        contents: what is known of the values of tensors.
 
     Attributes:
         specs: a call without its tensors for each signature.
@@ -180,10 +197,12 @@ class FakeTracer(Tracer, TorchDispatchMode):
         model: torch.nn.Module | None = None,
         device: torch.device | str = "cpu",
         gradients: Gradients | None = None,
+        contents: Contents | None = None,
     ) -> None:
         TorchDispatchMode.__init__(self)
         Tracer.__init__(self, model, torch.device(device), gradients)
         self.specs: dict[Signature, OpSpec] = {}
+        self.contents = contents or Contents()
         self._paused = False
 
     @classmethod
@@ -257,7 +276,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
                 )
         if call.info.name == "aten._grouped_mm.default":
             return grouped_product(*call.args, **call.kwargs)
-        return private.call(call.func, call.args, call.kwargs)
+        return self.contents.run(call)
 
     def graph_with(self, costs: CostBySignature) -> StepGraph:
         """The graph, with what calls of each signature cost; nothing where that is not known."""

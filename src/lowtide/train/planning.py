@@ -179,7 +179,7 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
     inputs = (tokens, tokens.clone())
     if card is None:
         timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
-        traced = trace_fake(step, inputs, {}, [model], device.type, timed)
+        traced = trace_fake(step, inputs, {}, [model], device.type, timed, model.buffers())
         graph = with_overhead(traced)
         made = _plan_within(graph, options)
     else:
@@ -191,6 +191,7 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
             [model],
             device.type,
             lambda specs: {key: price(specs[key]) for key in specs},
+            model.buffers(),
         )
         graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
         made = _plan_within(

@@ -147,7 +147,7 @@ def _traced(config: Config, name: str, build: Callable[[], nn.Module], found: An
         return out.loss if "labels" in given else out[0].float().mean()
 
     try:
-        graph = trace_fake(step, (), inputs, [model], "cpu", lambda specs: {})
+        graph = trace_fake(step, (), inputs, [model], "cpu", lambda specs: {}, model.buffers())
     except TraceError as error:
         raise EstimateError(f"the {name} cannot be traced: {error}") from error
     split = next(place for place, event in enumerate(graph.events) if event[0] == "unpack")

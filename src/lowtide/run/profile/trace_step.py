@@ -41,8 +41,9 @@ def trace(
             ``None`` after its own backward.
         model: the module whose parameters the step uses, when it cannot be found from the callable's own
             variables.
-        fake: run it on fake tensors instead, for a model or a device that is not here. Models that branch on
-            the contents of tensors cannot be traced so.
+        fake: run it on fake tensors instead, for a model or a device that is not here. The values of integer
+            and boolean tensors of up to 8 MiB are known (token ids, positions, masks, lengths). Models that
+            branch on values that come from floating-point numbers cannot be traced so.
         costs: have each operation's seconds in the graph. Without it every operation takes 0 seconds, and two
             traces are equal.
 

@@ -126,7 +126,7 @@ class OpCost:
 
 
 def runnable(func: OpOverload) -> bool:
-    """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other
+    """Whether an operation may be run beside the step: ATen's own only, for others may talk to other
     processes or to the world.
     """
     return func.namespace in _RUN_NAMESPACES and private.schema_of(func).name not in _NEVER_RUN
