@@ -68,6 +68,7 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
 def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str) -> None:
     model, more = nn.Linear(8, 8), nn.Linear(8, 32)
     optimizer = torch.optim.AdamW(model.parameters())
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     counted = CountedOptimizer(optimizer)
     counted.attach(model)
     first = counted.need
@@ -79,6 +80,10 @@ def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str
         model(torch.randn(2, 8)).sum().backward()
         assert counted.need == first
         model.zero_grad()
+        optimizer.step()  # without gradients
+        schedule.step()
+        optimizer.param_groups[0]["betas"] = (0.8, 0.99)
+        assert counted.need == first, "no memory depends on these numbers"
     if change == "option":
         optimizer.param_groups[0]["amsgrad"] = True
     elif change == "state":

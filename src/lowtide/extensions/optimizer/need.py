@@ -125,10 +125,24 @@ def _as_chosen(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def depends_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What an optimizer's need depends on, for comparison: options, parameters, how many have state."""
+    """What an optimizer's need depends on, for comparison: options, parameters, how many have state. A number
+    only decides by being zero (no momentum, no decay): a learning rate changes with every step.
+    """
     parameters = [(id(p), p.requires_grad) for p in _parameters(optimizer)]
+    options = [{**group, "params": str(len(group["params"]))} for group in optimizer.param_groups]
     host = getattr(optimizer, "host_fraction", None)  # of an optimizer whose state is partly elsewhere
-    return id(optimizer), repr(optimizer), parameters, len(optimizer.state), host
+    return id(optimizer), _deciding(options), parameters, len(optimizer.state), host
+
+
+def _deciding(option: Any) -> Any:
+    """What an optimizer can decide by an option, for comparison."""
+    if isinstance(option, torch.Tensor):
+        return option.shape, option.dtype, option.device
+    if isinstance(option, dict):
+        return {name: _deciding(item) for name, item in option.items()}
+    if isinstance(option, list | tuple):
+        return [_deciding(item) for item in option]
+    return option != 0 if isinstance(option, int | float) else repr(option)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
