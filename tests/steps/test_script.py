@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -253,10 +255,16 @@ def test_the_default_budget_is_raised_where_it_is_too_small(
 
 
 def test_a_trace_and_a_page_of_a_script(
-    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    code, out, errors = run(monkeypatch, capsys, "trace", f"{script}:counted", "--json", "graph.json")
+    with caplog.at_level(logging.INFO, "lowtide"):
+        code, out, errors = run(monkeypatch, capsys, "trace", f"{script}:counted", "--json", "graph.json")
     assert code == 0, errors
+    (told,) = [line for line in caplog.messages if " in " in line and " s: " in line]
+    assert re.fullmatch(r"traced in [0-9.]+ s: [0-9,]+ operations, [0-9.]+ MiB at the peak", told)
     graph = lowtide.StepGraph.from_json(json.loads(Path("graph.json").read_text()))
     forward = sum(operation.phase == "forward" for operation in graph.operations)
     assert f"{forward} operations in forward" in out and "saved by autograd" in out

@@ -29,7 +29,8 @@ from lowtide.flags import (
     given_options,
     write_text,
 )
-from lowtide.progress import mute
+from lowtide.progress import mute, working
+from lowtide.words import count_text, format_bytes
 
 if TYPE_CHECKING:
     from lowtide.graph import StepGraph
@@ -103,8 +104,10 @@ def trace_command(
     """
     asked: dict[str, Any] = dict(locals())
     asked |= dict(budget=None, policy="keep_all", json=asked.pop("json_file"))
-    with _silence(quiet):
+    with _silence(quiet), working("tracing", "traced") as work:
         graph, plan = _graph_and_plan(asked)
+        took = f"{format_bytes(plan.plain_peak_bytes)} at the peak"
+        work.done(f"{count_text(len(graph.operations), 'operation')}, {took}")
     if json_file is not None:
         write_text(json_file, json.dumps(graph.to_json()))
     if not quiet:
