@@ -37,6 +37,7 @@ NAMES = (
     "long_sequence",
     "recorder",
     "techniques",
+    "tiles",
     "late_streams",
     "reserved",
     "report_page",

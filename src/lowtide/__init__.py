@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.extensions.moves.speeds import measure_links
     from lowtide.extensions.moves.store.stores import Stores
     from lowtide.extensions.scopes.scope import checkpoint, checkpointing
+    from lowtide.extensions.tiles.tile import tile
     from lowtide.graph import StepGraph
     from lowtide.limits import limit_memory
     from lowtide.meter import Measurement, measure
@@ -56,6 +57,7 @@ _HOMES = {
     "lowtide.run.limit.handle": ("Handle", "handle_of"),
     "lowtide.run.messages": ("LowtideWarning",),
     "lowtide.extensions.scopes.scope": ("checkpoint", "checkpointing"),
+    "lowtide.extensions.tiles.tile": ("tile",),
     "lowtide.extensions.moves.store.stores": ("Stores",),
 }
 """Where the names are that are loaded when they are first used."""
@@ -93,6 +95,7 @@ __all__ = [
     "measure_links",
     "plan",
     "policies",
+    "tile",
     "trace",
 ]
 

@@ -131,6 +131,11 @@ class BudgetError(LowtideError):
         return self._detail
 
     @property
+    def peak(self) -> tuple[Any, Any] | None:
+        """The simulator and the simulation of the smallest plan, until somebody has asked for a text."""
+        return self._peak
+
+    @property
     def remedies(self) -> tuple[str, ...]:
         """What to do, any one of them."""
         if self.message is not None or self.budget_bytes is None or self.smallest_bytes is None:

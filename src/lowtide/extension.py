@@ -131,6 +131,16 @@ class Extension:
         """
         return None
 
+    def opens(self, limiter: Any, inputs: Any) -> None:
+        """A limited call of the model is about to begin, and may still be made another one.
+
+        Tiles: modules that run in pieces from this call on.
+
+        Args:
+            limiter: of the model (`lowtide.run.limit.limiter.Limiter`).
+            inputs: of the call (`lowtide.run.limit.key.Inputs`).
+        """
+
     def recalls(self, book: Any, key: Any) -> bool:
         """Whether it has put entries into the book: a step comes whose key has none.
 

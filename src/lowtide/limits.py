@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.extension import Extension
 from lowtide.meter.resident import model_device
 from lowtide.plan import POLICIES, check_seconds
@@ -53,6 +53,7 @@ def limit_memory(
     reserved: bool | None = None,
     plan_seconds: float | None = None,
     plans: str | Path | None = None,
+    tiles: Literal["auto"] | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
@@ -97,6 +98,10 @@ def limit_memory(
             from the kept profile. Each rank has a file; either all ranks use their files, or none does. Give
             each limited model its own folder. The compiled engine keeps its plans in Inductor's cache, with
             or without a folder.
+        tiles: with ``"auto"``, modules that treat each token alone (MLPs, norms) run in pieces of the tokens,
+            as by `lowtide.tile`, if no plan fits otherwise. The gradients of their weights are then sums in
+            another order. Each larger kind of step is first traced on fake tensors, which takes some seconds.
+            The plan's notes say what is tiled, and what that costs.
 
     Returns:
         The handle; a `CompiledHandle` for a model that `torch.compile` returned.
@@ -132,7 +137,7 @@ def limit_memory(
     check_seconds(plan_seconds, policy, "limit_memory(plan_seconds=)")
     check_arguments(policy, loss_fn)
     face = Face(reserved)
-    keeping = face.keeping(plans)
+    keeping = [*face.keeping(plans), *face.tiling(tiles)]
     extensions = [] if optimizer is None else [face.counting(model, optimizer)]
     refuse_several_devices(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
@@ -144,6 +149,7 @@ def limit_memory(
         "stores": stores is not None,
         "progress": progress is not None,
         "reserved": reserved is not None,
+        "tiles": tiles is not None,
     }
     if private.is_compiled(model) and "_orig_mod" in model._modules:
         return _limit_compiled(
@@ -280,6 +286,19 @@ class Face:
         from lowtide.extensions.kept.kept import kept_in
 
         return [kept_in(folder)]
+
+    def tiling(self, tiles: str | None) -> list[Extension]:
+        """What chooses tiles, if it is asked for.
+
+        Raises:
+            PlanError: ``tiles`` is something else.
+        """
+        if tiles is None:
+            return []
+        expect(tiles == "auto", "limit_memory(tiles=)", tiles, '"auto", or None')
+        from lowtide.extensions.tiles.chosen import Tiles
+
+        return [Tiles()]
 
     def missing(self, limiter: Limiter, budget: str | int | None) -> list[Extension]:
         """The extensions that a limit needs by now, for this budget, and does not have."""

@@ -247,10 +247,14 @@ def what_to_do(
         share = math.ceil(100 * missing_bytes / state) / 100
         optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
         found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
+    known: dict[str, int] = {}
     for holder in holders:
         words, freed = holder.remedy
-        if freed > missing_bytes and (holder.known_remedy[0] or holder.name == SCORES):
-            found.append(f"use {words}, which frees about {format_bytes(freed)}")
+        if holder.known_remedy[0] or holder.name == SCORES:
+            known[words] = known.get(words, 0) + freed
+    for words, freed in known.items():
+        if freed > missing_bytes:
+            found.insert(0, f"use {words}, which frees about {format_bytes(freed)}")
     if len(found) == 1:
         found += _when_no_one_thing_is_enough(missing_bytes, activations, parts, holders)
     return found

@@ -98,6 +98,7 @@ CASES = [
     Case("moves", lambda model: {"policy": MIXED}),
     Case("plans", lambda model: {"plans": tempfile.mkdtemp()}),
     Case("ranks", within=one_rank),
+    Case("tiles", lambda model: {"tiles": "auto"}),
     Case("reserved", also=lambda: Reserved(None)),
     Case("optimizer", lambda model: {"optimizer": torch.optim.AdamW(model.parameters())}, copies=False),
 ]

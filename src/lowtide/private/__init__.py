@@ -12,7 +12,7 @@ import sys
 import typing
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from lowtide.private.dispatch import (
     OpOverload,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,17 @@ OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
 
 _KINDS = {"parameter": PARAMETERS, "buffer": BUFFERS, "gradient": GRADIENTS}
 
+_OF_ONE_TOKEN = re.compile(
+    r"aten\.(add|sub|mul|div|pow|neg|rsqrt|sqrt|exp|sigmoid|tanh|silu|gelu|relu|leaky_relu|hardtanh|clamp|mean|"
+    r"native_layer_norm|_fused_rms_norm|native_dropout|bernoulli|empty_like|_to_copy|clone|copy|mm|addmm)_?\."
+)
+"""Operations that treat each token alone, products with a weight among them."""
+
+_PRODUCTS = ("aten.mm.", "aten.addmm.")
+
+TILES = 8
+"""Pieces of the tokens in which a module runs where that is proposed."""
+
 MADE, RECOMPUTED, PASSING = "activations", "recomputed activations", "gradients of activations"
 FETCHED, SCRATCH = "activations that came back", "scratch of an operation"
 
@@ -58,8 +70,9 @@ def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
         simulation: the step under that plan.
     """
     groups: dict[tuple[str, str, str], list[_Piece]] = {}
+    tileable = _tileable(sim.graph)
     loss = next((op for op in sim.graph.operations if _is_loss(op)), None)
-    for piece in _pieces(sim, simulation):
+    for piece in pieces_at_peak(sim, simulation):
         if piece.name == LOSS and loss is not None:
             piece = piece._replace(module=loss.module, source=loss.source)
         kind, _ = by_members(piece.module)
@@ -67,16 +80,49 @@ def holders_at_peak(sim: Simulator, simulation: Simulation) -> list[Holder]:
         if piece.name in (LOSS, SCORES):
             key = (LOSS, "", "") if piece.name == LOSS else (SCORES, kind, "")
         groups.setdefault(key, []).append(piece)
-    found = [_together(name, pieces) for (name, *_), pieces in groups.items()]
+    found = [_together(name, pieces, tileable.get(kind)) for (name, kind, _), pieces in groups.items()]
     return sorted(found, key=lambda holder: -holder.bytes)
 
 
-def _together(name: str, pieces: list[_Piece]) -> Holder:
+def _tileable(graph: StepGraph) -> dict[str, str]:
+    """For each kind of module that `lowtide.tile` may run in pieces, the outermost such that it lies in: one
+    whose forward treats each token alone, and has two products with weights or more.
+    """
+    weights = {value.id for value in graph.values if graph.storages[value.storage].kind == "parameter"}
+    products, others = Counter[str](), set[str]()
+    for op in graph.operations:
+        if op.phase == "backward" or not op.module:
+            continue
+        fits = _OF_ONE_TOKEN.match(op.name) is not None
+        is_product = op.name.startswith(_PRODUCTS)
+        kind = by_members(op.module)[0]
+        for outer in _outward(kind):
+            products[outer] += is_product
+            if not fits or (is_product and weights.isdisjoint(op.reads)):
+                others.add(outer)
+    fit = {kind for kind, count in products.items() if count > 1 and kind not in others}
+    found = {kind: [outer for outer in _outward(kind) if outer in fit] for kind in products}
+    return {kind: outer[-1] for kind, outer in found.items() if outer}
+
+
+def _outward(kind: str) -> Iterator[str]:
+    """A kind of module, and those around it."""
+    while kind:
+        yield kind
+        kind = kind.rpartition(".")[0]
+
+
+def _together(name: str, pieces: list[_Piece], tiled: str | None) -> Holder:
     most = max(pieces, key=lambda piece: piece.bytes)
     module, _ = by_members(most.module)
     for numbers in zip(*(by_members(piece.module)[1] for piece in pieces), strict=True):
         module = module.replace("#", ranges(sorted(set(numbers))), 1)
-    return Holder(name, sum(piece.bytes for piece in pieces), module, most.source, most.form)
+    count, remedy = sum(piece.bytes for piece in pieces), ("", 0)
+    if tiled is not None and name not in (LOSS, SCORES, OF_PARAMETERS):
+        of = repr(tiled.replace("#", "*"))
+        words = f'tiles of {of} (tiles="auto" in limit_memory, or lowtide.tile)'
+        remedy = words, count - count // TILES
+    return Holder(name, count, module, most.source, most.form, remedy)
 
 
 def _is_loss(op: Operation) -> bool:
@@ -89,7 +135,7 @@ def loss_storages(sim: Simulator) -> set[int]:
     return {sim.storage_of[value] for op in operations for value in (*op.reads, *op.writes)}
 
 
-def _pieces(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
+def pieces_at_peak(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
     graph, peak = sim.graph, simulation.peak_event
     loss, origins = loss_storages(sim), Origins(graph)
     parameters = {storage.bytes for storage in graph.storages if storage.kind == "parameter"}

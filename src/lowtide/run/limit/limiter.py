@@ -337,6 +337,8 @@ class Limiter:
             del last
             if (step := self._finish_last()) is not None:
                 return self._run_another(step, inputs)
+            for extension in self.maker.extensions:
+                extension.opens(self, inputs)
             return self._run_next(self.book.find(inputs.key), inputs)
 
     def is_limited(self) -> bool:

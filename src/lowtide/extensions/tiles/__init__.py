@@ -1,0 +1,5 @@
+"""Modules that run piece by piece over the tokens: `lowtide.tile`, and the tiles that a limit chooses.
+
+In: a module that treats each token alone, and a number of pieces. Out: the same gradients up to rounding;
+what is made inside the module is there for one piece at a time. Begin with `tile.py`.
+"""

@@ -1,0 +1,155 @@
+"""``limit_memory(tiles="auto")``: with tiles a budget that no plan meets is held from the first step on."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from small_model import needs_meter
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import lowtide
+from lowtide.extensions.tiles.tile import tiled_forward
+
+WIDTH, TOKENS = 32, 1024
+
+pytestmark = [needs_meter, pytest.mark.filterwarnings("ignore::lowtide.run.messages.LowtideWarning")]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attention = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.mlp = nn.LayerNorm(WIDTH), MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+def tokens(length: int = TOKENS) -> Tensor:
+    return torch.randn(1, length, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def step(net: nn.Module, length: int = TOKENS) -> list[Tensor]:
+    net.zero_grad()
+    loss = net(tokens(length)).square().mean()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in net.parameters() if p.grad is not None)]
+
+
+@pytest.fixture(scope="module")
+def smallest() -> int:
+    """The smallest budget without tiles."""
+    net = model()
+    handle = lowtide.limit_memory(net, "min")
+    step(net)
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    return handle.plan.budget_bytes
+
+
+def test_a_budget_that_no_plan_meets_is_held_with_tiles_from_the_first_step(smallest: int) -> None:
+    net, budget = model(), int(0.6 * smallest)
+    plain = step(copy.deepcopy(net))
+    handle = lowtide.limit_memory(net, budget, tiles="auto")
+    for _ in range(3):
+        for one, other in zip(step(net), plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
+    assert handle.plan is not None
+    notes = "\n".join(handle.plan.notes)
+    assert "*.mlp in" in notes and "without tiles: smallest budget" in notes
+    tiled = [name for name, one in net.named_modules() if tiled_forward(one) is not None]
+    assert tiled == ["0.mlp", "1.mlp"]
+    handle.remove()
+    assert all(tiled_forward(one) is None for one in net.modules())
+
+
+def test_the_smallest_budget_is_smaller_with_tiles(smallest: int) -> None:
+    net = model()
+    handle = lowtide.limit_memory(net, "min", tiles="auto")
+    step(net)
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    resident = 8 * sum(p.numel() for p in net.parameters())
+    assert handle.plan.budget_bytes - resident < 0.5 * (smallest - resident)
+
+
+def test_a_budget_that_a_plan_meets_needs_no_tiles(smallest: int) -> None:
+    net = model()
+    plain = step(net)
+    handle = lowtide.limit_memory(net, smallest, tiles="auto")
+    assert all(map(torch.equal, step(net), plain))
+    assert handle.plan is not None and not any("tiles" in note for note in handle.plan.notes)
+    assert all(tiled_forward(one) is None for one in net.modules())
+
+
+def test_a_longer_step_gets_more_pieces_and_a_shorter_one_keeps_them(smallest: int) -> None:
+    net, budget = model(), int(0.7 * smallest)
+    handle = lowtide.limit_memory(net, budget, tiles="auto")
+    step(net)
+    first = tiled_forward(net[0].mlp)  # pyright: ignore
+    assert first is not None
+    before = first.tiling.pieces
+    for length in (TOKENS + TOKENS // 4, 512):
+        step(net, length)
+        assert handle.measured_peak_bytes is not None and handle.measured_peak_bytes <= budget
+    assert first.tiling.pieces > before
+
+
+def test_other_words_and_ranks_are_refused(
+    one_rank: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(lowtide.PlanError, match=r"limit_memory\(tiles=\)"):
+        lowtide.limit_memory(model(), "60%", tiles="all")  # pyright: ignore
+    one_rank()
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
+    net = model()
+    lowtide.limit_memory(net, "60%", tiles="auto")
+    with pytest.raises(lowtide.PlanError, match=r"lowtide\.tile"):
+        net(tokens())
+
+
+def test_a_step_that_fakes_cannot_trace_says_so_and_has_no_tiles() -> None:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.net(x)
+            return y if y.sum().item() > 0 else -y
+
+    net = Branching()
+    lowtide.limit_memory(net, "90%", tiles="auto")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        step(net)
+    assert any('tiles="auto" chooses no tiles' in str(one.message) for one in said)
