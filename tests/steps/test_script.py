@@ -37,10 +37,12 @@ class Net(nn.Module):
         self.blocks, self.head = nn.ModuleList(blocks), nn.Linear(WIDTH, 10)
         self.unused = nn.Linear(WIDTH, 100)
 
-    def forward(self, x, y=None, asks=False, fails=False):
+    def forward(self, x, y=None, asks=False, fails=False, labels=False):
         for block in self.blocks:
             x = x + block(x)
         if asks and x.sum().item() > 1e9:
+            return -x
+        if labels and y.max().item() > 9:
             return -x
         if fails:
             x = x @ torch.ones(3, 3)
@@ -108,6 +110,17 @@ def on_meta():
 def asking_on_meta():
     with torch.device("meta"):
         return asking()
+
+
+def labels_on_meta():
+    with torch.device("meta"):
+        return *make_step(), {{"labels": True}}
+
+
+def labels_here():
+    with torch.device("meta"):
+        model, (x, _) = make_step()
+    return model, (x, torch.arange(1024, device="cpu") % 10), {{"labels": True}}
 
 
 def alone():
@@ -225,6 +238,7 @@ def test_a_model_on_the_meta_device_has_the_same_plan(
         plans.append(Plan.from_json(Path("plan.json").read_text()))
     assert plans[0].graph == plans[1].graph
     assert plans[0].predicted_peak_bytes == plans[1].predicted_peak_bytes
+    assert run(monkeypatch, capsys, "plan", f"{script}:labels_here")[0] == 0
     code, out, _ = run(monkeypatch, capsys, "plan", f"{script}:on_meta", "--device", "h100")
     assert code == 0
     assert "seconds are the h100" in out
@@ -379,6 +393,7 @@ def test_options_of_a_preset_do_not_go_with_a_script(
         ("raises", "ZeroDivisionError: division by zero", "return 1 / 0"),
         ("failing", "mat1 and mat2 shapes cannot be multiplied", "x = x @ torch.ones(3, 3)"),
         ("asking_on_meta", "only integers and booleans", "x.sum().item()"),
+        ("labels_on_meta", "only integers and booleans", "y.max().item()"),
     ],
 )
 def test_an_error_of_the_script_is_shown_from_its_own_code_on(
