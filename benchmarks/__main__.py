@@ -11,6 +11,7 @@ from lowtide.run.record.engine import engine
 NAMES = (
     "estimate_published",
     "estimate_runs",
+    "estimate_long_context",
     "estimate_scale",
     "planning_time",
     "first_step",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.estimate import Config, EstimateError, configure, estimate
@@ -16,7 +18,7 @@ from lowtide.estimate.flops import iteration_flops, layer_flops
 from lowtide.estimate.layer import layer_terms
 from lowtide.estimate.speed import efficiencies, step_time
 from lowtide.estimate.traffic import stage_traffic
-from lowtide.estimate.working import backward_moments, exchanged
+from lowtide.estimate.working import backward_moments, exchanged, kernel_scratch
 from lowtide.meter import available
 
 T, Q, KV, L = 16384, 4096, 1024, 32
@@ -110,6 +112,90 @@ def test_tiles_keep_the_mlp_s_input_only() -> None:
     assert again == L * 2 * 131072 * 3 * 4096 * 14336 < L * layer_flops(llama(), 1)
     with pytest.raises(EstimateError, match="--tiles=4: it is for the MLP of a dense model"):
         configure("mixtral-8x7b", tiles=4)
+
+
+def test_heads_of_keys_are_held_by_several_ranks_where_heads_are_exchanged() -> None:
+    """8 heads of keys on 32 ranks: each is on 4, for the kernel and on its way; a ring has none twice."""
+    for way, copies in (("all-to-all", 4), ("ring", 1)):
+        config = llama(cp=32, cp_exchange=way, recompute="none")
+        kept = {term.name: term.bytes for term in layer_terms(config)}
+        tokens = 131072 // 32
+        assert config.key_copies == copies
+        assert kept["keys"] == kept["values"] == copies * 2 * tokens * KV
+        assert ("output of attention before its exchange" in kept) == (way == "all-to-all")
+        keys = 2 * copies * tokens * KV
+        sent = {item.link: item.bytes for item in stage_traffic(config, 0)}["context"]
+        assert sent == L * (2 * 2 * (2 * tokens * Q + keys) * 31 // 32 if copies > 1 else 3 * 2 * 31 * keys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "counted"),
+    [
+        (dict(), 4 * Q + 2 * 2 * Q),  # FlashAttention 2: float32 for queries, and keys' for each head
+        (dict(attention="flash-3"), 4 * Q + 2 * 4 * KV),  # in float32 for each head of keys
+        (dict(cp_exchange="all-to-all"), 4 * Q + 2 * 2 * Q),  # 4 heads a rank share one of keys
+        (dict(cp_exchange="all-to-all", cp=32), 4 * Q),  # a head of keys for each head
+    ],
+)
+def test_an_attention_kernel_s_own_memory_in_backward(settings: dict[str, Any], counted: int) -> None:
+    config = llama(**settings)
+    assert kernel_scratch(config) == config.tokens * counted
+
+
+def test_slices_of_heads_keep_attention_s_input_and_output() -> None:
+    """UPipe: queries, keys and values of a slice are made again in backward, and exchanged again."""
+    whole, slices = (
+        llama(cp_exchange="all-to-all", tiles=4, head_chunks=n, recompute="none") for n in (1, 4)
+    )
+    gone = {term.name for term in layer_terms(whole)} - {term.name for term in layer_terms(slices)}
+    assert gone == {"queries", "keys", "values", "output of attention before its exchange"}
+    mlp = sum(term.bytes for term in layer_terms(slices) if term.part == "mlp")
+    live = backward_moments(slices)["attention core, slice by slice"] + mlp
+    slice_ = 2 * 2 * (Q + 2 * KV + Q) + 4 * Q + 2 * 2 * Q
+    assert live == T * (2 * Q + 2 * 2 * Q + Fraction(slice_, 4))  # the stream's, the output's, the input's
+    again = iteration_flops(slices).executed - iteration_flops(whole).executed
+    assert again == L * 2 * 131072 * Q * (Q + 2 * KV)
+    one, four = ({item.link: item.bytes for item in stage_traffic(way, 0)} for way in (whole, slices))
+    assert four["context"] == one["context"] * 3 // 2
+    for settings, told in (
+        (dict(head_chunks=3), "--head-chunks=3: it has to divide the 32 heads"),
+        (dict(head_chunks=8, cp_exchange="all-to-all"), "the 4 heads that a rank works on"),
+        (dict(head_chunks=4), "--cp-exchange all-to-all where there is --cp"),
+    ):
+        with pytest.raises(EstimateError, match=told):
+            llama(**settings)
+
+
+@pytest.mark.skipif(not available(), reason="needs the counting allocator")
+@pytest.mark.parametrize(("wide", "tensors"), [("second", 1), ("first", 2)])
+def test_a_layer_that_runs_to_its_end_keeps_its_output_and_its_gradient(wide: str, tensors: int) -> None:
+    """Of the second half of a layer nothing but the output; of the first the gradient that came in, too."""
+    tokens, hidden = 2048, 64
+    sizes = {"first": (256, 64), "second": (64, 256)}[wide]
+    halves = [
+        [torch.randn(hidden, inner, requires_grad=True), torch.randn(inner, hidden, requires_grad=True)]
+        for inner in sizes
+    ]
+
+    def layer(x: Tensor) -> Tensor:
+        for up, down in halves:
+            x = x + torch.relu(x @ up) @ down
+        return x
+
+    def step(ends: bool) -> None:
+        x = torch.randn(tokens, hidden, requires_grad=True)
+        given = torch.ones(tokens, hidden)
+        torch.autograd.backward(checkpoint(layer, x, use_reentrant=ends) * 1.0, given)
+        for weight in (weight for half in halves for weight in half):
+            weight.grad = None
+
+    ends, stops = (lowtide.measure(lambda way=way: step(way)).peak_bytes for way in (True, False))
+    assert ends - stops == tensors * 4 * tokens * hidden
+    usual: dict[str, Any] = dict(layers=1, hidden=hidden, heads=4, seq=tokens, dtype="fp32", recompute="full",
+                                 attention="fused", dropout=0.0)  # fmt: skip
+    there, gone = (backward_moments(configure(**usual, reentrant=way)) for way in (True, False))
+    name = {"first": "q, k, v projection", "second": "activation of the MLP"}[wide]
+    assert there[name] - gone[name] == ends - stops
 
 
 def test_attention_on_hopper_nears_its_ceiling_with_longer_sequences() -> None:

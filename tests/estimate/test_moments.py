@@ -208,6 +208,7 @@ def test_reserved_counts_a_layer_s_blocks_beside_logits() -> None:
     usual: dict[str, Any] = dict(
         layers=6, hidden=2048, heads=16, vocab=16384, seq=2048, micro_batch=16, dtype="bf16-true",
         attention="fused", dropout=0.0, recompute="full", loss="transformers", optimizer="sgd",
+        reentrant=False,
     )  # fmt: skip
     llama: dict[str, Any] = dict(mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, ffn=5632,
                                  kv_heads=8, tied=False, unfused_mlp=True)  # fmt: skip

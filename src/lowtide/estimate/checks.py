@@ -114,6 +114,19 @@ def _check_parallel(config: Config) -> None:
             f"--cp-exchange=all-to-all --cp={config.cp}: it has to divide the {heads} heads of a rank; give "
             "a divisor, or --cp-exchange ring"
         )
+    slices = heads // config.cp if config.cp_exchange == "all-to-all" else heads
+    if config.head_chunks > 1 and slices % config.head_chunks:
+        raise EstimateError(
+            f"--head-chunks={config.head_chunks}: it has to divide the {slices} heads that a rank works on; "
+            f"choose of {divisors(slices)}"
+        )
+    ring = config.cp > 1 and config.cp_exchange != "all-to-all"
+    whole = config.fused_attention and not config.model.kv_latent and not config.lora
+    if config.head_chunks > 1 and (ring or not whole or config.recompute == "selective-op"):
+        raise EstimateError(
+            f"--head-chunks={config.head_chunks}: it is for --attention fused without --lora or latents, "
+            "--cp-exchange all-to-all where there is --cp, and not for --recompute selective-op; leave it out"
+        )
     if config.cp > 1 and not config.fused_attention:
         raise EstimateError(
             f"--cp={config.cp} passes keys and values around a ring, which a fused kernel does: give "

@@ -100,6 +100,13 @@ FLAGS: dict[str, Any] = {
         Literal["ring", "all-gather", "all-to-all"] | None,
         option("How context-parallel ranks share keys and values; all-to-all is Ulysses'. [default: ring]"),
     ],
+    "head_chunks": Annotated[
+        int | None,
+        option(
+            "Slices of the heads that attention works on one by one, with queries, keys and values of each "
+            "made again in backward (UPipe). [default: 1]"
+        ),
+    ],
     "zero": Annotated[
         int | None,
         option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
@@ -280,8 +287,8 @@ FLAGS: dict[str, Any] = {
     "reentrant": Annotated[
         Switch,
         option(
-            "Recomputed layers run to their end, as Megatron's do; else they stop where backward has all "
-            "that it needs (FLOPs and times).",
+            "Recomputed layers run to their end, as Megatron's and DeepSpeed's do, and keep their output; "
+            "else they stop where backward has all that it needs.",
             "--reentrant",
         ),
     ],

@@ -36,6 +36,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 _SIZES = {
     "seq": 1 << 30, "micro_batch": 1 << 20, "tp": 1 << 14, "pp": 1 << 14, "interleave": 1 << 10,
     "dp": 1 << 20, "cp": 1 << 14, "ep": 1 << 14, "loss_chunks": 1 << 20, "tiles": 1 << 20, "lora": 1 << 16,
+    "head_chunks": 1 << 16,
 }  # fmt: skip
 
 
@@ -55,6 +56,8 @@ class Config:
             tokens of theirs.
         cp_exchange: how context-parallel ranks share keys and values: around a ``ring``; each rank gathers
             all (``all-gather``); or each takes some heads of the sequence (``all-to-all``: Ulysses, ALST).
+        head_chunks: slices of the heads that attention works on one after the other (UPipe, 2602.21196): it
+            keeps its input and its output, and makes queries, keys and values of a slice again in backward.
         imbalance: tokens of the busiest expert-parallel rank over those of an average one.
         score_before_experts: experts' inputs are weighed, in float32, and not their outputs (torchtitan).
         weigh_float32: their outputs are weighed in float32 (prime-rl), not in their own dtype.
@@ -71,7 +74,8 @@ class Config:
             layers of every stage in full, the rest kept.
         reentrant: recomputed layers run to their end (Megatron, DeepSpeed); else they stop at the last tensor
             that backward needs, before the MLP's last product (``torch.utils.checkpoint``'s
-            ``use_reentrant=False``). Changes FLOPs and times, not bytes.
+            ``use_reentrant=False``). Their outputs, and the outputs' gradients, stay until backward of the
+            layer ends.
         attention: ``unfused`` keeps the quadratic score matrices; ``fused`` (PyTorch's, FlashAttention 2)
             keeps the output and one log-sum-exp a row; so do ``flash-1`` (FlashAttention 1, and kernels in
             Triton of 2023), which takes more time with long sequences, and ``flash-3`` (FlashAttention 3, or
@@ -169,6 +173,7 @@ class Config:
     dp: int = 1
     cp: int = 1
     cp_exchange: Exchange = "ring"
+    head_chunks: int = 1
     ep: int = 1
     imbalance: float = 1.0
     score_before_experts: bool = False
@@ -443,6 +448,14 @@ class Config:
     def local_kv_width(self) -> int:
         """Elements of one token's keys on one tensor-parallel rank."""
         return kv_heads_per_rank(self.model.kv_heads, self.tp) * self.model.head_width
+
+    @property
+    def key_copies(self) -> int:
+        """Context-parallel ranks that hold each head of keys and values where heads are exchanged for tokens:
+        several with fewer of these heads than ranks.
+        """
+        heads = kv_heads_per_rank(self.model.kv_heads, self.tp)
+        return -(-self.cp // heads) if self.cp_exchange == "all-to-all" else 1
 
     @property
     def local_value_width(self) -> int:

@@ -98,6 +98,12 @@ def tiled_flops(config: Config, sequences: int) -> int:
     return config.model.layers * 2 * sequences * config.seq * own
 
 
+def sliced_flops(config: Config, sequences: int) -> int:
+    """FLOPs of queries, keys and values that are made again slice by slice, of all layers."""
+    own = _active(config, "q", "k", "v") if config.head_chunks > 1 else 0
+    return config.model.layers * 2 * sequences * config.seq * own
+
+
 def iteration_flops(config: Config) -> Flops:
     """FLOPs of one step of the whole global batch.
 
@@ -116,7 +122,7 @@ def iteration_flops(config: Config) -> Flops:
         adapters = adapter_flops(config, batch)
         model = layers * (2 * (layer - core) + 3 * core + 3 * adapters) + 2 * logits
     again = recomputed_flops(config, batch) + (logits if config.loss_form.again else 0)
-    again += tiled_flops(config, batch)
+    again += tiled_flops(config, batch) + sliced_flops(config, batch)
     extra = 2 * layers * core if config.recompute == "selective" else 0
     return Flops(model, model + again + extra, model + again)
 

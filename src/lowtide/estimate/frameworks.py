@@ -31,6 +31,8 @@ class Framework:
         finetunes: what it can train, from the whole model in its usual precision to the least: settings each.
         context: whether it has context parallelism.
         experts: whether it has expert parallelism.
+        pieces: whether it has what long sequences need beside that: tiles of the MLP and of the loss, slices
+            of heads, activations and weights on the host, and heads exchanged for tokens.
     """
 
     name: str
@@ -46,7 +48,11 @@ class Framework:
     finetunes: tuple[dict[str, Any], ...] = ({},)
     context: bool = False
     experts: bool = False
+    pieces: bool = False
 
+
+LONG = 1 << 15
+"""Tokens of a sequence from which on context parallelism, and work in pieces, are looked at."""
 
 _ALL_RUN = {
     "lora": (0,),
@@ -250,7 +256,7 @@ FRAMEWORKS = {
         ),
         Framework(
             "any", (0, 1, 2, 3), (0, 1), ("none", "selective", "full"), ("auto", "chunked"), (0.0, 1.0),
-            _estimate, context=True, experts=True,
+            _estimate, context=True, experts=True, pieces=True,
         ),
         *(
             Framework(
@@ -269,7 +275,8 @@ with Liger's kernels."""
 
 def candidates(model: str, asked: Mapping[str, Any]) -> list[str]:
     """Frameworks that may run what is asked, in the order in which they are looked through: ``lowtide train``
-    where it has the model, torchtitan, and TRL where Hugging Face has the weights.
+    where it has the model, torchtitan, and TRL where Hugging Face has the weights; for long sequences all
+    that there are formulas for, too.
 
     >>> candidates("llama3-8b", {}), candidates("llama3-1b", {}), candidates("22b", {"lora": 8})
     (['lowtide', 'torchtitan', 'trl'], ['trl'], ['any'])
@@ -280,7 +287,7 @@ def candidates(model: str, asked: Mapping[str, Any]) -> list[str]:
         else [name for name in ("lowtide", "torchtitan") if model in (FRAMEWORKS[name].models or ())]
     )
     found += ["trl"] if model in HUB or "/" in model else []
-    return found or ["any"]
+    return found + ["any"] * (not found or (asked.get("seq") or 0) >= LONG)
 
 
 def framework(name: str) -> Framework:

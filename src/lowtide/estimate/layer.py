@@ -26,6 +26,8 @@ TENSOR = f"{SECTION}; torch.distributed.tensor.parallel"
 EXPERTS = f"{SECTION}; experts: 2101.03961 Sec. 2.1; grouped products"
 NORMS = "liveness of transformers' RMS norm: its input in float32, its quotient"
 LATENT = f"{SECTION}; latent attention: 2405.04434 Sec. 2.1"
+EXCHANGED = f"{SECTION}; heads exchanged for tokens: 2309.14509"
+BEFORE_NORM = "queries and keys before their norm"
 TORCHTITAN = f"{SECTION}; torchtitan's selective_ac_option op"
 
 
@@ -68,7 +70,8 @@ def layer_terms(config: Config) -> list[Term]:
     inner = config.inner_elements
     grouped = model.kv_heads != model.heads
     repeated = grouped and not config.fused_attention and config.recompute != "selective"
-    kept_keys, kept_values = (queries, attended) if repeated else (keys, Fraction(values))
+    copies = config.key_copies
+    kept_keys, kept_values = (queries, attended) if repeated else (copies * keys, Fraction(copies * values))
     if config.fused_qkv and model.positions == "rotary":  # what turned queries and keys are is beside it
         kept_values += queries + keys
     key_formula = f"{e}sb(kd){over_t}" if grouped and not repeated else f"{e}sbh{over_t}"
@@ -86,6 +89,9 @@ def layer_terms(config: Config) -> list[Term]:
         *core_terms(config),
         Term("input of the output projection", e * attended, f"{e}sbh{over_t}{wide}", SECTION, "attention"),
     ]
+    if config.cp_exchange == "all-to-all":
+        name, note = "output of attention before its exchange", "the kernel keeps its own"
+        terms.append(Term(name, e * attended, f"{e}sbh{over_t}", EXCHANGED, "attention", note))
     if config.dropout:
         terms.append(Term("mask of the attention's dropout", hidden, f"sbh{over}", SECTION, "attention"))
     if not model.parallel:
@@ -105,6 +111,9 @@ def layer_terms(config: Config) -> list[Term]:
             "input of the square",
         )  # fmt: skip
         terms = [one for one in terms if one.name not in (*inner_names, "input of the MLP's last layer")]
+    if config.head_chunks > 1:  # made again in backward, slice by slice
+        again = ("queries", "keys", "values", BEFORE_NORM, "output of attention before its exchange")
+        terms = [one for one in terms if one.name not in again]
     if config.keep_gathered:
         more = Fraction(2 * (config.tp - 1), config.tp) * e * tokens * model.hidden
         note = "what the shards above are gathered into"
@@ -179,7 +188,7 @@ def _expert_terms(config: Config) -> list[Term]:
 def _qk_norm(config: Config, queries: Fraction, keys: Fraction, over: str) -> list[Term]:
     if not config.model.qk_norm:
         return []
-    size, name = config.element_bytes * (queries + keys), "queries and keys before their norm"
+    size, name = config.element_bytes * (queries + keys), BEFORE_NORM
     return [Term(name, size, f"{config.element_bytes}sb(a+k)d{over}", GROUPED, "attention")]
 
 

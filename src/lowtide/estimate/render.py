@@ -293,12 +293,26 @@ def _place(offload: float) -> str:
     return "device" if offload == 0 else "host" if offload == 1 else f"host {offload:.0%}"
 
 
+def pieces_text(config: Config) -> str:
+    """What works in pieces, or is on the host, in letters that the legend of the table explains.
+
+    >>> from lowtide.estimate.settings import configure
+    >>> pieces_text(configure("llama3-8b", tiles=16, offload_activations=True))
+    'm16 A'
+    """
+    counts = [
+        f"{letter}{count}" for letter, count in (("m", config.tiles), ("a", config.head_chunks)) if count > 1
+    ]
+    away = [letter for letter, so in (("A", config.offload_activations), ("W", config.offload_weights)) if so]
+    return " ".join([*counts, *away, *["x"] * (config.cp_exchange == "all-to-all")])
+
+
 def suggestion_table(found: Suggestions) -> Table:
     """One row a suggestion, in the order that they have. Fits 80 characters."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     adapters = any(one.config.lora for one in found.best)
     host = any(one.host_bytes for one in found.best)
-    left = ("trains", "recompute", "optim.", "loss")
+    left = ("trains", "recompute", "optim.", "loss", "pieces")
     rows = []
     for place, one in enumerate(found.best, 1):
         config = one.config
@@ -315,12 +329,14 @@ def suggestion_table(found: Suggestions) -> Table:
             "optim.": _place(config.offload_optimizer),
             "loss": config.loss_kind,
             "GiB": gib(one.reserved_expandable_bytes, 1),
+            "pieces": pieces_text(config),
             "host": gib(one.host_bytes, 0),
             "s/step": f"{one.time.total:.3g}" if one.time.total < 1000 else f"{one.time.total:.0f}",
             "tok/s": f"{one.tokens_per_second / config.devices:,.0f}",
         }
         rows.append(cells)
     empty = {"host"} if not host else set()
+    empty |= {"pieces"} if not any(pieces_text(one.config) for one in found.best) else set()
     empty |= {"trains"} if not adapters else {name for name in "tp" if all(row[name] == "1" for row in rows)}
     shown = [name for name in rows[0] if name not in empty]
     for name in shown:

@@ -22,7 +22,8 @@ Stages = Annotated[
 
 _SHARED = """model layers hidden heads kv_heads ffn vocab mlp norm positions bias tied seq micro_batch
 global_batch tp sequence_parallel pp interleave dp zero ep recompute attention dropout dtype gradient_dtype
-loss loss_chunks unfused_mlp keep_output_tensors"""
+loss loss_chunks unfused_mlp keep_output_tensors tiles head_chunks cp cp_exchange offload_activations
+offload_weights offload_optimizer"""
 
 
 @with_flags(*_SHARED.split())

@@ -36,6 +36,7 @@ from lowtide.estimate.flops import (
     layer_flops,
     logit_flops,
     recomputed_flops,
+    sliced_flops,
     tiled_flops,
 )
 from lowtide.estimate.layer import kept_terms, layer_terms
@@ -314,6 +315,7 @@ def _flops(config: Config) -> tuple[float, float, float]:
     linear = (2.0 if config.lora else 3.0) * (layers * layer_flops(config, batch) - core)
     linear += 3.0 * layers * adapter_flops(config, batch)
     linear += recomputed_flops(config, batch) - float(core * again) + tiled_flops(config, batch)
+    linear += sliced_flops(config, batch)
     passes = 3 + config.loss_form.again - (config.lora > 0)  # a frozen output layer has no gradient
     logits = logit_flops(config, batch) * passes
     backward = ATTENTION_BACKWARD if config.fused_attention else 2

@@ -4,24 +4,23 @@ predicted time and simplicity.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, log, log1p
+from math import ceil, gcd, log, log1p
 from typing import Any
 
 from lowtide.errors import expect, is_count
 from lowtide.estimate.config import Config, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
-from lowtide.estimate.frameworks import Framework, beyond, framework
+from lowtide.estimate.frameworks import LONG, Framework, beyond, framework
 from lowtide.estimate.lines import Stage
 from lowtide.estimate.presets import preset_name
 from lowtide.estimate.settings import SHAPE_SETTINGS, configure
 from lowtide.estimate.shape import GATED, check_size
 from lowtide.estimate.speed import StepTime, step_time
-from lowtide.estimate.states import host_bytes
-from lowtide.estimate.total import reserved, stage_estimate
+from lowtide.estimate.total import all_host_bytes, reserved, stage_estimate
 
 RESERVE = 0.04
 """Share of a device's memory left for the driver's context and communication buffers: 3 GiB of 80."""
@@ -34,6 +33,10 @@ ORDER = (
 """What `Suggestions.best` goes by, in words."""
 STEP_TOKENS = 1 << 22
 """Tokens in a step where no global batch is given."""
+
+
+PIECES = ("tiles", "head_chunks", "cp_exchange", "offload_activations", "offload_weights")
+"""Settings that spare memory with long sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,11 @@ class Suggestion:
             value = getattr(config, name)
             if value > (0 if name == "zero" else 1):
                 parts.append(f"--{name} {value}")
-        parts += [flag(name) for name in ("sequence_parallel", "keep_gathered") if getattr(config, name)]
+        parts += [f"{flag(name)} {getattr(config, name)}" for name in ("tiles", "head_chunks")
+                  if getattr(config, name) > 1]  # fmt: skip
+        parts += [f"--cp-exchange {config.cp_exchange}"] * (config.cp_exchange != "ring")
+        switches = "sequence_parallel", "keep_gathered", "offload_activations", "offload_weights"
+        parts += [flag(name) for name in switches if getattr(config, name)]
         if config.recompute != "none":
             parts.append(f"--recompute {config.recompute}")
         if config.loss != "auto":
@@ -98,7 +105,7 @@ class Suggestion:
         config = self.config
         names = (
             "tp", "sequence_parallel", "pp", "interleave", "dp", "cp", "ep", "zero", "seq", "micro_batch",
-            "global_batch", "recompute", "loss", "offload_optimizer", "lora", "quantize",
+            "global_batch", "recompute", "loss", "offload_optimizer", "lora", "quantize", *PIECES,
         )  # fmt: skip
         return {
             **{name: getattr(config, name) for name in names},
@@ -250,8 +257,9 @@ class _Look:
                 any_fits = False
                 for spare in dict.fromkeys([len(ways) - 1, *range(len(ways) - 1)]):
                     try:
-                        config = replace(
-                            base, **sizes, **ways[spare], micro_batch=micro_batch, global_batch=self.batch
+                        config = _chosen(
+                            replace(base, **sizes, micro_batch=micro_batch, global_batch=self.batch),
+                            ways[spare],
                         )
                     except EstimateError as error:
                         reasons.append(str(error))
@@ -271,7 +279,7 @@ class _Look:
         need = max(stage.total_bytes for stage in stages)
         held, joined = (max(reserved(config, one, way) for one in stages) for way in (False, True))
         together = min(self.devices, self.device.node)
-        host = together * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
+        host = together * max(all_host_bytes(config, stage) for stage in {0, config.pp - 1})
         command = self.way.command(str(self.model), config, self.device.node)
         return Suggestion(
             config,
@@ -303,7 +311,7 @@ class _Look:
 
 VARIED = (
     "tp", "sequence_parallel", "pp", "interleave", "dp", "cp", "ep", "zero", "micro_batch", "recompute",
-    "loss", "offload_optimizer", "keep_gathered",
+    "loss", "offload_optimizer", "keep_gathered", *PIECES,
 )  # fmt: skip
 """Settings that `suggest` chooses where they are not given."""
 
@@ -333,6 +341,17 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
         "offload_optimizer": set(way.offload),
         **{name: {own[name]} if name in own else None for name in ("tp", "pp", "interleave")},
         "cp": None if way.context else {1},
+        **(
+            {}
+            if way.pieces
+            else {
+                "tiles": {1},
+                "head_chunks": {1},
+                "cp_exchange": {"ring"},
+                "offload_activations": {False},
+                "offload_weights": {False},
+            }
+        ),
         "ep": None if way.experts else {1},
     }
     for name, known in has.items():
@@ -360,7 +379,8 @@ def _order(found: Suggestion, fastest: float) -> tuple[int, tuple[bool, bool, in
     """What `ORDER` says; of equals the faster goes first."""
     config = found.config
     spared = (config.recompute != "none") + (config.zero == 3) + (config.cp > 1) + (config.ep > 1)
-    means = config.offload_optimizer > 0, config.pp > 1, spared
+    spared += (config.tiles > 1) + (config.head_chunks > 1)
+    means = config.offload_optimizer > 0 or config.offload_activations, config.pp > 1, spared
     return int(log(found.time.total / fastest) / log1p(TIE)), means, found.time.total
 
 
@@ -372,10 +392,6 @@ def _usual_batch(seq: int, devices: int) -> int:
     while batch * seq < STEP_TOKENS or batch < devices:
         batch *= 2
     return batch
-
-
-LONG = 1 << 15
-"""Tokens of a sequence from which on context parallelism is looked at."""
 
 
 def _sizes(
@@ -402,10 +418,14 @@ def _sizes(
         split = given.get("sequence_parallel", tp > 1 and base.seq % (tp * cp) == 0)
         eps = [1, gcd(dp * cp, model.experts, node)] if way.experts and model.experts else [1]
         eps = [given["ep"]] if "ep" in given else list(dict.fromkeys(eps))
-        for zero, interleave, ep in product(zeros, interleaves, eps):
+        exchanges = (
+            ["ring", "all-to-all"] if way.pieces and cp > 1 and model.heads % (tp * cp) == 0 else ["ring"]
+        )
+        exchanges = [given["cp_exchange"]] if "cp_exchange" in given else exchanges
+        for zero, interleave, ep, exchange in product(zeros, interleaves, eps, exchanges):
             yield dict(
                 tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, zero=zero, interleave=interleave, sequence_parallel=split,
-                keep_gathered=given.get("keep_gathered", split and way.keep_gathered),
+                keep_gathered=given.get("keep_gathered", split and way.keep_gathered), cp_exchange=exchange,
             )  # fmt: skip
 
 
@@ -415,5 +435,44 @@ def _spare(base: Config, given: dict[str, Any], way: Framework) -> Iterator[dict
     recompute = [given["recompute"]] if "recompute" in given else usual
     losses = [given["loss"]] if "loss" in given else way.losses
     offload = [given["offload_optimizer"]] if "offload_optimizer" in given else way.offload
+    fixed = {name: given[name] for name in PIECES if name in given}
     for choice, loss, away in product(recompute, losses, offload):
-        yield dict(recompute=choice, loss=loss, offload_optimizer=away)
+        yield dict(recompute=choice, loss=loss, offload_optimizer=away) | fixed
+    if way.pieces and base.seq >= LONG and base.fused_attention:
+        yield from _pieces(base, dict(recompute=recompute[-1], loss=losses[-1]), given, offload, fixed)
+
+
+def _pieces(
+    base: Config, most: dict[str, Any], given: dict[str, Any], offload: Sequence[float], fixed: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Ways to spare more with a long sequence, each with those before it: tiles of the MLP and of the loss,
+    activations on the host, the optimizer, the weights, and attention in slices of heads.
+    """
+    dense = not base.model.experts and not base.lora
+    steps: list[dict[str, Any]] = [{"tiles": 0}] if dense else []
+    steps.append({"offload_activations": True})
+    steps += [{"offload_optimizer": share} for share in offload[-1:] if share == 1]
+    steps += [{"offload_weights": True}] if len(steps) == dense + 2 else []
+    steps += [{"head_chunks": 0}] if dense and not base.model.kv_latent else []
+    way = dict(most, offload_optimizer=offload[0])
+    for step in steps:
+        way |= step
+        yield way | fixed
+
+
+def _chosen(sizes: Config, way: dict[str, Any]) -> Config:
+    """The configuration: of tiles and slices that are 0 as many as others take. A tile has as many tokens as
+    the model is wide (DeepSpeed's), a slice one head of each rank (UPipe's).
+
+    Raises:
+        EstimateError: the settings do not hold together.
+    """
+    exchanged = sizes.cp_exchange == "all-to-all"
+    if way.get("tiles") == 0:
+        way = way | {"tiles": max(1, ceil(sizes.tokens / sizes.model.hidden))}
+    if way.get("head_chunks") == 0:
+        whole = exchanged or sizes.cp == 1
+        way = way | {"head_chunks": sizes.model.heads // sizes.tp // sizes.cp if whole else 1}
+    if sizes.zero < 3 and way.get("offload_weights"):
+        way = way | {"offload_weights": False}
+    return replace(sizes, **way)

@@ -34,6 +34,11 @@ _VARIED = (
     "ep",
     "zero",
     "recompute",
+    "tiles",
+    "head_chunks",
+    "cp_exchange",
+    "offload_activations",
+    "offload_weights",
 )
 _SHORTEST = 512
 """Tokens of the shortest sequence that is looked at where a model's longest does not fit."""
@@ -164,7 +169,8 @@ def suggest_command(
             typer.echo(f"At {seq} tokens it does not fit: it needs {least}. At {fitting} tokens:")
         elif refused:
             least = format_bytes(refused[1].best[0].reserved_expandable_bytes)
-            typer.echo(f"With {refused[0]} it does not fit: it needs {least}. With {chosen}:")
+            what = "all that has a formula" if chosen == "any" else chosen
+            typer.echo(f"With {refused[0]} it does not fit: it needs {least}. With {what}:")
         _show(model, devices, kind, memory_bytes, chosen, found, fixed)
         if fitting and not found.fits:
             typer.echo(f"It fits at {fitting} tokens: give --seq {fitting}.")
@@ -180,7 +186,7 @@ def _show(
     from rich.console import Console
     from rich.text import Text
 
-    from lowtide.estimate.render import suggestion_table
+    from lowtide.estimate.render import pieces_text, suggestion_table
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import ORDER
     from lowtide.estimate.total import RESIDUAL
@@ -224,6 +230,14 @@ def _show(
         style="dim",
         highlight=False,
     )
+    if any(pieces_text(one.config) for one in found.best):
+        console.print(
+            "pieces: m the MLP and the loss in so many tiles (--tiles), a attention in so many slices of "
+            "heads (--head-chunks), A activations (--offload-activations) and W weights "
+            "(--offload-weights) on the host, x heads exchanged for tokens (--cp-exchange all-to-all)",
+            style="dim",
+            highlight=False,
+        )
     if any(one.reserved_bytes > one.reserved_expandable_bytes for one in found.best):
         told = "Run with PYTORCH_ALLOC_CONF=expandable_segments:True; without it PyTorch reserves more."
         console.print(told, highlight=False)

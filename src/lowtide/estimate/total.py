@@ -217,7 +217,7 @@ def estimate(config: Config, device: Device | None = None) -> Estimate:
     return Estimate(
         config=config, stages=stages, parameters=config.model.parameters(), flops=iteration_flops(config),
         traffic=tuple(tuple(stage_traffic(config, index)) for index in range(config.pp)),
-        host_bytes=max(_host_bytes(config, index) for index in range(config.pp)),
+        host_bytes=max(all_host_bytes(config, index) for index in range(config.pp)),
         notes=tuple(_notes(config)), time=step_time(config, device) if device is not None else None,
     )  # fmt: skip
 
@@ -264,7 +264,8 @@ def whole_micro_batches(config: Config, stage: Stage) -> int:
     return flying if saved <= 0 else min(flying, int(left / (saved * config.stage_layers)))
 
 
-def _host_bytes(config: Config, stage: int) -> int:
+def all_host_bytes(config: Config, stage: int) -> int:
+    """Host memory that one device of a stage takes: offloaded states, and activations."""
     size = host_bytes(config, stage)
     if config.offload_activations:
         layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))

@@ -108,11 +108,11 @@ def _context(config: Config) -> list[Traffic]:
     """
     if config.cp == 1:
         return []
-    keys, model = config.local_kv_width + config.local_value_width, config.model
+    keys, model = config.key_copies * (config.local_kv_width + config.local_value_width), config.model
     once, rounds = (config.cp - 1) * Fraction(keys), 3 + config.recomputed_share
     if config.cp_exchange == "all-to-all":
         wide = keys + Fraction(model.query_width + model.output_width, config.tp)
-        once, rounds = _ring(wide, config.cp), 2 + config.recomputed_share
+        once, rounds = _ring(wide, config.cp), 2 + config.recomputed_share + (config.head_chunks > 1)
     size = config.element_bytes * config.tokens * once * rounds * config.stage_layers * config.micro_batches
     name, formula, source = EXCHANGES[config.cp_exchange]
     return [Traffic("context", name, ceil(size), formula, source)]

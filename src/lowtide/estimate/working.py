@@ -27,7 +27,7 @@ from lowtide.estimate.layer import (
 )
 from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
 from lowtide.estimate.optimizers import OPTIMIZERS
-from lowtide.estimate.shape import SEPARATE
+from lowtide.estimate.shape import SEPARATE, kv_heads_per_rank
 from lowtide.estimate.states import (
     first_gradients,
     frozen_bytes,
@@ -59,7 +59,8 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     inner, rows = config.inner_elements, config.expert_rows * model.hidden
     first = inner * (model.mlp_matrices - 1)
     queries = Fraction(config.tokens * model.query_width, t)
-    qkv = queries + Fraction(config.tokens * (config.local_kv_width + config.local_value_width))
+    keys = config.key_copies * Fraction(config.tokens * (config.local_kv_width + config.local_value_width))
+    qkv = queries + keys
     gathered = e * full if config.sequence_parallel else Fraction(0)
     terms = layer_terms(config)
     given = ("input of the MLP's last layer", "outputs of the experts")
@@ -89,15 +90,36 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     if config.tiles > 1:  # forward again and backward of one, beside the gradient of the MLP's input
         tile = 2 * first + inner * (1 + (SEPARATE.get(model.mlp, 0) if config.unfused_mlp else 0))
         mlps = {"tile of the MLP": stream + branch + e * full + e * tile / config.tiles}
+    # a layer that runs to its end keeps its output and the gradient of that, which first is the stream's
+    ends = stream if config.reentrant and config.recomputed_share else Fraction(0)
+    mlps = {name: size + ends for name, size in mlps.items()}
+    stream += 2 * ends
+    if config.head_chunks > 1:  # of a slice queries, keys and values, output and gradients, sent and received
+        sliced = e * 2 * (qkv + queries * (config.cp > 1)) + max(kernel_scratch(config), exchanged(config))
+        return mlps | {
+            "attention core, slice by slice": stream
+            + e * (queries + full)
+            + sliced / config.head_chunks
+            - mlp
+        }
+    beside = max(kernel_scratch(config), exchanged(config)) if config.fused_attention else Fraction(0)
     return mlps | {
-        "attention core": stream
-        + e * queries
-        + (e + 2 * softmax) * scores
-        + e * qkv
-        - mlp
-        + exchanged(config),
+        "attention core": stream + e * queries + (e + 2 * softmax) * scores + e * qkv - mlp + beside,
         "q, k, v projection": stream + e * qkv + gathered + e * full - mlp - core,
     }
+
+
+def kernel_scratch(config: Config) -> Fraction:
+    """Bytes that a fused attention kernel has for itself in backward: gradients of queries in float32, summed
+    over blocks of keys. Where heads share keys and values FlashAttention 2 makes the gradients of these for
+    each head, FlashAttention 3 in float32.
+    """
+    queries = Fraction(config.tokens * config.model.query_width, config.tp)
+    keys = config.key_copies * Fraction(config.tokens * (config.local_kv_width + config.local_value_width))
+    heads = config.model.heads // config.tp
+    grouped = config.key_copies * kv_heads_per_rank(config.model.kv_heads, config.tp) < heads
+    shared = 4 * keys if config.attention == "flash-3" else 2 * config.element_bytes * queries
+    return 4 * queries + (shared if grouped else 0)
 
 
 def exchanged(config: Config) -> Fraction:

@@ -206,8 +206,12 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             f"simulate traces no experts, and this model has {config.model.experts} a layer: estimate has "
             "them in closed form"
         )
-    if config.tiles > 1:
-        raise EstimateError(f"simulate --tiles={config.tiles}: the project's own MLP is traced; leave it out")
+    for name in ("tiles", "head_chunks"):
+        if (pieces := getattr(config, name)) > 1:
+            raise EstimateError(
+                f"simulate --{name.replace('_', '-')}={pieces}: the project's own layers are traced, which "
+                "work on all tokens and heads at once; estimate has it in closed form; leave it out here"
+            )
     if config.cp > 1:
         raise EstimateError(f"simulate --cp={config.cp}: no ring is traced; estimate has it in closed form")
     own = replace(config, loss="auto", loss_chunks=8).loss_kind
