@@ -336,3 +336,38 @@ def test_the_compiled_engine_keeps_its_plans_elsewhere(tmp_path: Path) -> None:
     handle = lowtide.limit_memory(model, "80%", plans=tmp_path)
     model(batch()).backward()
     assert handle.plan is not None and not list(tmp_path.iterdir())
+
+
+class Checkpointed(Small):
+    """Its blocks checkpoint themselves where a trainer has turned this on."""
+
+    gradient_checkpointing = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(self.gradient_checkpointing)
+        if self.gradient_checkpointing:
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)  # type: ignore
+        return super().forward(x)
+
+
+def checkpointed() -> torch.nn.Module:
+    torch.manual_seed(0)
+    made = Checkpointed()
+    made.seen = []  # type: ignore[assignment]
+    return made
+
+
+def test_checkpointing_that_a_trainer_turns_on_is_off_from_the_first_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for restarted in (False, True):
+        caplog.clear()
+        watched = Watched(tmp_path, caplog, make=checkpointed)
+        watched.model.gradient_checkpointing = True  # as a trainer does when it begins
+        with pytest.warns(lowtide.LowtideWarning, match="checkpointing"):
+            watched.steps(100)
+        watched.steps(100, 100)
+        assert watched.model.seen == [False] * 3
+        assert restarted == (watched.profiled == 0)
+        watched.end()
+        assert watched.model.gradient_checkpointing is True

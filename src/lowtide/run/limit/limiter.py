@@ -261,7 +261,8 @@ class Limiter:
     def turn_off_checkpointing(self) -> None:
         """Turn the model's own gradient checkpointing off: by the flags of its modules, and by a module's
         method where it still says that it checkpoints (with the names of diffusers, and a flag of its own).
-        A step that is written down does so once more, since a trainer may turn it on under the limit.
+        A step that is written down, and the first one under a plan (an earlier process may have made it), do
+        so once more, since a trainer may turn it on under the limit.
         """
         on = dict.fromkeys(self.checkpointing)
         for name, module in self.model.named_modules():
@@ -470,6 +471,8 @@ class Limiter:
         """A step under the entry's plan, or under none."""
         if accelerator.is_accelerator(inputs.members.device):
             self.face.follow(self)
+        if entry.planned is not None and not entry.planned.history.steps:
+            self.turn_off_checkpointing()
         if entry.planned is not None and how is not How.GOVERN:
             for extension in self.maker.extensions:
                 extension.prepare(entry.planned.plan, inputs.members.device)
