@@ -69,6 +69,7 @@ _COLLECTIVE_NAMESPACES = {
     "c10d_functional",
     "_dtensor",
     "fsdp",
+    "lowtide_ring",
     "symm_mem",
 }
 _WAITS = {"_c10d_functional.wait_tensor.default", "_c10d_functional._wrap_tensor_autograd.default"}
@@ -82,6 +83,7 @@ FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.all_to_all_single.default",
     "_c10d_functional.broadcast.default",
     "_c10d_functional.reduce_scatter_tensor.default",
+    "lowtide_ring.attention.default",
 }
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",

@@ -26,6 +26,26 @@ def test_waiting_for_a_collective_on_fake_tensors_makes_no_copy() -> None:
     assert torch.equal(private.wait_for_collective(real), real)
 
 
+def test_who_averages_gradients_now() -> None:
+    assert private.averaged_now(torch.nn.Linear(1, 1)) is None
+    for found in on_ranks(2, averaging):
+        assert found == [True, True, False]
+
+
+def averaging() -> list[bool]:
+    found: list[bool] = []
+
+    class Asks(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for model in (self, whole, torch.nn.Linear(1, 1)):
+                found.append(private.averaged_now(model) is torch.distributed.group.WORLD)
+            return super().forward(x)
+
+    whole = torch.nn.Sequential(Asks(1, 1))
+    torch.nn.parallel.DistributedDataParallel(whole)(torch.ones(1, 1))
+    return found
+
+
 def test_an_assertion_on_the_device_raises() -> None:
     private.assert_on_device(torch.tensor(True), "fine")
     with pytest.raises(RuntimeError, match="not fine"):

@@ -66,10 +66,20 @@ class CausalAttention(nn.Module):
     def __init__(self, dropout: float = 0.0, fused: bool = True, sharing: Sharing | None = None) -> None:
         super().__init__()
         self.fused = fused
+        self.sharing = sharing or Sharing()
         self.dropout = Dropout(dropout, sharing, sharded=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; ``k`` and ``v`` may have fewer heads than ``q``, each shared by a group of query heads."""
+        context = self.sharing.context
+        if context is None:
+            return self._attend(q, k, v)
+        if self.fused and not (self.training and self.dropout.probability):
+            return context.attend_causally(q, k, v)
+        why = "dropout in attention" if self.fused else "attention that is not fused"
+        return context.attend_with(self._attend, q, k, v, why)
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         groups = q.shape[1] // k.shape[1]
         if self.fused and not (self.training and self.dropout.probability):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)

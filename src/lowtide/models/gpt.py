@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -114,7 +113,7 @@ class GPT(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first layer sees of tokens."""
         check_tokens(tokens, self.config.positions)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
+        places, tokens = self.sharing.places(tokens), self.sharing.own(tokens)
         return self.dropout(self.tokens(tokens) + self.sharing.piece(self.positions(places)))
 
     def run_blocks(self, x: Tensor) -> Tensor:

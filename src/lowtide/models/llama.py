@@ -132,12 +132,12 @@ class Llama(nn.Module):
     def embed(self, tokens: Tensor) -> Tensor:
         """What the first layer sees of tokens."""
         check_tokens(tokens, self.config.positions)
-        return self.tokens(tokens)
+        return self.tokens(self.sharing.own(tokens))
 
     def run_blocks(self, x: Tensor) -> Tensor:
         """The layers that this module holds."""
         sequence = x.shape[1] * (self.sharing.size if self.sharing.sequence_parallel else 1)
-        cos, sin = self.cos[:sequence], self.sin[:sequence]
+        cos, sin = (self.sharing.rows(table, sequence) for table in (self.cos, self.sin))
         for block in self.blocks.children():
             x = block(x, cos, sin)
         return x

@@ -9,7 +9,7 @@ vocabulary, and under sequence parallelism everything between them works on this
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Sharing:
             )
         self.sequence_parallel = sequence_parallel
         self.group: Any = None
+        self.context: Any = None
         if group is not None:
             from lowtide.parallel import tensor_group
 
@@ -48,6 +49,28 @@ class Sharing:
     def size(self) -> int:
         """How many ranks share the model."""
         return 1 if self.group is None else self.group.size
+
+    def share_context(self, context: Any) -> None:
+        """Work on this rank's part of each sequence (`lowtide.parallel.context_parallel`)."""
+        self.context = context
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """The places in the sequence of the tokens that the first layer sees."""
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return places if self.context is None else self.context.take(places, 0)
+
+    def own(self, tokens: Tensor) -> Tensor:
+        """This rank's part of (batch, sequence), where ranks share the sequence from the first layer on."""
+        return tokens if self.context is None else self.context.take(tokens)
+
+    def rows(self, table: Tensor, length: int) -> Tensor:
+        """Of a table with a row for each place of a sequence, those of ``length`` tokens that the first layer
+        sees.
+        """
+        if self.context is None:
+            return table[:length]
+        places = self.context.places(length, table.device)
+        return table[places.clamp_max(len(table) - 1)]  # the sequence may be padded
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -159,11 +182,16 @@ class Sharing:
         """A context for random numbers on ``x``: each rank its own where it holds its own part, else the same
         on all.
         """
-        if self.group is None or not sharded:
+        groups = [self.group] if self.group is not None and sharded else []
+        groups += [] if self.context is None else [self.context.group]
+        if not groups:
             return nullcontext()
         from lowtide.parallel import RandomTracker
 
-        return RandomTracker(self.group, x.device).per_rank()
+        streams = ExitStack()
+        for group in groups:
+            streams.enter_context(RandomTracker(group, x.device).per_rank())
+        return streams
 
     def logits(self, logits: Tensor, vocabulary: int) -> Tensor:
         """The whole vocabulary's logits."""
@@ -176,28 +204,40 @@ class Sharing:
     def loss(
         self, hidden: Tensor, head: nn.Module, targets: Tensor, vocabulary: int, chunks: int = 1
     ) -> Tensor:
-        """As `next_token_loss`, with a head that the ranks may share."""
+        """As `next_token_loss`, with a head that the ranks may share, and of the ``targets`` of whole
+        sequences, which they may share, too.
+        """
+        if self.context is None:
+            return self._loss(hidden, head, targets, vocabulary, chunks, None)
+        counted, own = (targets != -100).sum(), self.context.take(targets, 1, -100)
+        return self.context.total(self._loss(hidden, head, own, vocabulary, chunks, counted))
+
+    def _loss(
+        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int, counted: Tensor | None
+    ) -> Tensor:
         if self.group is None:
-            return next_token_loss(hidden, head, targets, chunks)
-        return self._shared_loss(hidden, head, targets, vocabulary, chunks)
+            return next_token_loss(hidden, head, targets, chunks, counted)
+        return self._shared_loss(
+            hidden, head, targets, vocabulary, chunks, (targets != -100).sum() if counted is None else counted
+        )
 
     def _shared_loss(
-        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int
+        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int, counted: Tensor
     ) -> Tensor:
         from lowtide.parallel import parallel_cross_entropy, parallel_linear_cross_entropy
 
         options: dict[str, Any] = {"vocabulary": vocabulary, "tensor_model_parallel_group": self.group}
         if chunks == 1:
-            return parallel_cross_entropy(head(hidden), targets, **options).sum() / (targets != -100).sum()
-        dimension = SEQUENCE if self.sequence_parallel else None
-        return parallel_linear_cross_entropy(
-            hidden, head.weight, targets, chunks=chunks, sequence_dimension=dimension, **options
-        )
+            return parallel_cross_entropy(head(hidden), targets, **options).sum() / counted
+        options |= {"sequence_dimension": SEQUENCE if self.sequence_parallel else None, "reduction": "sum"}
+        return parallel_linear_cross_entropy(hidden, head.weight, targets, chunks=chunks, **options) / counted
 
 
-def next_token_loss(hidden: Tensor, head: nn.Module, targets: Tensor, chunks: int = 1) -> Tensor:
-    """The mean cross entropy of ``head(hidden)`` against the ``targets`` that count (all but -100), in
-    float32 or wider.
+def next_token_loss(
+    hidden: Tensor, head: nn.Module, targets: Tensor, chunks: int = 1, counted: Tensor | None = None
+) -> Tensor:
+    """The cross entropy of ``head(hidden)`` against the ``targets`` that count (all but -100), in float32 or
+    wider: their mean, or their sum divided by ``counted``.
 
     With ``chunks`` above 1 the tokens go through the head in that many pieces. The logits of a piece are all
     that backward needs at a time, so a plan that recomputes them lowers the floor that the full logits set
@@ -205,12 +245,12 @@ def next_token_loss(hidden: Tensor, head: nn.Module, targets: Tensor, chunks: in
     """
     tokens, labels = hidden.flatten(0, -2), targets.flatten()
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    if chunks == 1:
+    if chunks == 1 and counted is None:
         return F.cross_entropy(head(tokens).to(wide), labels)
     total = hidden.new_zeros((), dtype=wide)
     for piece, piece_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
         total = total + F.cross_entropy(head(piece).to(wide), piece_labels, reduction="sum")
-    return total / (labels != -100).sum()
+    return total / ((labels != -100).sum() if counted is None else counted)
 
 
 def fill(module: nn.Module, name: str, init_method: Callable[[Tensor], Any]) -> None:

@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on ``torch.distributed`` (docs/parallel.md).
+"""Tensor, sequence and context parallelism on ``torch.distributed`` (docs/parallel.md).
 
 In: a process group or mesh, and layers or a whole model (`parallelize`). Out: layers whose weights and
 activations the ranks share. The names are neuronx-distributed's; the memory is that of arXiv 2205.05198,
@@ -23,6 +23,7 @@ from lowtide.parallel.checkpoint import (
     sharded_state_dict,
     whole_state_dict,
 )
+from lowtide.parallel.context import context_parallel, gather_sequence, shard_sequence
 from lowtide.parallel.convolution import InputChannelParallelConv2d, OutputChannelParallelConv2d
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError, ParallelWarning
@@ -77,10 +78,12 @@ __all__ = [
     "allreduce_sequence_parallel_gradients",
     "clip_grad_norm",
     "column_parallel",
+    "context_parallel",
     "copy_to_tensor_model_parallel_region",
     "from_parallel_logits_to_logprobs",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "gather_sequence",
     "get_grad_norm",
     "get_number_of_extra_heads",
     "load_checkpoint",
@@ -98,6 +101,7 @@ __all__ = [
     "save_checkpoint",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "shard_sequence",
     "sharded_state_dict",
     "tensor_group",
     "whole_state_dict",

@@ -1,4 +1,4 @@
-"""The three collectives, on tensors below autograd: started now, waited for when the result is needed.
+"""The collectives, on tensors below autograd: started now, waited for when the result is needed.
 
 They are PyTorch's functional collectives: operations like any other, which `lowtide.trace` sees and a plan
 can replay, and which run beside the computation that is issued between their start and `Pending.wait`, on
@@ -120,6 +120,25 @@ def all_reduce(
     else:
         result = functional.all_reduce(wide, op, group.name)
     return Pending(result, lambda y: y.to(own))
+
+
+def all_to_all(x: Tensor, group: TensorGroup) -> Pending:
+    """Give the ranks the slices of ``x`` along its first dimension, one each; the result has theirs, by
+    rank.
+    """
+    if group.size == 1:
+        return Pending(x, running=False)
+    each = [x.shape[0] // group.size] * group.size
+    return Pending(functional.all_to_all_single(x.contiguous(), each, each, group.name))
+
+
+def exchange(sent: Tensor, target: int, length: int, source: int, group: TensorGroup) -> Pending:
+    """Send a flat tensor to one rank, and get one of ``length`` elements from another. Every rank of the
+    group takes part, also one that sends or gets nothing.
+    """
+    inputs, outputs = [0] * group.size, [0] * group.size
+    inputs[target], outputs[source] = sent.numel(), length
+    return Pending(functional.all_to_all_single(sent, outputs, inputs, group.name))
 
 
 def piece_of(x: Tensor, group: TensorGroup, dimension: int, what: str = "the dimension") -> Tensor:

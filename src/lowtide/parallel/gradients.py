@@ -3,13 +3,15 @@ without it.
 
 Under sequence parallelism a rank sees its piece of the sequence, so the gradient of what is used there (layer
 norms, the bias behind a row-parallel layer) is a part of a sum over the ranks. The same holds for key and
-value heads that several ranks share. Such parameters are marked ``parameter.sequence_parallel_enabled =
-True``, as neuronx-distributed marks them. After the last backward of a step,
-`allreduce_sequence_parallel_gradients` sums them. An optimizer that is about to step without it is stopped.
+value heads that several ranks share, and under context parallelism for all parameters. Such parameters are
+marked ``parameter.sequence_parallel_enabled = True``, as neuronx-distributed marks them. After the last
+backward of a step, `allreduce_sequence_parallel_gradients` sums them. An optimizer that is about to step
+without it is stopped.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -33,7 +35,8 @@ class _Mark:
     """What is known of the gradient of one marked parameter.
 
     Attributes:
-        group: the ranks whose parts make up the sum.
+        groups: the ranks whose parts make up the sum: first those of the first group are summed, then those
+            of the next.
         partial: a backward has added a part since the last sum.
         summed: the gradient that holds a finished sum, and its version.
         mixed: a backward added a part to a finished sum.
@@ -41,10 +44,10 @@ class _Mark:
         watches: it hears of every backward. Dynamo can ask for this, and not for the hook.
     """
 
-    __slots__ = ("group", "hook", "mixed", "partial", "passed", "summed", "watches")
+    __slots__ = ("_passes", "groups", "hook", "mixed", "partial", "passed", "summed", "watches")
 
-    def __init__(self, group: TensorGroup) -> None:
-        self.group = group
+    def __init__(self) -> None:
+        self.groups: tuple[TensorGroup, ...] = ()
         self.partial = False
         self.mixed = False
         self.passed = False
@@ -55,11 +58,22 @@ class _Mark:
     def __reduce__(self) -> Any:
         return _no_mark, ()
 
+    @property
+    def ranks(self) -> int:
+        """How many parts there are."""
+        return math.prod(group.size for group in self.groups)
+
     def watch(self, parameter: Tensor) -> None:
         """Hear of every backward that adds to the gradient, from when the parameter is trained."""
         if self.hook is None and parameter.requires_grad:
             self.hook, self.watches = parameter.register_post_accumulate_grad_hook(self.added), True
-            parameter.register_hook(self.passes)
+            self._passes = parameter.register_hook(self.passes)
+
+    def stop(self) -> None:
+        """Hear of no backward any more."""
+        if self.hook is not None:
+            self.hook.remove()
+            self._passes.remove()
 
     def passes(self, part: Tensor) -> None:
         """Autograd has made a part, which a backward adds, or the program may."""
@@ -90,8 +104,8 @@ class _Mark:
 def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
     """Say that the gradient of ``parameter`` on one rank is a part of a sum over ``group``.
 
-    Marking a marked parameter again does nothing. In a group of one nothing is partial, and nothing is
-    marked.
+    Marking a marked parameter again does nothing; with another group, the sum is over both. In a group of one
+    nothing is partial, and nothing is marked.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> mark_partial_gradient(weight)
@@ -104,12 +118,27 @@ def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
         return
     mark = _mark_of(parameter)
     if mark is None:
-        mark = _Mark(group)
+        mark = _Mark()
         parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]
         parameter._lowtide_partial = mark  # type: ignore[attr-defined]
         watch_gradients(parameter)
         _guard_optimizers()
+    if group not in mark.groups:
+        mark.groups = (*mark.groups, group)
     mark.watch(parameter)
+
+
+def unmark_partial_gradient(parameter: Tensor, group: TensorGroup) -> None:
+    """Say that someone else sums the gradient of ``parameter`` over ``group``.
+
+    >>> unmark_partial_gradient(torch.nn.Parameter(torch.ones(2)), tensor_group())
+    """
+    mark = _mark_of(parameter)
+    if mark is not None and group in mark.groups:
+        mark.groups = tuple(other for other in mark.groups if other != group)
+        if not mark.groups:
+            mark.stop()
+            del parameter._lowtide_partial, parameter.sequence_parallel_enabled  # type: ignore[attr-defined]
 
 
 class Marker:
@@ -251,7 +280,7 @@ def allreduce_sequence_parallel_gradients(
     known = isinstance(optimizer, torch.nn.Module | torch.optim.Optimizer)
     expect(known, "optimizer=", optimizer, "an optimizer, or a torch.nn.Module", ParallelError)
     check_counts("allreduce_sequence_parallel_gradients", 1, buffer_bytes=buffer_bytes)
-    groups: dict[TensorGroup, list[Tensor]] = {}
+    groups: dict[tuple[TensorGroup, ...], list[Tensor]] = {}
     for parameter in partial_gradients(_parameters_of(optimizer)):
         mark = _mark_of(parameter)
         assert mark is not None
@@ -262,11 +291,13 @@ def allreduce_sequence_parallel_gradients(
                 "backward of the step (zero the gradients to go on)"
             )
         if parameter.grad is not None and (mark.partial or mark.hook is None):
-            groups.setdefault(mark.group, []).append(parameter)
-    for group, parameters in groups.items():
+            groups.setdefault(mark.groups, []).append(parameter)
+    for several, parameters in groups.items():
 
-        def summed(part: Tensor, group: TensorGroup = group) -> Tensor:
-            return all_reduce(part, group, in_place=True).wait()
+        def summed(part: Tensor, several: tuple[TensorGroup, ...] = several) -> Tensor:
+            for group in several:
+                part = all_reduce(part, group, in_place=True).wait()
+            return part
 
         reduce_together(parameters, summed, buffer_bytes)
         for parameter in parameters:
@@ -383,7 +414,7 @@ def _refuse_partial(optimizer: Any, args: Any, kwargs: Any) -> None:
         if mark is not None and parameter.grad is not None and (mark.partial or mark.mixed):
             raise ParallelError(
                 "optimizer.step() with a gradient that is only this rank's part of a sum (a parameter of "
-                f"shape {tuple(parameter.shape)} shared by {mark.group.size} ranks): call "
+                f"shape {tuple(parameter.shape)} shared by {mark.ranks} ranks): call "
                 "lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) after backward"
             )
 

@@ -99,7 +99,7 @@ def refuse_partial(tensor: Tensor) -> None:
     if mark is not None and (mark.partial or mark.mixed):
         raise ParallelError(
             f"the gradient of a parameter of shape {tuple(tensor.shape)} is only this rank's part of a "
-            f"sum over {mark.group.size} ranks, so its norm means nothing yet: call "
+            f"sum over {mark.ranks} ranks, so its norm means nothing yet: call "
             "lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) first, then "
             "lowtide.parallel.clip_grad_norm(parameters, max_norm)"
         )

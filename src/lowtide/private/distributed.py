@@ -60,6 +60,18 @@ def replicated_by(model: torch.nn.Module) -> Any:
     return around.process_group if around is not None else None
 
 
+def averaged_now(model: torch.nn.Module) -> Any:
+    """The process group over which a `DistributedDataParallel` whose forward runs now averages the gradients
+    of a model that it holds; ``None`` where none runs.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    active: Any = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore
+    if active is None or all(module is not model for module in active.module.modules()):
+        return None
+    return active.process_group
+
+
 def averages_gradients(model: torch.nn.Module) -> bool:
     """Whether a step that begins now ends with `DistributedDataParallel` averaging gradients over all ranks,
     each of which is in that step: not under ``no_sync()``, and not where ranks join that have no more inputs.

@@ -25,30 +25,37 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Agreement:
-    """The ranks that share a model's layers.
+    """The ranks that share a model's layers, or its sequences.
 
     Args:
-        process_group: their ``torch.distributed`` group.
-        first: the place of the first of them in the world.
-        rank: this process's place among them.
+        process_groups: their ``torch.distributed`` groups: one, or the rows and columns of a grid of ranks in
+            which this one stands.
     """
 
-    process_group: Any
-    first: int
-    rank: int
+    process_groups: tuple[Any, ...]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of the ranks."""
+        return not any(map(torch.distributed.get_rank, self.process_groups))
 
     def gather(self, item: Any) -> list[Any]:
         """The item of every rank, by rank. A collective."""
-        found: list[Any] = [None] * self.process_group.size()
-        with unseen():
-            torch.distributed.all_gather_object(found, item, group=self.process_group)
-        return found
+        items = [item]
+        for group in self.process_groups:
+            found: list[Any] = [None] * group.size()
+            with unseen():
+                torch.distributed.all_gather_object(found, items, group=group)
+            items = [one for several in found for one in several]
+        return items
 
     def broadcast(self, item: Any) -> Any:
         """The item of the first rank. A collective."""
         found = [item]
-        with unseen():
-            torch.distributed.broadcast_object_list(found, src=self.first, group=self.process_group)
+        for group in self.process_groups:
+            first = torch.distributed.get_global_rank(group, 0)
+            with unseen():
+                torch.distributed.broadcast_object_list(found, src=first, group=group)
         return found[0]
 
     def same_program(self, graph: StepGraph) -> bool:
@@ -76,7 +83,7 @@ class Agreement:
         left = self.gather(None if limit is None else limit - graph.resident_bytes)
         least = None if None in left else min(left)
         answer: str | BudgetError = ""
-        if self.rank == 0:
+        if self.is_first:
             try:
                 answer = solve(None if least is None else least + graph.resident_bytes).to_json()
             except BudgetError as error:
@@ -116,15 +123,19 @@ def on_rank(error: BudgetError, more_bytes: int) -> BudgetError:
 
 
 def of_layers(model: torch.nn.Module) -> Agreement | None:
-    """The ranks that share layers of ``model``; ``None`` where there are none, or several different
-    groups.
+    """The ranks that share layers of ``model``, its sequences, or both; ``None`` where there are none, or
+    several groups that are no rows and columns of a grid.
     """
-    groups = {module.group for module in model.modules() if _is_group(getattr(module, "group", None))}
-    if len(groups) != 1:
+    modules: list[Any] = list(model.modules())
+    layers: set[Any] = {module.group for module in modules if _is_group(getattr(module, "group", None))}
+    contexts = [module.context for module in modules if hasattr(module, "context")]
+    sequences: set[Any] = {one.group for one in contexts if _is_group(getattr(one, "group", None))}
+    if len(layers) > 1 or len(sequences) > 1:
         return None
-    (group,) = groups
-    shared: Any = group
-    return Agreement(shared.process_group, shared.global_rank(0), shared.rank)
+    groups = [group.process_group for group in (*sequences, *layers)]
+    shared = [set(torch.distributed.get_process_group_ranks(group)) for group in groups]
+    crossing = len(groups) == 1 or (len(groups) == 2 and len(set.intersection(*shared)) == 1)
+    return Agreement(tuple(groups)) if crossing else None
 
 
 def of_group(groups: Mapping[str, Any]) -> Agreement | None:
@@ -136,7 +147,7 @@ def of_group(groups: Mapping[str, Any]) -> Agreement | None:
     (group,) = groups.values()
     if torch.distributed.get_world_size(group) == 1:
         return None
-    return Agreement(group, torch.distributed.get_global_rank(group, 0), torch.distributed.get_rank(group))
+    return Agreement((group,))
 
 
 def of_collectives(groups: Sequence[Any], given: Sequence[int]) -> Agreement | None:
@@ -154,8 +165,17 @@ def of_shards(model: torch.nn.Module) -> Agreement | None:
     """The ranks that FSDP shards ``model`` over, and those that hold the same shards; ``None`` where there
     are none, or they are in several groups and not all of the world.
     """
-    groups = fsdp.process_groups(model)
-    return of_group({"shards": groups[0]}) if len(groups) == 1 else of_world(groups)
+    return of_groups(fsdp.process_groups(model))
+
+
+def of_groups(groups: Sequence[Any]) -> Agreement | None:
+    """The ranks of these process groups: of one that has all of the others' ranks, or all ranks."""
+    ranks = [frozenset(torch.distributed.get_process_group_ranks(group)) for group in groups]
+    largest = {
+        own: group for own, group in zip(ranks, groups, strict=True) if not any(own < r for r in ranks)
+    }
+    distinct = list(largest.values())
+    return of_group({"all": distinct[0]}) if len(distinct) == 1 else of_world(distinct)
 
 
 def of_world(groups: Sequence[Any]) -> Agreement | None:

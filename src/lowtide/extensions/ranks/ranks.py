@@ -30,9 +30,9 @@ from lowtide.extensions.ranks.agreement import (
     adopt,
     of_collectives,
     of_group,
+    of_groups,
     of_layers,
     of_shards,
-    of_world,
 )
 from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
 from lowtide.extensions.ranks.presence import AHEAD_SECONDS, BEHIND_SECONDS, Presence
@@ -103,7 +103,7 @@ class Ranks(Extension):
         self.replicas = self._stages or distributed.replicated_by(self.model)
         self._announce()
         shared = self._neighbours = self._sharing()
-        self._refuse_unlimited(() if shared is None else [shared.process_group])
+        self._refuse_unlimited(() if shared is None else shared.process_groups)
         ranks = self._all_ranks()
         if ranks is not None:
             together = all(ranks.gather(kept is not None))
@@ -201,10 +201,9 @@ class Ranks(Extension):
         """All ranks that this one waits for in a step."""
         layers = self.agreement or self._neighbours
         groups = fsdp.process_groups(self.model)
-        groups += [] if layers is None else [layers.process_group]
+        groups += [] if layers is None else layers.process_groups
         groups += [] if self.replicas is None else [self.replicas]
-        distinct = list({id(group): group for group in groups}.values())
-        return of_group({"all": distinct[0]}) if len(distinct) == 1 else of_world(distinct)
+        return of_groups(groups)
 
     @contextmanager
     def around(self, step: ProfiledStep | PlannedStep) -> Iterator[None]:
@@ -242,7 +241,7 @@ class Ranks(Extension):
         groups = profiler.collectives.groups
         if not self._looked:
             shares = self._sharing()
-            self._refuse_unlimited([shares.process_group] if shares is not None else groups)
+            self._refuse_unlimited(shares.process_groups if shares is not None else groups)
             self._looked = True
             self.agreement = shares or of_collectives(groups, profiler.given)
         shared, self._neighbours = self.agreement, None

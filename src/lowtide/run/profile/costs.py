@@ -142,7 +142,8 @@ class CostMeter:
             space = call.info.name.partition(".")[0]
             functional, in_place = space == "_c10d_functional", space == "c10d" and not call.info.sends
             writes = functional and bool(call.info.written)
-            found = self._known[key] = MeasuredCost(functional or in_place, in_place, functional, writes)
+            collective = functional or in_place or space == "lowtide_ring"
+            found = self._known[key] = MeasuredCost(collective, in_place, functional, writes)
         return found
 
     def measure(self, cost: MeasuredCost, call: Callable[[], Any], warm: bool = True) -> Any:
@@ -230,8 +231,8 @@ class OpenCollectives:
         self._most: dict[str, int] = {}  # by operation, the most scratch of one that others overlapped
 
     def begins(self, call: Call, cost: MeasuredCost, results: list[Any], may_run_again: bool) -> None:
-        """A collective with this cost has begun, and has returned ``results``."""
-        for tensor in results:
+        """A collective with this cost has begun, and has returned ``results``; a ring has ended, too."""
+        for tensor in results if cost.on_copies else ():
             if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
                 enter(self.begun, tensor.untyped_storage(), (call.info.name, cost))
         group = private.process_group_of(call.func, call.args, call.kwargs) if may_run_again else None

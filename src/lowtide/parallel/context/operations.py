@@ -1,0 +1,145 @@
+"""Attention to a shared sequence as operations: one of the ring, and one of a rank that holds the whole.
+
+A ring is one operation of PyTorch, with all of its exchanges. So the ranks run equal programs, although each
+has other chunks, and a plan that has them run it again makes one decision for all.
+
+In: queries, keys and values of (batch, heads, sequence, features), of a rank's part of the sequence. Out: the
+same of the result. What autograd keeps is of that part alone, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lowtide.parallel.context.blocks import Mask, accumulated_in
+from lowtide.parallel.context.documents import Documents
+from lowtide.parallel.context.heads import from_heads, shared_sum, to_heads
+from lowtide.parallel.context.layout import Layout
+from lowtide.parallel.context.ring import Ring, alone
+from lowtide.parallel.groups import ALONE, TensorGroup, tensor_group
+from lowtide.private import process_group_named
+
+_MASK = "Tensor? first, Tensor? bounds, float scale, float softcap, int window, str group_name"
+_GIVEN = "Tensor q, Tensor k, Tensor v"
+_BACKWARD = f"Tensor grad, {_GIVEN}, Tensor out, Tensor lse"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the tokens of a shared sequence see.
+
+    Attributes:
+        documents: those of the sequence, or ``None``.
+        scale: of the scores.
+        softcap: see `lowtide.parallel.context.blocks.Mask`.
+        window: how many tokens a token sees at most, itself among them; 0 for all.
+    """
+
+    documents: Documents | None
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+
+    def arguments(self, group: TensorGroup) -> tuple[Any, ...]:
+        """As the operations take it."""
+        first, bounds = (None, None) if self.documents is None else self.documents
+        return first, bounds, self.scale, self.softcap, self.window, group.name
+
+
+def _ring(
+    q: Tensor,
+    first: Tensor | None,
+    bounds: Tensor | None,
+    scale: float,
+    softcap: float,
+    window: int,
+    name: str,
+) -> Ring:
+    mask = Mask(scale, softcap, window, first)
+    lists = None if bounds is None else bounds.tolist()
+    if not name:
+        return alone(q.shape[2], mask, None if lists is None else [[lists[0][0], lists[-1][1]]])
+    group = tensor_group(process_group_named(name))
+    return Ring(group, Layout(group.size, balanced=True), q.shape[2] // 2, mask, lists)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
+    return _ring(q, *mask).forward(q, k, v)
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *mask: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _ring(q, *mask).backward(grad, q, k, v, out, lse)
+
+
+def _forward_like(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = q.shape
+    out = q.new_empty(batch, length, heads, v.shape[3]).transpose(1, 2)
+    return out, q.new_empty(q.shape[:3], dtype=accumulated_in(q.dtype))
+
+
+def _backward_like(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+for space in ("lowtide_ring", "lowtide"):
+    forward, backward = f"{space}::attention", f"{space}::attention_backward"
+    torch.library.define(forward, f"({_GIVEN}, {_MASK}) -> (Tensor, Tensor)")
+    torch.library.define(backward, f"({_BACKWARD}, {_MASK}) -> (Tensor, Tensor, Tensor)")
+    torch.library.impl(forward, "default", _forward)
+    torch.library.impl(backward, "default", _backward)
+    torch.library.register_fake(forward, _forward_like)
+    torch.library.register_fake(backward, _backward_like)
+
+
+class RingAttention(torch.autograd.Function):
+    """Attention by a ring. Kept are this rank's queries, keys, values, result and log-sum-exps."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, group: TensorGroup) -> Tensor:
+        ctx.seen, ctx.group = seen, group
+        out, lse = torch.ops.lowtide_ring.attention(q, k, v, *seen.arguments(group))
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        found = torch.ops.lowtide_ring.attention_backward(
+            grad, *ctx.saved_tensors, *ctx.seen.arguments(ctx.group)
+        )
+        return *found, None, None
+
+
+class HeadsAttention(torch.autograd.Function):
+    """Attention of this rank's heads to the whole sequence, and all-to-all exchanges before and behind it.
+
+    Kept are the queries, keys and values of its heads, and the result of its part of the sequence, which the
+    layer behind keeps, too. Backward exchanges that result again, beside its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, group: TensorGroup) -> Tensor:
+        ctx.seen, ctx.group, ctx.key_heads = seen, group, k.shape[1]
+        q, k, v = to_heads((q, k, v), group)
+        out, lse = torch.ops.lowtide.attention(q, k, v, *seen.arguments(ALONE))
+        out = from_heads((out,), group)[0]
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad, out = to_heads((grad, out), ctx.group)
+        found = torch.ops.lowtide.attention_backward(grad, q, k, v, out, lse, *ctx.seen.arguments(ALONE))
+        dq, dk, dv = from_heads(found, ctx.group)
+        return dq, shared_sum(dk, ctx.key_heads), shared_sum(dv, ctx.key_heads), None, None
