@@ -199,38 +199,26 @@ def test_a_block_is_freed_once() -> None:
     assert allocator.allocated_bytes == 0
 
 
-def test_it_goes_on_from_a_snapshot() -> None:
-    blocks = [(4, "active_allocated"), (6, "inactive"), (10, "active_allocated")]
+def segment(start: int, *blocks: tuple[int, str], **more: Any) -> dict[str, Any]:
+    """A segment of a snapshot, from an address on; its blocks in MiB."""
     parts = [{"size": n * MIB, "requested_size": n * MIB, "state": state} for n, state in blocks]
-    segment = {
-        "address": 7 * MIB,
-        "total_size": 20 * MIB,
-        "segment_type": "large",
-        "stream": 99,
-        "blocks": parts,
-    }
+    total = sum(part["size"] for part in parts)
+    place = {"address": start * MIB, "total_size": total, "segment_type": "large", "stream": 0}
+    return {**place, "blocks": parts, **more}
+
+
+def test_it_goes_on_from_a_snapshot() -> None:
     allocator = CachingAllocator()
-    allocator.resume([segment])
+    blocks = [(4, "active_allocated"), (6, "inactive"), (10, "active_allocated")]
+    allocator.resume([segment(7, *blocks, stream=99)])
     assert (allocator.reserved_bytes, allocator.allocated_bytes) == (20 * MIB, 14 * MIB)
     assert allocator.allocate(5 * MIB).address == 11 * MIB  # in the hole
     assert allocator.allocate(5 * MIB).address >= 27 * MIB and allocator.reserved_bytes == 40 * MIB
 
 
 def test_it_goes_on_from_a_snapshot_of_expandable_segments() -> None:
-    def segment(page: int, *blocks: tuple[int, str]) -> dict[str, Any]:
-        parts = [{"size": n * MIB, "requested_size": n * MIB, "state": state} for n, state in blocks]
-        total = sum(part["size"] for part in parts)
-        return {
-            "address": page * 20 * MIB,
-            "total_size": total,
-            "segment_type": "large",
-            "stream": 0,
-            "blocks": parts,
-            "is_expandable": True,
-        }
-
-    before = segment(1, (15, "active_allocated"), (5, "inactive"))
-    after = segment(3, (8, "inactive"), (12, "active_allocated"))
+    before = segment(20, (15, "active_allocated"), (5, "inactive"), is_expandable=True)
+    after = segment(60, (8, "inactive"), (12, "active_allocated"), is_expandable=True)
     allocator = CachingAllocator(expandable_segments=True)
     live = allocator.resume([before, after])
     assert sorted(live) == [20 * MIB, 68 * MIB] and allocator.reserved_bytes == 40 * MIB
