@@ -92,7 +92,15 @@ def test_what_is_known_of_a_holder_comes_before_what_its_name_says() -> None:
     holder = Holder(UPDATE, 3 * GIB, known_remedy=("AdamW(..., fused=True)", 2 * GIB))
     assert in_lines([holder])[0].endswith(": AdamW(..., fused=True) frees about 2 GiB")
     found = what_to_do(9 * GIB, 10 * GIB, {UPDATE: 3 * GIB}, holders=[holder])
-    assert found[1:] == ["use AdamW(..., fused=True), which frees about 2 GiB"]
+    assert found[0] == "use AdamW(..., fused=True), which frees about 2 GiB"
+    assert found[1].startswith("give a budget of 10GiB")
+
+
+def test_what_one_remedy_frees_of_several_holders_counts_together() -> None:
+    tiled = [
+        Holder(name, GIB, known_remedy=("tiles", GIB // 2)) for name in ("made", "recomputed", "passing")
+    ]
+    assert what_to_do(9 * GIB, 10 * GIB, {}, holders=tiled)[0] == "use tiles, which frees about 1.5 GiB"
 
 
 @pytest.mark.parametrize(

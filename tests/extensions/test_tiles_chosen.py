@@ -93,6 +93,14 @@ def test_a_budget_that_no_plan_meets_is_held_with_tiles_from_the_first_step(smal
     assert all(tiled_forward(one) is None for one in net.modules())
 
 
+def test_a_refusal_names_tiles_first(smallest: int) -> None:
+    net = model()
+    lowtide.limit_memory(net, int(0.6 * smallest))
+    with pytest.raises(lowtide.BudgetError) as error:
+        step(net)
+    assert error.value.remedies[0].startswith("use tiles of '*.mlp' (tiles=\"auto\" in limit_memory")
+
+
 def test_the_smallest_budget_is_smaller_with_tiles(smallest: int) -> None:
     net = model()
     handle = lowtide.limit_memory(net, "min", tiles="auto")
