@@ -74,7 +74,8 @@ struct Value : c10::intrusive_ptr_target {
   at::ScalarType dtype = at::kByte;  // of a source
   Plan plan = Plan::None;
   bool has_digest = false, made_here = false, gathered = false, spoiled = false, listed = false,
-       crosses = false;  // another run of a unit needs it, perhaps without the weights of its own
+       crosses = false,      // another run of a unit needs it, perhaps without the weights of its own
+       overwritten = false;  // the program has written over its bytes: a plain step holds them no longer
 
   Value() : storage(c10::intrusive_ptr<c10::StorageImpl>()) {}
   ~Value() override { clear(); }
@@ -105,9 +106,13 @@ struct Value : c10::intrusive_ptr_target {
   static constexpr int64_t FEW_BYTES = 4096;
 
   void went(const c10::intrusive_ptr<Ledger>& book) {  // it is evicted now
-    if (ledger) return;
+    if (ledger || overwritten) return;
     ledger = book;
     ledger->missing_bytes += nbytes;
+  }
+  void is_overwritten() {
+    overwritten = true;
+    came_back();
   }
   void came_back() {
     if (auto book = std::move(ledger)) book->missing_bytes -= nbytes;
@@ -637,6 +642,7 @@ class Tape {
 // Autograd's handles of the value show what is written, as in a plain step: where their version counters do
 // not tell of it, it lies beside what they show (chunks of one storage), or came through `.data`.
 inline void Tape::before_update(Value& old, const Tensor& tensor) {
+  old.is_overwritten();
   bool shares = old.cached.defined() && share_bytes(old.cached, tensor);
   bool whole = tensor.numel() * static_cast<int64_t>(tensor.element_size()) == old.nbytes;
   if (old.saved > 0 && !old.shown.defined() && (shares || whole)) {
@@ -691,6 +697,7 @@ inline bool Tape::change(const ValuePtr& value, Change how, const Left* left) {
   if (value->readers == 0) return left != nullptr && how == Change::Written;  // others read what is written
   if (how == Change::Emptied) return false;
   if (how == Change::Swapped) return false;  // copies have the storage, whatever tensor of the program has it
+  value->is_overwritten();
   auto program = value->storage.lock();
   bool shares = value->cached.defined() && program &&
       value->cached.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get() ==
