@@ -94,9 +94,9 @@ def sharded(rows: list[dict[str, Any]]) -> str:
 
 
 IN_SHORT = (
-    "The budget of each row is the peak of `torch.utils.checkpoint` on every block. Times are extra times "
-    "over the plain step. In the last column lowtide may also move values: to the disk on the CPU, to main "
-    "memory on the GPU."
+    "The budget of each row is the peak of `torch.utils.checkpoint` on every block. Percentages are extra "
+    'time over the plain step. The last column is `policy="mixed"`, which may also move values: to the disk '
+    "on the CPU, to main memory on the GPU."
 )
 
 
@@ -113,7 +113,7 @@ def versus_in_short(found: dict[str, Any]) -> str:
         ]
         for row in found["rows"]
     ]
-    head = ["step", "plain MiB", "budget MiB", "checkpointing", "lowtide", "lowtide, moving too"]
+    head = ["step", "plain MiB", "budget MiB", "checkpointing", "lowtide", "lowtide, `mixed`"]
     return table(head, [*report_gpu.versus_checkpointing(), *rows])
 
 
@@ -365,8 +365,9 @@ def main() -> None:
         parts += ["", "## Predicted against measured", "", where(found), "", text, "", accuracy(found)]
         brief += (
             f"\n- Predictions before any step, for six models at four budgets each ({where(found)}): the "
-            f"peak is within 1 % in {held['peak_holds']} of {held['of']} rows. The extra time is within 15 % "
-            f"of the measured one, or within 2 % of the step, in {held['forecast_holds']}."
+            f"peak is within 1 % in {held['peak_holds']} of {held['of']} rows. In {held['forecast_holds']} "
+            "rows the predicted extra time is within 15 % of the measured extra time, or off by at most 2 % "
+            "of the step's time."
         )
     if found and (other := load("accuracy_elsewhere")):  # saved under this name by hand
         held = other["held"]

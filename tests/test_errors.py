@@ -225,8 +225,8 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
         "What to do, any one of these:",
         "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the "
         "smallest that works",
-        "  - make the batch or the sequences at least 51 % smaller, and keep the budget at 25GiB (a "
-        "percentage shrinks with them)",
+        "  - make the batch or the sequences at least 51 % smaller, and give the budget as 25GiB (a "
+        "percentage would be of the smaller step)",
         "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., "
         "host_fraction=0.09)",
         "Its peak is at the loss.",
@@ -236,6 +236,12 @@ def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
     twin = pickle.loads(pickle.dumps(error))
     assert str(twin) == str(error) and twin.parts == error.parts, "ranks tell each other"
     assert twin.remedies[0] == "turn it off" and len(twin.remedies) == 4
+
+
+def test_a_refusal_shows_one_number_for_the_budget() -> None:
+    """It said 5.58 MiB at first, and 5.59MiB where a smaller batch is proposed."""
+    text = str(BudgetError(None, 8_689_291, budget_bytes=5_860_000, parts={"least activations": 8 << 20}))
+    assert "the budget of 5.58 MiB is" in text and "give the budget as 5.58MiB" in text
 
 
 def test_a_refusal_without_a_message_has_words_wherever_it_is_shown() -> None:

@@ -74,19 +74,20 @@ def train(
     context: typer.Context,
     run_folder: Annotated[
         Path | None,
-        typer.Argument(metavar="RUN", help="With --resume, the run's folder.", show_default=False),
+        typer.Argument(metavar="RUN", help="Folder of the run that --resume continues.", show_default=False),
     ] = None,
     model: Model = "gpt-mini",
     pretrained: Annotated[
         bool,
         typer.Option(
-            "--pretrained", help="Begin with the safetensors in --model's folder, or with those on the hub."
+            "--pretrained",
+            help="Begin with the weights (safetensors) in the folder of --model, or on the hub.",
         ),
     ] = False,
     budget: Budget = None,
     policy: PolicyName = None,
     plan_seconds: PlanSeconds = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; a resumed run may get more.")] = 100,
+    steps: Annotated[int, typer.Option(help="Optimizer steps. A resumed run may have more.")] = 100,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
@@ -94,30 +95,36 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A text file or folder; a .jsonl, .parquet, .csv or .arrow file or a folder that datasets "
-            "saved; or hf:OWNER/NAME[:CONFIGURATION]. [default: the source of Python's standard library]"
+            help="Text to train on: a text file or a folder of them; a .jsonl, .parquet, .csv or .arrow "
+            "file; a folder that datasets saved; or hf:OWNER/NAME[:CONFIGURATION]. [default: the source of "
+            "Python's standard library]"
         ),
     ] = None,
     text_column: Annotated[
-        str | None, typer.Option(help="Column of --data with the text. [default: text, or the only one]")
+        str | None,
+        typer.Option(help="Column of --data that has the text. [default: text, or the only column]"),
     ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            help="bytes; train or train:8192 for one learned from the text; a tokenizer.json, its folder or "
-            "a name on the hub. [default: the model's own, else bytes]"
+            help="bytes; train or train:8192 (a tokenizer of that size, learned from the text); a "
+            "tokenizer.json or its folder; or a name on the hub. [default: the model's own, else bytes]"
         ),
     ] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
     lr_schedule: Annotated[
         str,
-        typer.Option(help="After the peak learning rate: cosine or linear (down to a tenth), or constant."),
+        typer.Option(
+            help="Learning rate after its peak: cosine or linear (both down to a tenth), or constant."
+        ),
     ] = "cosine",
     warmup: Annotated[
         int | None,
-        typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]"),
+        typer.Option(help="Steps until the peak learning rate. [default: a tenth of --steps, at least 20]"),
     ] = None,
-    weight_decay: Annotated[float, typer.Option(help="AdamW's, on matrices only.")] = 0.1,
+    weight_decay: Annotated[
+        float, typer.Option(help="Weight decay of AdamW. It applies to matrices only.")
+    ] = 0.1,
     optimizer_host_fraction: Annotated[
         str | None,
         typer.Option(
@@ -125,10 +132,12 @@ def train(
             "1, or auto. [default: all on the device]"
         ),
     ] = None,
-    grad_accum: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
-    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for no clipping.")] = 1.0,
+    grad_accum: Annotated[int, typer.Option(help="Microbatches in each optimizer step.")] = 1,
+    clip: Annotated[
+        float, typer.Option(help="Norm to which gradients are clipped; 0 for no clipping.")
+    ] = 1.0,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 for one at the end.")] = 50,
-    eval_batches: Annotated[int, typer.Option(help="Micro-batches per evaluation.")] = 8,
+    eval_batches: Annotated[int, typer.Option(help="Microbatches in each evaluation.")] = 8,
     device: Device = "cpu",
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
@@ -137,7 +146,7 @@ def train(
     compile_backend: CompileBackend = None,
     checkpoint_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder for checkpoints, and plans; the last is always saved."),
+        typer.Option(help="Folder for checkpoints and plans. The last checkpoint is always saved."),
     ] = None,
     checkpoint_every: Annotated[
         int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
@@ -146,61 +155,67 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Continue from the newest checkpoint in RUN (--resume runs/first), in --checkpoint-dir, or "
-            "of the newest run in runs. Options that you leave out have the run's values; --steps may "
-            "be larger. The first step follows the plan that the run has kept.",
+            help="Continue from the newest checkpoint in RUN (--resume runs/first) or in --checkpoint-dir; "
+            "without both, of the newest run in the folder runs. Options that you leave out have the values "
+            "of that run. --steps may be larger. The first step follows the plan that the run has kept.",
         ),
     ] = False,
     stop_after: Annotated[
         int | None,
-        typer.Option(help="Stop at this step; --resume continues. The learning rate still follows --steps."),
+        typer.Option(
+            help="Stop at this step. --resume continues from there. The learning rate still follows --steps."
+        ),
     ] = None,
     compare: Annotated[
         bool | None,
         typer.Option(
             "--compare/--no-compare",
-            help="Measure the plain and the planned step side by side at the end. [default: yes, but not "
-            "with --pp]",
+            help="Measure the plain step and the planned step at the end. [default: yes; with --pp no]",
         ),
     ] = None,
     tp: Annotated[
         int,
-        typer.Option(help="Ranks that split every layer (tensor parallel); start them with torchrun."),
+        typer.Option(help="Tensor parallel ranks, which split every layer. Start the ranks with torchrun."),
     ] = 1,
     sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="The --tp ranks split the sequence, too.")
+        bool, typer.Option("--sequence-parallel", help="The --tp ranks also split the sequence.")
     ] = False,
-    dp: Annotated[int, typer.Option(help="Ranks that split each microbatch (data parallel).")] = 1,
+    dp: Annotated[int, typer.Option(help="Data parallel ranks, which split each microbatch.")] = 1,
     shard_parameters: Annotated[
         bool,
         typer.Option(
             "--shard-parameters",
-            help="The --dp ranks shard parameters, gradients and optimizer state, too (FSDP2).",
+            help="The --dp ranks also shard parameters, gradients and optimizer state (FSDP2).",
         ),
     ] = False,
     dp_replicate: Annotated[
         int,
-        typer.Option(help="Groups with all shards: --dp 8 --dp-replicate 2 are two groups of four (HSDP)."),
+        typer.Option(
+            help="Number of groups of ranks, each with all shards (HSDP): --dp 8 --dp-replicate 2 makes two "
+            "groups of four ranks."
+        ),
     ] = 1,
     pp: Annotated[
         int,
-        typer.Option(help="Pipeline ranks; --grad-accum is the number of microbatches."),
+        typer.Option(help="Pipeline ranks. --grad-accum is then the number of microbatches of the schedule."),
     ] = 1,
     schedule: Annotated[
         str | None,
         typer.Option(help="Pipeline schedule: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
     ] = None,
     tensorboard: Annotated[
-        Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
+        Path | None, typer.Option(help="Folder for TensorBoard (needs tensorboard).")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     report: Annotated[
         Path | None,
-        typer.Option(help="Report of one step: a page (.html), or another format of lowtide report."),
+        typer.Option(help="Write a report of one step: a page (.html), or another format of lowtide report."),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no progress, no table and no picture.")
+    ] = False,
 ) -> None:
-    """Train a language model on text under a memory budget, and show what the budget did to a step."""
+    """Train a language model on text within a memory budget, and show the memory and the time of a step."""
     asked: dict[str, Any] = dict(locals())  # every option by its name
     del asked["context"], asked["quiet"], asked["run_folder"]
     from rich.console import Console
@@ -244,9 +259,9 @@ def train(
 
 @app.command(short_help="Check whether this machine is ready.")
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Say what this machine has, what that means for a limited step, and what to do about it."""
+    """Check what lowtide needs on this machine, and say what to do about each problem."""
     from lowtide.doctor import examine
 
     found = examine()

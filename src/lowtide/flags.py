@@ -23,66 +23,71 @@ Script = Annotated[
     str | None,
     typer.Argument(
         metavar="FILE.py:FUNCTION",
-        help="A step of your own in place of a preset's: a function, in a file or as "
-        "package.module:function, that returns (model, args), (model, args, kwargs), or a step to call; an "
-        "optimizer may follow.",
+        help="A function of your own script, in place of --model: FILE.py:FUNCTION or "
+        "package.module:function. It returns (model, args), (model, args, kwargs), or a function that "
+        "runs a step; an optimizer may be the last element.",
         show_default=False,
     ),
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="Peak of a step: 600MiB, 6GiB, 60% of the plain step's peak, min (the smallest that works) or "
-        "auto (the device's free memory, less a tenth). [default: 60% or the smallest that works, "
-        "whichever is more; none under a --policy]"
+        help="Peak memory of a step: 600MiB; 60% (of the plain step's peak); min (the smallest that works); "
+        "or auto (the device's free memory, less a tenth). [default: the larger of 60% and min; no "
+        "budget with --policy]"
     ),
 ]
 PolicyName = Annotated[
     str | None,
     typer.Option(
-        help="How to meet the budget: optimal (the default), mixed (moves values, too), or "
-        "keep_all, full, sqrt, selective, offload, compress."
+        help="How to meet the budget: optimal (the default), mixed (also moves values), keep_all, full, "
+        "sqrt, selective, offload or compress."
     ),
 ]
 PlanSeconds = Annotated[
     float | None,
     typer.Option(
-        help="About how long a search for a plan may take; less time may mean a slower plan. [default: 0.7 "
-        "s or ten plain steps while training and for a script, half a minute for a preset]"
+        help="About how many seconds a search for a plan may take. A short search may find a slower plan. "
+        "[default: half a minute for a preset; while training and for a script 0.7 s or ten plain steps, "
+        "whichever is more]"
     ),
 ]
 Batch = Annotated[int, typer.Option(help="Sequences in a microbatch.")]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 (autocast with float32 weights).")]
 PlanDtype = Annotated[
     Dtype | None,
     typer.Option(
-        help="fp32, or bf16 by autocast over float32 weights; by default fp32, and bf16 for a GPU that "
-        "--device names."
+        help="fp32, or bf16 (autocast with float32 weights). [default: bf16 if --device names a GPU such as "
+        "h100, else fp32]"
     ),
 ]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 PlanDevice = Annotated[
     str,
     typer.Option(
-        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (those of lowtide estimate): the plan "
-        "uses the times of that GPU, which this machine does not need."
+        help="cpu, cuda or cuda:N; or a GPU of lowtide estimate (a100, h100, h200, b200, ...): the plan then "
+        "uses the times of that GPU, and this machine needs none."
     ),
 ]
 Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
 Unfused = Annotated[
     bool,
     typer.Option(
-        "--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel."
+        "--unfused-attention",
+        help="Built-in models: attention in separate operations, not in the fused kernel.",
     ),
 ]
 LossChunks = Annotated[
-    int | None, typer.Option(help="Built-in models: chunks of tokens for the output head and the loss.")
+    int | None,
+    typer.Option(
+        help="Built-in models: number of chunks of tokens in which the output layer and the loss run."
+    ),
 ]
 Compile = Annotated[
     bool,
     typer.Option(
-        "--compile/--no-compile", help="Compile the step within the budget (torch.compile, one whole graph)."
+        "--compile/--no-compile", help="Compile the step within the budget (torch.compile, one graph)."
     ),
 ]
 CompileBackend = Annotated[

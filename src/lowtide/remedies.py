@@ -175,9 +175,7 @@ take 13 GiB'
     words = [f"{name} {share / 100:g}" for name, share in shares.items() if share]
     needed = rounded_up(smallest_bytes).replace(unit, f" {unit}")
     takes = f"{', '.join(words)} take {needed}" if parts else f"at least {needed} are needed"
-    budget = f"{budget_bytes * 100 // SIZES[unit] / 100:g} {unit}"  # rounded down, so below what is needed
-    if budget_bytes < SIZES[unit] / 10:
-        budget = format_bytes(budget_bytes)
+    budget = _below(budget_bytes, smallest_bytes)
     if budget_bytes % 10**6 == 0 and budget_bytes % SIZES["MiB"]:  # as it was written
         written, size = ("GB", 10**9) if budget_bytes >= 10**9 else ("MB", 10**6)
         budget = f"{budget_bytes / size:g} {written} ({budget})"
@@ -223,7 +221,7 @@ def what_to_do(
         f"give a budget of {rounded_up(smallest_bytes)} or more ({smallest_bytes} bytes{share}), the "
         "smallest that works"
     ]
-    missing_bytes = max(1, smallest_bytes - budget_bytes)
+    missing_bytes, given = max(1, smallest_bytes - budget_bytes), _below(budget_bytes, smallest_bytes)
     if policy:
         found.append("use the policy 'optimal', which finds the least memory that it can")
     loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
@@ -231,7 +229,8 @@ def what_to_do(
     if missing_bytes <= _MOST_SMALLER * activations:
         found.append(
             f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
-            f"smaller, and keep the budget at {rounded_up(budget_bytes)} (a percentage shrinks with them)"
+            f"smaller, and give the budget as {given.replace(' ', '')} (a percentage would be of the smaller "
+            "step)"
         )
     if parts.get(OUTPUTS, 0) > missing_bytes:
         found.append(
@@ -296,6 +295,18 @@ def rounded_up(count: int) -> str:
     """
     unit = _unit(count)
     return f"{math.ceil(100 * count / SIZES[unit]) / 100:g}{unit}"
+
+
+def _below(budget_bytes: int, smallest_bytes: int) -> str:
+    """A budget in the unit of the smallest one, rounded down: so it is shown below what is needed.
+
+    >>> _below(5_860_000, 8_689_291)
+    '5.58 MiB'
+    """
+    unit = _unit(smallest_bytes)
+    if budget_bytes < SIZES[unit] / 10:
+        return format_bytes(budget_bytes)
+    return f"{budget_bytes * 100 // SIZES[unit] / 100:g} {unit}"
 
 
 def _unit(count: int) -> str:

@@ -40,65 +40,96 @@ FLAGS: dict[str, Any] = {
     "layers": Annotated[int | None, option("Transformer layers (L).")],
     "hidden": Annotated[int | None, option("Hidden size (h).")],
     "heads": Annotated[int | None, option("Attention heads (a).")],
-    "kv_heads": Annotated[int | None, option("Key-value heads. [default: the heads]")],
+    "kv_heads": Annotated[int | None, option("Key-value heads. [default: as many as --heads]")],
     "head_width": Annotated[int | None, option("Width of a head. [default: hidden / heads]")],
     "ffn": Annotated[
-        int | None, option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")
+        int | None,
+        option("Inner size of the MLP. [default: 4h; with swiglu 8h/3, rounded up to a multiple of 256]"),
     ],
     "vocab": Annotated[int | None, option("Vocabulary (v). [default: 51200]")],
     "mlp": Annotated[Mlp | None, option("Kind of MLP. [default: gelu]")],
     "norm": Annotated[Literal["layernorm", "rmsnorm"] | None, option("Kind of norm. [default: layernorm]")],
     "positions": Annotated[
-        Literal["learned", "rotary"] | None, option("Kind of positions. [default: learned with gelu]")
+        Literal["learned", "rotary"] | None,
+        option("Kind of position encoding. [default: learned with --mlp gelu, else rotary]"),
     ],
-    "bias": Annotated[Switch, option("Biases of linear layers. [default: with gelu]", "--bias/--no-bias")],
+    "bias": Annotated[
+        Switch,
+        option(
+            "Whether linear layers have biases. [default: yes with --mlp gelu, else no]", "--bias/--no-bias"
+        ),
+    ],
     "tied": Annotated[
         Switch,
         option(
-            "Output layer shares the embedding. [default: the model's]",
+            "Whether the output layer shares the embedding's weights. [default: the model's]",
             "--tied-embeddings/--untied-embeddings",
         ),
     ],
     "experts": Annotated[
-        int | None, option("Experts of a layer (a mixture), each of --ffn. [default: the model's]")
+        int | None,
+        option(
+            "Routed experts in each layer of a mixture; --ffn is the inner size of each. [default: the "
+            "model's]"
+        ),
     ],
-    "experts_per_token": Annotated[int | None, option("Experts that each token goes to.")],
+    "experts_per_token": Annotated[
+        int | None, option("Routed experts that work on each token. [default: the model's]")
+    ],
     "shared_experts": Annotated[
-        int | None, option("Experts beside these for every token. [default: the model's]")
+        int | None,
+        option("Experts that work on every token, in addition to the routed ones. [default: the model's]"),
     ],
     "ep": Annotated[
         int | None,
-        option("Expert parallel size: of the d x c ranks, those that share the experts. [default: 1]"),
+        option(
+            "Expert parallel size: the number of ranks that share the experts of a layer. It divides dp x "
+            "cp. [default: 1]"
+        ),
     ],
     "imbalance": Annotated[
-        float | None, option("Tokens of the busiest expert-parallel rank over an average one's. [default: 1]")
+        float | None,
+        option("Tokens of the expert-parallel rank with the most tokens, divided by the mean. [default: 1]"),
     ],
     "score_before_experts": Annotated[
         Switch,
-        option("Experts' inputs are weighed, not their outputs (torchtitan).", "--score-before-experts"),
+        option(
+            "The router's scores multiply the inputs of experts, not their outputs (torchtitan).",
+            "--score-before-experts",
+        ),
     ],
     "weigh_float32": Annotated[
-        Switch, option("Experts' outputs are weighed in float32 (prime-rl).", "--weigh-float32")
+        Switch,
+        option(
+            "The router's scores multiply the outputs of experts in float32 (prime-rl).", "--weigh-float32"
+        ),
     ],
     "seq": Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")],
-    "micro_batch": Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")],
+    "micro_batch": Annotated[int | None, option("Sequences in a microbatch (b). [default: 1]")],
     "global_batch": Annotated[
-        int | None, option("Sequences in a step (B). [default: micro-batch x dp x pp]")
+        int | None, option("Sequences in an optimizer step (B). [default: microbatch x dp x pp]")
     ],
     "tp": Annotated[int | None, option("Tensor parallel size (t). [default: 1]")],
     "sequence_parallel": Annotated[
         Switch,
-        option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel"),
+        option(
+            "Split norms and dropouts along the sequence among the --tp ranks.",
+            "--sequence-parallel/--no-sequence-parallel",
+        ),
     ],
     "pp": Annotated[int | None, option("Pipeline stages (p). [default: 1]")],
-    "interleave": Annotated[int | None, option("Model chunks on a stage (m). [default: 1]")],
+    "interleave": Annotated[int | None, option("Model chunks on each pipeline stage (m). [default: 1]")],
     "dp": Annotated[int | None, option("Data parallel size (d). [default: 1]")],
     "cp": Annotated[
-        int | None, option("Context parallel size: ranks that share each sequence. [default: 1]")
+        int | None,
+        option("Context parallel size: the number of ranks that share each sequence. [default: 1]"),
     ],
     "cp_exchange": Annotated[
         Literal["ring", "all-gather", "all-to-all"] | None,
-        option("How context-parallel ranks share keys and values; all-to-all is Ulysses'. [default: ring]"),
+        option(
+            "How context-parallel ranks exchange keys and values; all-to-all is DeepSpeed Ulysses. [default: "
+            "ring]"
+        ),
     ],
     "head_chunks": Annotated[
         int | None,
@@ -109,201 +140,264 @@ FLAGS: dict[str, Any] = {
     ],
     "zero": Annotated[
         int | None,
-        option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
+        option(
+            "ZeRO stage: 0 splits nothing; 1 splits the optimizer state; 2 also gradients; 3 also weights "
+            "(FSDP). [default: 0]"
+        ),
     ],
     "recompute": Annotated[
         str | None,
         option(
-            "none; selective (Megatron's: the attention core); full; selective-op, selective-layer "
-            "(torchtitan's); sqrt; or a number of layers of each stage. [default: none]"
+            "What backward recomputes. none; selective: the attention core (Megatron); full: every layer; "
+            "selective-op and selective-layer: as in torchtitan; sqrt: segments of about sqrt(L) layers; a "
+            "number: that many layers of each stage. [default: none]"
         ),
     ],
     "attention": Annotated[
         Literal["unfused", "flash-1", "fused", "flash-3"] | None,
         option(
-            "fused keeps no scores; nor does flash-3 (FlashAttention 3, TransformerEngine's on Hopper), "
-            "which is faster, nor flash-1 (of 2023), which is slower with long sequences. [default: the "
-            "model's; unfused with bare sizes, as in arXiv 2205.05198]"
+            "unfused keeps the attention scores; the others do not. fused: FlashAttention 2. flash-1: "
+            "kernels of 2023, slower with long sequences. flash-3: faster kernels for Hopper (FlashAttention "
+            "3, TransformerEngine). [default: the model's; unfused if the model is given by sizes, as in "
+            "arXiv 2205.05198]"
         ),
     ],
     "dropout": Annotated[
-        float | None, option("Dropout probability. [default: the model's; 0.1 with bare sizes]")
+        float | None,
+        option("Dropout probability. [default: the model's; 0.1 if the model is given by sizes]"),
     ],
     "dtype": Annotated[
         Dtypes | None,
         option(
-            "Of weights and activations; autocast: float32 weights, bfloat16 products; mixed: float32 "
-            "weights that FSDP casts where it gathers them, and a bfloat16 residual stream (FSDP2's "
-            "MixedPrecisionPolicy), which autocast has in float32; bf16-true: bfloat16 of the optimizer's "
-            "state, too, without a float32 copy of the weights. [default: bf16]"
+            "Of weights and activations. bf16 and fp16: the optimizer also keeps float32 weights (master "
+            "weights). bf16-true: no master weights, and an optimizer state in bfloat16. autocast: float32 "
+            "weights and residual stream, bfloat16 products. mixed: float32 weights that FSDP2's "
+            "MixedPrecisionPolicy casts when it gathers them, and a bfloat16 residual stream. [default: bf16]"
         ),
     ],
     "gradient_dtype": Annotated[
         Literal["auto", "bf16", "fp16", "fp32"] | None,
-        option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
+        option(
+            "Dtype of gradients. [default: fp32 with master weights and --zero 0 (18 bytes a parameter), "
+            "else the weights' dtype]"
+        ),
     ],
     "reduce_dtype": Annotated[
         Literal["auto", "bf16", "fp16", "fp32"] | None,
         option(
-            "In which gradients are summed over data-parallel ranks (traffic only). [default: the gradients']"
+            "Dtype in which data-parallel ranks sum gradients; changes traffic only. [default: the "
+            "gradients' dtype]"
         ),
     ],
     "optimizer": Annotated[
         Optimizers | None,
         option(
-            "8bit: states of one byte; paged: states leave the device but for the update (bitsandbytes). "
-            "[default: adam]"
+            "Names with 8bit: a state of one byte a value. Names with paged: the state is on the device "
+            "during the update only (bitsandbytes). [default: adam]"
         ),
     ],
     "update": Annotated[
         Updates | None,
         option(
-            "How PyTorch updates: foreach takes one more copy of Adam's second moment. [default: foreach, "
-            "its default; fused where there are master weights]"
+            "Implementation of the update in torch.optim. foreach needs a temporary copy of Adam's second "
+            "moment. [default: fused with master weights, else foreach]"
         ),
     ],
     "lora": Annotated[
         int | None,
-        option("Rank of adapters beside frozen weights: LoRA. [default: none, all weights are trained]"),
+        option(
+            "Rank of LoRA adapters; the model's own weights are then frozen. [default: no adapters, all "
+            "weights are trained]"
+        ),
     ],
     "lora_targets": Annotated[
         str | None,
         option(
-            "Linear layers with adapters: all-linear, attention, mlp, or of q,k,v,o,gate,up,down. "
-            "[default: all-linear]"
+            "Linear layers that have adapters: all-linear, attention, mlp, or a list of "
+            "q,k,v,o,gate,up,down. [default: all-linear]"
         ),
     ],
     "lora_dtype": Annotated[
         Literal["fp32", "same"] | None,
         option(
-            "Of adapters: fp32 (peft's: each casts and keeps its input), or the same as trained weights "
-            "have. [default: fp32]"
+            "Dtype of adapters. fp32: peft's default, where each adapter keeps its own float32 input. same: "
+            "the dtype that trained weights have without adapters. [default: fp32]"
         ),
     ],
-    "lora_dropout": Annotated[float | None, option("Dropout of the adapters' inputs. [default: 0]")],
-    "dora": Annotated[Switch, option("DoRA: adapters with magnitudes.", "--dora")],
+    "lora_dropout": Annotated[
+        float | None, option("Dropout probability on the inputs of adapters. [default: 0]")
+    ],
+    "dora": Annotated[
+        Switch, option("Use DoRA: each adapter also has a magnitude for each output.", "--dora")
+    ],
     "quantize": Annotated[
         Quantizes | None,
-        option("In what frozen matrices are kept: nf4 (QLoRA), int8 or fp8. [default: none]"),
+        option("Format of the frozen matrices: nf4 (QLoRA), int8 or fp8. [default: none]"),
     ],
     "optimizer_in_backward": Annotated[
         Switch,
-        option("Each parameter is updated in backward, and its gradient freed.", "--optimizer-in-backward"),
+        option(
+            "Update each parameter in backward, and free its gradient at once.", "--optimizer-in-backward"
+        ),
     ],
     "offload_optimizer": Annotated[
         float | None,
-        option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]"),
+        option(
+            "Fraction of the optimizer state and of the gradients on the host; 1 is ZeRO-Offload. [default: "
+            "0]"
+        ),
     ],
     "offload_weights": Annotated[
         Switch,
         option(
-            "The weights that ZeRO 3 splits are on the host, with gradients and optimizer (FSDP2's "
-            "CPUOffloadPolicy, DeepSpeed's offload_param).",
+            "Keep the weights that ZeRO 3 splits on the host, with their gradients and the optimizer state "
+            "(CPUOffloadPolicy of FSDP2, offload_param of DeepSpeed).",
             "--offload-weights",
         ),
     ],
     "partition_activations": Annotated[
-        Switch, option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
+        Switch,
+        option("Split kept layer inputs among the --tp ranks (P_a of ZeRO-R).", "--partition-activations"),
     ],
     "offload_activations": Annotated[
-        Switch, option("Keep activations on the host.", "--offload-activations")
+        Switch, option("Keep saved activations on the host.", "--offload-activations")
     ],
     "loss": Annotated[
         Losses | None,
         option(
-            "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), on a copy held "
-            "beside them (upcast), on one held alone (float32), transformers', in place (Megatron's and "
-            "lowtide's; -fused: Megatron's fused kernels; -copy: Unsloth's), torch's compiled, in "
-            "--loss-chunks pieces of the tokens or the vocabulary with the output layer, or Liger's "
-            "(fused-linear). [default: torch at t = 1, in-place above]"
+            "How cross entropy is computed. PyTorch: torch (logits cast to float32), torch-uncast (no cast), "
+            "compiled, upcast and float32 (the caller holds float32 logits, with or without the logits "
+            "before the cast), transformers (nobody holds logits). In place: in-place (Megatron, lowtide), "
+            "in-place-fused (Megatron's fused kernels), in-place-copy (Unsloth). In --loss-chunks pieces, "
+            "with the output layer: chunked (of the tokens), chunked-vocabulary and vocabulary-eager (of the "
+            "vocabulary). In pieces of its own: fused-linear (Liger). [default: torch with --tp 1, else "
+            "in-place]"
         ),
     ],
-    "loss_chunks": Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")],
+    "loss_chunks": Annotated[int | None, option("Number of pieces of a chunked loss. [default: 8]")],
     "tiles": Annotated[
         int | None,
         option(
-            "Pieces of the tokens that the MLP, and a chunked loss, work on one by one (ALST). [default: 1]"
+            "Number of pieces of the tokens. The MLP and a chunked loss process them one after another "
+            "(ALST). [default: 1]"
         ),
     ],
     "fused_qkv": Annotated[
-        Switch, option("Values keep all of one product of q, k and v (LitGPT).", "--fused-qkv")
+        Switch,
+        option(
+            "The saved v is a view of one product of q, k and v, and keeps all of it (LitGPT).",
+            "--fused-qkv",
+        ),
     ],
     "unfused_norms": Annotated[
         Switch,
-        option("RMS norms in separate float32 operations, as transformers has them.", "--unfused-norms"),
+        option("RMS norms run as separate float32 operations (transformers).", "--unfused-norms"),
     ],
     "unfused_mlp": Annotated[
         Switch,
         option(
-            "MLP in separate operations: SwiGLU also keeps silu(gate), gelu_new three more.", "--unfused-mlp"
+            "The MLP's activation runs as separate operations: SwiGLU also keeps silu(gate), gelu_new keeps "
+            "three more tensors.",
+            "--unfused-mlp",
         ),
     ],
     "keep_output_tensors": Annotated[
         Switch,
         option(
-            "Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"
+            "A stage keeps its outputs after it has sent them (arXiv 2205.05198, App. B).",
+            "--keep-output-tensors",
         ),
     ],
     "keep_gathered": Annotated[
         Switch,
-        option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
+        option(
+            "With --sequence-parallel, layers keep the inputs that they have gathered (DTensor, nanotron).",
+            "--keep-gathered",
+        ),
     ],
     "gather_logits": Annotated[
-        Switch, option("Every tensor rank gathers all logits for the loss (Hugging Face).", "--gather-logits")
+        Switch,
+        option(
+            "Each tensor-parallel rank gathers the logits of the whole vocabulary for the loss (Hugging "
+            "Face).",
+            "--gather-logits",
+        ),
     ],
     "no_sync": Annotated[
         Switch,
         option(
-            "Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"
+            "Gradients that ZeRO splits stay whole until the last microbatch of a step (FSDP's no_sync).",
+            "--no-sync",
         ),
     ],
     "flat_parameters": Annotated[
         Switch,
-        option("Adapters share flat parameters with frozen weights: FSDP 1 (LitGPT).", "--flat-parameters"),
+        option(
+            "Adapters and frozen weights of a layer share one flat parameter (FSDP 1, LitGPT).",
+            "--flat-parameters",
+        ),
     ],
     "keep_weights": Annotated[
-        Switch, option("Weights that ZeRO 3 gathers stay until their backward (DeepSpeed).", "--keep-weights")
+        Switch,
+        option(
+            "Weights that ZeRO 3 gathers in forward stay until their backward (DeepSpeed).", "--keep-weights"
+        ),
     ],
     "ddp_buckets": Annotated[
         Switch,
-        option("DistributedDataParallel's buckets beside the gradients (its default).", "--ddp-buckets"),
+        option(
+            "Count the buckets of DistributedDataParallel in addition to the gradients; this is its default.",
+            "--ddp-buckets",
+        ),
     ],
     "compile": Annotated[
         Switch,
-        option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile"),
+        option(
+            "Pointwise operations are fused, by torch.compile or by hand. Changes times, and the bytes of "
+            "--recompute selective-op.",
+            "--compile",
+        ),
     ],
-    "float8": Annotated[Switch, option("The layers' products run in float8 (times only).", "--float8")],
+    "float8": Annotated[
+        Switch, option("The matrix products of layers run in float8. Changes times only.", "--float8")
+    ],
     "scaling": Annotated[
         Literal["tensorwise", "rowwise", "mxfp8", "nvfp4"] | None,
-        option("How products of --float8 are scaled, in torchao's words. [default: tensorwise]"),
+        option("Scaling of the products of --float8, by torchao's names. [default: tensorwise]"),
     ],
     "overlap_tensor": Annotated[
         Switch,
         option(
-            "Tensor-parallel collectives run beside products: tp_comm_overlap, asynchronous TP (times only).",
+            "Tensor-parallel collectives run while products run (tp_comm_overlap, asynchronous TP). Changes "
+            "times only.",
             "--overlap-tensor",
         ),
     ],
     "reentrant": Annotated[
         Switch,
         option(
-            "Recomputed layers run to their end, as Megatron's and DeepSpeed's do, and keep their output; "
-            "else they stop where backward has all that it needs.",
+            "A recomputed layer runs to its end, and keeps its output (Megatron, DeepSpeed). Without this "
+            "flag it stops when backward has all tensors that it needs.",
             "--reentrant",
         ),
     ],
     "iteration_time": Annotated[
-        float | None, option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")
+        float | None, option("Measured seconds of a step, from which MFU and HFU follow.", "--iteration-time")
     ],
     "peak_tflops": Annotated[
         float | None,
-        option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
+        option("Peak TFLOP/s of one device, for MFU and HFU. [default: that of --device]", "--peak-tflops"),
     ],
     "device": Annotated[
-        str | None, option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
+        str | None,
+        option(
+            "a100, h100, h200, ...: use the memory and the peak rate of this device, and predict the time of "
+            "a step."
+        ),
     ],
     "memory": Annotated[
-        str | None, option("Memory of a device: 80GiB, or 80GB, which is 74.5GiB. [default: the --device's]")
+        str | None,
+        option("Memory of a device: 80GiB, or 80GB (which is 74.5GiB). [default: that of --device]"),
     ],
 }
 """The flags that commands share, by the names of their parameters; each is None where it is not given."""
@@ -311,25 +405,31 @@ FLAGS: dict[str, Any] = {
 AsPublished = Annotated[
     bool,
     typer.Option(
-        "--as-published", help="Begin with the parallel sizes of the model's paper (22b, 175b, 530b, 1t)."
+        "--as-published",
+        help="Use the parallel sizes of the model's paper (22b, 175b, 530b, 1t) where no flag gives another.",
     ),
 ]
 FromHf = Annotated[
     Path | None,
     option(
-        "A Hugging Face config.json or its folder, of any architecture: by formula where one fits, else "
-        "traced on fake tensors as transformers builds it (needs torch); says which.",
+        "A Hugging Face config.json or its folder, of any architecture. If no formula fits, the model is "
+        "traced on fake tensors (needs torch). The output says which was used.",
         "--from-hf",
     ),
 ]
 ConfigFile = Annotated[
-    Path | None, option("A JSON file with the flags' names as keys; flags go before it.", "--config")
+    Path | None,
+    option("A JSON file whose keys are names of flags. A flag on the command line overrides it.", "--config"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Csv = Annotated[bool, typer.Option("--csv", help="Print every line of every stage as CSV.")]
-Plot = Annotated[Path | None, option("Draw the stages into this file (.png, .pdf, .svg; needs matplotlib).")]
-StageOption = Annotated[int, typer.Option("--stage", help="Pipeline stage to show line by line.")]
-Brief = Annotated[bool, typer.Option("--brief", help="Without the table of lines.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print all terms of all stages as CSV.")]
+Plot = Annotated[
+    Path | None, option("Draw the stages into this file (.png, .pdf or .svg; needs matplotlib).")
+]
+StageOption = Annotated[
+    int, typer.Option("--stage", help="Pipeline stage whose terms are printed line by line.")
+]
+Brief = Annotated[bool, typer.Option("--brief", help="Leave out the table of all terms.")]
 
 
 def parse_recompute(text: str | None) -> Any:

@@ -46,24 +46,26 @@ class Config:
 
     Attributes:
         model: the shape.
-        seq: tokens in a sequence (s); the model's longest where it is 0.
-        micro_batch: sequences in a micro-batch (b).
-        global_batch: sequences in an optimizer step (B); just enough to fill the pipeline where it is 0.
-        tp, pp, dp, cp: tensor (t), pipeline (p), data (d) and context parallel size; the product is the
-            number of devices. Context-parallel ranks share each sequence and, for ZeRO, count as
-            data-parallel ones.
-        ep: expert parallel size: ranks among the d x c that share a layer's experts, and send each other the
-            tokens of theirs.
-        cp_exchange: how context-parallel ranks share keys and values: around a ``ring``; each rank gathers
-            all (``all-gather``); or each takes some heads of the sequence (``all-to-all``: Ulysses, ALST).
+        seq: tokens in a sequence (s); 0 is the model's longest.
+        micro_batch: sequences in a microbatch (b).
+        global_batch: sequences in an optimizer step (B); 0 is ``micro_batch * dp * pp``.
+        tp, pp, dp, cp: tensor (t), pipeline (p), data (d) and context parallel size. Their product is the
+            number of devices. Context-parallel ranks share each sequence. ZeRO counts them as data-parallel
+            ranks.
+        ep: expert parallel size: the number of ranks that share the experts of a layer. These ranks exchange
+            tokens. It divides ``dp * cp``.
+        cp_exchange: how context-parallel ranks exchange keys and values. ``ring``: they pass them around.
+            ``all-gather``: each rank gathers all of them. ``all-to-all``: each rank takes some heads of the
+            whole sequence (DeepSpeed Ulysses, ALST).
         head_chunks: slices of the heads that attention works on one after the other (UPipe, 2602.21196): it
             keeps its input and its output, and makes queries, keys and values of a slice again in backward.
-        imbalance: tokens of the busiest expert-parallel rank over those of an average one.
-        score_before_experts: experts' inputs are weighed, in float32, and not their outputs (torchtitan).
-        weigh_float32: their outputs are weighed in float32 (prime-rl), not in their own dtype.
+        imbalance: tokens of the expert-parallel rank with the most tokens, divided by the mean.
+        score_before_experts: the router's scores multiply the inputs of experts, in float32, and not their
+            outputs (torchtitan).
+        weigh_float32: the router's scores multiply the outputs of experts in float32 (prime-rl).
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
-        interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
+        interleave: model chunks on each pipeline stage (m); 1 is 1F1B without interleaving.
         zero: ZeRO's stage (1910.02054): 1 splits the optimizer over the data-parallel ranks, 2 gradients too,
             3 weights too (FSDP2's ``fully_shard``).
         recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5; Megatron's
@@ -72,90 +74,92 @@ class Config:
             ``selective-layer``: every second layer in full (torchtitan's ``selective_ac_option = "2"``);
             ``sqrt``: segments of about the square root of the layers (1604.06174); or a number: that many
             layers of every stage in full, the rest kept.
-        reentrant: recomputed layers run to their end (Megatron, DeepSpeed); else they stop at the last tensor
-            that backward needs, before the MLP's last product (``torch.utils.checkpoint``'s
-            ``use_reentrant=False``). Their outputs, and the outputs' gradients, stay until backward of the
-            layer ends.
-        attention: ``unfused`` keeps the quadratic score matrices; ``fused`` (PyTorch's, FlashAttention 2)
-            keeps the output and one log-sum-exp a row; so do ``flash-1`` (FlashAttention 1, and kernels in
-            Triton of 2023), which takes more time with long sequences, and ``flash-3`` (FlashAttention 3, or
-            TransformerEngine's cuDNN on Hopper and later), which takes less time.
-        dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
-        dtype: of weights and activations. Below float32 the optimizer keeps a float32 master copy of the
-            weights, but under ``bf16-true`` (Lightning's word): there weights, gradients and the optimizer's
-            state are bfloat16, and nothing else is kept. ``autocast`` is float32 weights and residual stream
-            with bfloat16 products. ``mixed`` is float32 weights that FSDP casts to bfloat16 where it gathers
-            them (its ``MixedPrecision``; with ``zero=3``).
-        gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter,
-            2205.05198, Figure 1) and the weights' own where it is (16 bytes, 1910.02054) or has no master
-            copy.
-        reduce_dtype: in which sharded gradients are summed over the data-parallel ranks: FSDP's
-            ``reduce_dtype``; ``auto`` is the gradients' own. Changes traffic, not bytes.
-        optimizer: ``adam`` and ``adamw`` keep two values a parameter, ``momentum`` one, ``sgd`` none;
-            ``adamw-8bit`` two of one byte, and a float32 scale for each block of 256; ``paged-adamw`` and
-            ``paged-adamw-8bit`` leave the device but for the update.
-        update: how an optimizer of PyTorch updates: ``foreach`` all parameters at once, for which Adam makes
-            one more copy of its second moment; ``fused`` and ``for-loop`` without. ``auto`` is ``foreach``
-            (PyTorch's default), and ``fused`` where there is a master copy (Megatron, DeepSpeed).
-        optimizer_in_backward: each parameter is updated when its gradient is made, which is freed then.
-        offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload,
-            between is Twin-Flow.
-        offload_weights: the weights that ZeRO 3 splits, their gradients and the optimizer are on the host
-            (``CPUOffloadPolicy`` of FSDP2, ``offload_param`` of DeepSpeed). A device has those that are
-            gathered.
-        partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them
-            (ZeRO-R's P_a).
-        offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
-            P_a+cpu).
-        lora: rank r of adapters beside the layers' linear layers, which alone are trained then; 0: all is.
-            What is frozen has neither gradients nor state, and is float32 in ``fp32`` and ``mixed``, else
-            of two bytes.
-        lora_dtype: of the adapters' weights and state: ``fp32`` (peft's default: each adapter casts its own
-            input, and keeps it), or ``same``: as without adapters, and inputs are shared.
-        lora_targets: which linear layers have adapters: ``all-linear``, ``attention``, ``mlp``, or names of
-            ``q,k,v,o,gate,up,down``.
-        lora_dropout: probability of a dropout of the adapters' inputs. Only whether it is 0 matters: each
-            adapter keeps its own input then, and a mask.
-        dora: adapters with a magnitude of each output (2402.09353).
-        quantize: in what the frozen matrices of the layers are kept (``nf4`` is QLoRA's, ``int8``, ``fp8``);
-            each is cast back to be read.
-        loss: how cross entropy is computed: a name of `lowtide.estimate.losses.LOSSES`. ``auto`` is
-            ``torch`` at t = 1 and ``in-place`` above.
-        loss_chunks: pieces of a chunked loss.
-        tiles: pieces of a micro-batch's tokens that the MLP works on one after the other, each again in
-            backward (ALST's TiledMLP, 2506.13996); a loss chunked over tokens takes as many.
-        keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather
-            than gather them again in backward (Megatron and lowtide).
-        gather_logits: every tensor-parallel rank gathers the whole vocabulary's logits for the loss (plans of
-            Hugging Face and others), rather than take its part of the loss.
-        no_sync: gradients that ZeRO 2 and 3 would split are summed whole over a step's micro-batches, in
-            ``reduce_dtype``, and reduced once (FSDP's ``no_sync``, which accelerate and the ``Trainer`` use).
-        flat_parameters: under ZeRO 3 a layer's adapters lie in one flat parameter with its frozen weights
-            (FSDP 1 that wraps layers, as LitGPT does), which requires gradients as a whole. All weights have
-            sharded gradients then, which stay, and products keep their inputs.
-        keep_weights: what autograd keeps of weights that ZeRO 3 gathered holds them until their backward
-            (DeepSpeed without recomputation); FSDP frees them all the same.
-        ddp_buckets: `DistributedDataParallel` without ``gradient_as_bucket_view`` (its default) sums
-            gradients in buckets, which are as large as all of them and stay.
+        reentrant: a recomputed layer runs to its end (Megatron, DeepSpeed). Its output, and the output's
+            gradient, stay until the layer's backward ends. Without it, recomputation stops at the last tensor
+            that backward needs, before the MLP's last product (``use_reentrant=False`` of
+            ``torch.utils.checkpoint``).
+        attention: ``unfused`` keeps the quadratic score matrices. ``fused`` (PyTorch's, FlashAttention 2)
+            keeps the output and one log-sum-exp a row. ``flash-1`` and ``flash-3`` keep the same. ``flash-1``
+            (FlashAttention 1, and Triton kernels of 2023) takes more time with long sequences. ``flash-3``
+            (FlashAttention 3, or cuDNN of TransformerEngine, on Hopper and later) takes less time.
+        dropout: dropout probability. Bytes depend only on whether it is 0: each dropout keeps a mask of one
+            byte an element.
+        dtype: of weights and activations. With ``bf16`` and ``fp16`` the optimizer also keeps float32 weights
+            (master weights). ``bf16-true`` (a name of Lightning) has bfloat16 weights, gradients and
+            optimizer state, and no master weights. ``autocast`` has float32 weights and a float32 residual
+            stream, and bfloat16 products. ``mixed`` has float32 weights that FSDP casts to bfloat16 when it
+            gathers them (``MixedPrecision``; with ``zero=3``).
+        gradient_dtype: ``auto`` is float32 if there are master weights and the optimizer is not split (18
+            bytes a parameter, 2205.05198, Figure 1). Otherwise it is the dtype of the weights (16 bytes,
+            1910.02054).
+        reduce_dtype: dtype in which data-parallel ranks sum sharded gradients (``reduce_dtype`` of FSDP);
+            ``auto`` is the dtype of the gradients. It changes traffic, not bytes.
+        optimizer: ``adam`` and ``adamw`` keep two values a parameter, ``momentum`` one, ``sgd`` none.
+            ``adamw-8bit`` keeps two values of one byte, and a float32 scale for each block of 256. The state
+            of ``paged-adamw`` and ``paged-adamw-8bit`` is on the device during the update only.
+        update: how an optimizer of PyTorch updates. ``foreach`` updates all parameters at once; Adam then
+            makes one copy of its second moment. ``fused`` and ``for-loop`` make no copy. ``auto`` is
+            ``fused`` with master weights (Megatron, DeepSpeed), else ``foreach`` (PyTorch's default).
+        optimizer_in_backward: backward updates each parameter when its gradient is made, and frees the
+            gradient.
+        offload_optimizer: fraction of the optimizer state and of the gradients on the host. 1 is
+            ZeRO-Offload, a smaller fraction is Twin-Flow.
+        offload_weights: the weights that ZeRO 3 splits, their gradients and the optimizer state are on the
+            host (``CPUOffloadPolicy`` of FSDP2, ``offload_param`` of DeepSpeed). The device has only gathered
+            weights.
+        partition_activations: kept layer inputs are split among the tensor-parallel ranks (P_a of ZeRO-R).
+        offload_activations: saved activations are on the host (with ``partition_activations``: P_a+cpu).
+        lora: rank r of adapters of the layers' linear layers; 0 is no adapters. With adapters all other
+            weights are frozen: they have neither gradients nor optimizer state. Frozen weights are float32 in
+            ``fp32`` and ``mixed``, else of two bytes.
+        lora_dtype: of the adapters' weights and state. ``fp32`` is peft's default: each adapter casts its
+            input, and keeps the cast copy. ``same`` is the dtype of trained weights without adapters:
+            adapters share inputs.
+        lora_targets: the linear layers that have adapters: ``all-linear``, ``attention``, ``mlp``, or names
+            of ``q,k,v,o,gate,up,down``.
+        lora_dropout: dropout probability on the inputs of adapters. Bytes depend only on whether it is 0:
+            with dropout each adapter keeps its own input and a mask.
+        dora: adapters also have a magnitude for each output (2402.09353).
+        quantize: format of the layers' frozen matrices (``nf4`` is QLoRA's, ``int8``, ``fp8``). A matrix is
+            cast back before it is read.
+        loss: how cross entropy is computed: a name of `lowtide.estimate.losses.LOSSES`. ``auto`` is ``torch``
+            at t = 1, else ``in-place``.
+        loss_chunks: number of pieces of a chunked loss.
+        tiles: number of pieces of a microbatch's tokens. The MLP processes them one after another, and
+            recomputes each in backward (TiledMLP of ALST, 2506.13996). A loss that is chunked over tokens has
+            as many pieces.
+        keep_gathered: with sequence parallelism a layer keeps the inputs that it has gathered (DTensor,
+            nanotron). Without it, backward gathers them again (Megatron, lowtide).
+        gather_logits: each tensor-parallel rank gathers the logits of the whole vocabulary for the loss
+            (plans of Hugging Face). Without it, each rank computes its part of the loss.
+        no_sync: gradients that ZeRO 2 and 3 would split stay whole until the last microbatch of a step. They
+            are summed in ``reduce_dtype``, and reduced once (``no_sync`` of FSDP, which accelerate and the
+            ``Trainer`` use).
+        flat_parameters: with ZeRO 3, the adapters and the frozen weights of a layer are in one flat parameter
+            (FSDP 1 around layers, LitGPT). The flat parameter requires gradients: all weights then have
+            sharded gradients, and products keep their inputs.
+        keep_weights: weights that ZeRO 3 gathers in forward stay until their backward, because autograd holds
+            them (DeepSpeed without recomputation). FSDP frees them.
+        ddp_buckets: gradients are summed in buckets, which have as many bytes as the gradients
+            (`DistributedDataParallel` without ``gradient_as_bucket_view``, its default).
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
-            TransformerEngine). Changes times, and the bytes of ``selective-op``.
-        float8: the layers' matrix products run in float8. Changes times, not bytes.
-        scaling: how these are scaled, in torchao's words: ``tensorwise`` (also TransformerEngine's),
-            ``rowwise``, ``mxfp8``, or ``nvfp4``, which is float4. Changes times. ``selective-op`` keeps no
-            products of ``nvfp4``, whose kernels it does not know.
-        overlap_tensor: tensor-parallel collectives run beside the products (TransformerEngine's
-            ``tp_comm_overlap``, torchtitan's asynchronous tensor parallelism). Changes times, not bytes.
-        fused_qkv: values are a view of one product of q, k and v, which stays whole for them (LitGPT).
-        unfused_norms: RMS norms in separate operations in float32 (transformers), which keep their input in
-            float32 and what they divide it to.
-        unfused_mlp: the MLP's activation in separate operations: SwiGLU keeps silu(gate) too, GELU with its
-            tanh written out (``gelu_new``) three tensors more.
-        keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
-            before).
+            TransformerEngine). It changes times, and the bytes of ``selective-op``.
+        float8: the matrix products of layers run in float8. It changes times, not bytes.
+        scaling: how float8 products are scaled, by torchao's names: ``tensorwise`` (also TransformerEngine),
+            ``rowwise``, ``mxfp8``, or ``nvfp4`` (products in float4). It changes times. ``selective-op`` does
+            not know the products of ``nvfp4``, and keeps none of them.
+        overlap_tensor: tensor-parallel collectives run while products run (``tp_comm_overlap`` of
+            TransformerEngine, asynchronous tensor parallelism of torchtitan). It changes times, not bytes.
+        fused_qkv: the saved v is a view of one product of q, k and v, and keeps all of it (LitGPT).
+        unfused_norms: RMS norms run as separate float32 operations (transformers). They keep their input in
+            float32, and the normalized input.
+        unfused_mlp: the MLP's activation runs as separate operations. SwiGLU also keeps silu(gate). GELU by
+            its tanh formula (``gelu_new``) keeps three more tensors.
+        keep_output_tensors: a stage keeps its outputs after it has sent them (2205.05198, Appendix B).
         iteration_seconds, peak_flops: measured time of a step, and peak FLOP/s of one device: for MFU and
             HFU.
-        memory_bytes: memory of a device: says what is left, and how many micro-batches can be kept whole
-            (2205.05198, Appendix C).
+        memory_bytes: memory of a device. The result then says how many bytes are left, and how many
+            microbatches need no recomputation (2205.05198, Appendix C).
 
     Raises:
         EstimateError: something is out of range or does not divide; the message names the flag and what would

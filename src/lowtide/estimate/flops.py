@@ -20,10 +20,10 @@ class Flops:
     """FLOPs of one optimizer step, all devices together.
 
     Attributes:
-        model: forward and backward of the model itself: Equation 7.
-        hardware: recomputation included, as the paper counts it: Equation 8 under selective recomputation.
-        executed: recomputation included, as it is run. Equation 8 charges selective recomputation with three
-            forwards of the attention core (12Bs²hL); one is run (4Bs²hL).
+        model: forward and backward of the model, without recomputation: Equation 7.
+        hardware: ``model`` and recomputation as the paper counts it: Equation 8 for selective recomputation.
+        executed: ``model`` and recomputation as it runs. For selective recomputation Equation 8 counts three
+            forwards of the attention core (12Bs²hL); one runs (4Bs²hL).
     """
 
     model: int

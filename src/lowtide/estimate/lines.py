@@ -29,15 +29,15 @@ class Line:
     """One term of an estimate.
 
     Attributes:
-        kind: which sum it belongs to.
-        name: what it is.
+        kind: the sum that the term belongs to.
+        name: the tensors that it counts.
         bytes: on one device.
         formula: in the symbols of arXiv 2205.05198, Table 1.
-        source: the equation it comes from.
-        note: what else should be known about it.
-        place: ``layers`` for what the transformer layers keep (Equations 1 to 6), ``ends`` for embedding,
-            last norm and output layer (Section 4.3), ``model`` for the rest.
-        at: how many of the bytes are live at each of `MOMENTS`; all of them at each where ``None``.
+        source: the equation or the paper.
+        note: a remark.
+        place: ``layers`` for activations of transformer layers (Equations 1 to 6), ``ends`` for embedding,
+            last norm and output layer (Section 4.3), ``model`` for all others.
+        at: the bytes that are live at each of `MOMENTS`; ``None`` means all bytes at each moment.
     """
 
     kind: Kind
@@ -100,11 +100,11 @@ class Stage:
         index: the stage, from 0.
         layers: transformer layers on it.
         parameters: parameters on one of its devices.
-        layers_in_flight: layers times micro-batches whose activations it holds at its fullest moment.
-        micro_batches_in_flight: the same as micro-batches: p - stage under 1F1B.
+        layers_in_flight: layers times microbatches whose activations are live at the stage's peak.
+        micro_batches_in_flight: microbatches in flight at the stage's peak: p - stage under 1F1B.
         lines: the terms.
-        whole_micro_batches: how many of those in flight can be kept without recomputation (2205.05198,
-            Appendix C); ``None`` when no memory was given.
+        whole_micro_batches: number of microbatches in flight that need no recomputation (2205.05198, Appendix
+            C); ``None`` without a memory.
     """
 
     index: int
@@ -136,7 +136,7 @@ class Stage:
 
     @property
     def activations_bytes(self) -> int:
-        """What autograd keeps from forward to backward at the fullest moment."""
+        """The largest number of bytes that autograd keeps from forward to backward."""
         return self.bytes("activations")
 
     @property
@@ -148,12 +148,12 @@ class Stage:
 
     @property
     def temporaries_bytes(self) -> int:
-        """What activations and temporaries of the loss or of backward take above `activations_bytes`."""
+        """The bytes of activations and temporaries, in the loss or in backward, less `activations_bytes`."""
         return self.activation_peak_bytes - self.activations_bytes
 
     @property
     def activation_peak_bytes(self) -> int:
-        """Activations and temporaries: what a memory profile shows above weights, gradients and optimizer."""
+        """Activations and temporaries: what a memory profile has above weights, gradients and optimizer."""
         made = [line for line in self.lines if line.kind in ("activations", "temporaries")]
         moments = (sum(line.moments[name] for line in made) for name in ("loss", "backward"))
         return max(self.activations_bytes, *moments)

@@ -33,31 +33,42 @@ def simulate_command(
     config: options.ConfigFile = None,
     stage: Stages = None,
     policy: Annotated[
-        str | None, option("keep_all, full, sqrt or selective as lowtide.plan does them.")
+        str | None,
+        option("What to recompute, chosen by a policy of lowtide.plan: keep_all, full, sqrt or selective."),
     ] = None,
-    budget: Annotated[str | None, option("Plan every stage to stay below this (40GiB).")] = None,
-    device: Annotated[str | None, option("Whose speed the plans for a budget weigh. [default: a100]")] = None,
+    budget: Annotated[
+        str | None, option("Memory of each stage (40GiB): lowtide makes a plan for each stage within it.")
+    ] = None,
+    device: Annotated[
+        str | None, option("Device whose speed the plans of --budget use. [default: a100]")
+    ] = None,
     fresh_gradients: Annotated[
-        bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")
+        bool, typer.Option("--fresh-gradients", help="No gradients exist before the first backward.")
     ] = False,
     scratch: Annotated[
         bool,
         typer.Option(
             "--scratch",
-            help="Run each operation once here, and count what it allocates meanwhile (small shapes).",
+            help="Also count the memory that kernels allocate while they run. Each operation runs once "
+            "on this machine: for small shapes.",
         ),
     ] = False,
     transformers: Annotated[
         bool,
         typer.Option(
-            "--transformers", help="A Hugging Face configuration as transformers builds it (--tp 1 --pp 1)."
+            "--transformers",
+            help="Trace the model that transformers builds from a Hugging Face configuration (--tp 1 "
+            "--pp 1).",
         ),
     ] = False,
     json_out: options.Json = False,
-    plot: Annotated[Path | None, option("Draw the timeline into this file (needs matplotlib).")] = None,
+    plot: Annotated[
+        Path | None, option("Draw the memory timeline into this file (needs matplotlib).")
+    ] = None,
 ) -> None:
-    """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form
-    beside the trace. No GPU.
+    """Trace a training step of any size on fake tensors, and print the closed form beside the trace.
+
+    One rank of each pipeline stage is traced. This needs no GPU.
     """
     from rich.console import Console
 

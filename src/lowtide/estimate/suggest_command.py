@@ -51,43 +51,63 @@ lora_dropout dora quantize loss compile float8"""
 def suggest_command(
     given: dict[str, Any],
     model: Annotated[str, typer.Option(help=options.MODEL_HELP)],
-    devices: Annotated[int, typer.Option(help="How many accelerators; all are used.")],
+    devices: Annotated[
+        int, typer.Option(help="Number of accelerators. Each configuration uses all of them.")
+    ],
     device: Annotated[
-        str, typer.Option(help="v100, a100, a100-40gb, h100, h200, b200, ...: peak rate, links, memory.")
+        str,
+        typer.Option(
+            help="v100, a100, a100-40gb, h100, h200, b200, ...: use the peak rate, links and memory of this "
+            "device."
+        ),
     ] = "a100",
     peak_tflops: Annotated[
-        float | None, option("Peak TFLOP/s of one device, instead of the --device's.")
+        float | None, option("Peak TFLOP/s of one device. [default: that of --device]")
     ] = None,
-    node: Annotated[int | None, option("Devices in a node, instead of the --device's 8.")] = None,
-    node_bandwidth: Annotated[float | None, option("GB/s that a device sends within a node.")] = None,
-    network_bandwidth: Annotated[float | None, option("GB/s that a device sends to other nodes.")] = None,
-    host_bandwidth: Annotated[float | None, option("GB/s to the host, one direction.")] = None,
-    memory_bandwidth: Annotated[float | None, option("GB/s to a device's own memory.")] = None,
+    node: Annotated[int | None, option("Devices in a node. [default: that of --device, 8]")] = None,
+    node_bandwidth: Annotated[
+        float | None, option("GB/s that a device sends within a node. [default: that of --device]")
+    ] = None,
+    network_bandwidth: Annotated[
+        float | None, option("GB/s that a device sends to other nodes. [default: that of --device]")
+    ] = None,
+    host_bandwidth: Annotated[
+        float | None,
+        option("GB/s between a device and the host, in one direction. [default: that of --device]"),
+    ] = None,
+    memory_bandwidth: Annotated[
+        float | None, option("GB/s between a device and its own memory. [default: that of --device]")
+    ] = None,
     reserve: Annotated[
-        float, typer.Option(help="Share of the memory left for the driver and communication buffers.")
+        float,
+        typer.Option(help="Share of the memory that is left free for the driver and communication buffers."),
     ] = 0.04,
-    global_batch: Annotated[int | None, option("Sequences in a step. [default: about 4M tokens]")] = None,
+    global_batch: Annotated[
+        int | None, option("Sequences in an optimizer step. [default: about 4M tokens]")
+    ] = None,
     offload_optimizer: Annotated[
         float | None,
         option(
-            "Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or 1, varied]"
+            "Fraction of the optimizer state and of the gradients on the host; 1 is ZeRO-Offload. [default: "
+            "0 and 1 are tried]"
         ),
     ] = None,
     runs_with: Annotated[
         str | None,
         option(
-            "What shall run it: lowtide, torchtitan, megatron, trl, axolotl, or any. [default: lowtide where "
-            "it has the model, then torchtitan, then a recipe for TRL]",
+            "Framework that runs the configurations: lowtide, torchtitan, megatron, trl or axolotl; any has "
+            "all formulas, without commands. [default: the first of lowtide, torchtitan and trl that has the "
+            "model and fits]",
             "--for",
         ),
     ] = None,
-    count: Annotated[int, typer.Option(help="How many to show.")] = 8,
+    count: Annotated[int, typer.Option(help="Number of configurations to show.")] = 8,
     json_out: options.Json = False,
 ) -> None:
-    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, the fastest predicted first,
-    of about equal ones the simplest. What you give is not varied.
+    """Suggest configurations that fit the memory: parallel sizes, microbatch, recomputation and offload.
 
-    Exits with 1 when nothing fits.
+    The fastest predicted configuration comes first. If several are about equally fast, the simplest comes
+    first. A flag fixes its setting; settings without a flag are tried. The exit status is 1 if nothing fits.
     """
     memory = given.pop("memory", None)
     own = dict(global_batch=global_batch, offload_optimizer=offload_optimizer)

@@ -35,14 +35,14 @@ class Estimate:
     """What a configuration costs.
 
     Attributes:
-        config: what was asked.
-        stages: one device of each pipeline stage.
-        parameters: of the whole model.
-        flops: of one step, all devices together.
-        traffic: what one device of each stage sends in a step.
-        host_bytes: host memory per device, of the stage that needs most.
-        notes: what should be known: what does not hold together in a source, what was assumed.
-        time: predicted seconds of a step; ``None`` where no device was named.
+        config: the configuration.
+        stages: one rank of each pipeline stage.
+        parameters: number of parameters of the whole model.
+        flops: FLOPs of one step, of all devices together.
+        traffic: bytes that one device of each stage sends in a step.
+        host_bytes: host memory for each device, of the stage with the most.
+        notes: assumptions, and contradictions in a source.
+        time: predicted seconds of a step; ``None`` if no device was named.
     """
 
     config: Config
@@ -56,12 +56,12 @@ class Estimate:
 
     @property
     def total_bytes(self) -> int:
-        """Peak of the device that needs most."""
+        """Peak of the device with the largest peak, in bytes."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
     def moments(self) -> dict[Moment, int]:
-        """Bytes in the loss, in backward and in the optimizer's update, of the device that needs most."""
+        """Bytes in the loss, in backward and in the update, of the device with the largest peak."""
         return max(self.stages, key=lambda stage: stage.total_bytes).moments
 
     @property
@@ -77,7 +77,7 @@ class Estimate:
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's allocator holds of the device that needs most, gaps between blocks included."""
+        """Largest reserved memory of a device: the peak and the gaps between the allocator's blocks."""
         return max(reserved(self.config, stage) for stage in self.stages)
 
     @property
@@ -103,7 +103,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether what is reserved fits ``memory_bytes``; ``None`` where none was given."""
+        """Whether reserved memory fits ``memory_bytes``; ``None`` without ``memory_bytes``."""
         return None if self.config.memory_bytes is None else self.reserved_bytes <= self.config.memory_bytes
 
     @property
@@ -113,7 +113,7 @@ class Estimate:
 
     @property
     def hfu(self) -> float | None:
-        """Hardware FLOPs utilisation: recomputation counts, as Equation 8 has it."""
+        """Hardware FLOPs utilisation, which counts recomputation (2205.05198, Equation 8)."""
         return self._utilization(self.flops.hardware)
 
     def _utilization(self, flops: int) -> float | None:
@@ -126,18 +126,18 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Tokens that each device is predicted to work through in a second."""
+        """Predicted tokens a second on each device."""
         config = self.config
         return config.global_batch * config.seq / config.devices / self.time.total if self.time else None
 
     @property
     def network_bytes(self) -> int:
-        """What the busiest device sends over the network in a step."""
+        """Bytes over the network in a step, of the device that sends most."""
         return max(sum(item.bytes for item in items if item.link != "host") for items in self.traffic)
 
     @property
     def host_link_bytes(self) -> int:
-        """What the busiest device moves over its host link in a step, both directions."""
+        """Bytes over the host link in a step, in both directions, of the device that moves most."""
         return max(sum(item.bytes for item in items if item.link == "host") for items in self.traffic)
 
     def to_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""A line each for the trainers that people use. Nothing here is imported before it is asked for.
+"""Callbacks for trainers of other libraries. `import lowtide` imports none of them.
 
-In: a trainer of others and a budget. Out: its training, limited, with the peaks in its logs.
+In: a trainer and a budget. Out: limited training, with peaks in the trainer's logs.
 
 - `lowtide.integrations.hugging_face`: a callback for the ``Trainer`` of transformers, and of TRL.
 - `lowtide.integrations.lightning`: a callback for Lightning's ``Trainer``.
 
-accelerate, peft and plain loops need nothing: `lowtide.limit_memory` sees through what they wrap.
+accelerate, peft and plain loops need no callback: `lowtide.limit_memory` finds the model in their wrappers.
 """

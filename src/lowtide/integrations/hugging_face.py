@@ -16,23 +16,24 @@ from lowtide.run.messages import warn
 
 
 class LimitMemory(TrainerCallback):
-    """Training stays within a budget, the optimizer's state and step included.
+    """A callback that holds training to a budget. The budget counts the optimizer's state and step.
 
-    The limit is put on the model when training begins, since the ``Trainer`` makes its optimizer only then,
-    and taken off when training ends; where an error ended it, ``callback.handle.remove()`` does. What is
-    logged has ``memory_peak_mib``, ``memory_predicted_mib`` and ``memory_budget_mib`` beside the loss. Where
-    checkpoints are saved, plans are kept beside them, in ``_lowtide_plans``: a resumed run uses them from its
-    first step on.
+    The callback sets the limit when training begins, because the ``Trainer`` makes its optimizer at this
+    time. It removes the limit when training ends. If an error ends training, call
+    ``callback.handle.remove()``. The logs have ``memory_peak_mib``, ``memory_predicted_mib`` and
+    ``memory_budget_mib`` beside the loss. If the ``Trainer`` saves checkpoints, lowtide keeps plans beside
+    them, in ``_lowtide_plans``. A resumed run uses these plans from its first step on.
 
     Args:
-        budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
-        options: its other arguments, but for ``optimizer``. With ``plans=None`` no plans are kept.
+        budget: the budget of `lowtide.limit_memory`; ``None`` if ``policy=`` needs none.
+        options: other arguments of `lowtide.limit_memory`, except ``optimizer``. With ``plans=None`` lowtide
+            keeps no plans.
 
     Attributes:
-        handle: of the limited model, once training has begun.
+        handle: the handle of the limit; ``None`` before training.
 
     Raises:
-        BudgetError: the budget is malformed; in the first step of ``train()``, when no plan fits.
+        BudgetError: the budget is malformed; or, in the first step of ``train()``, no plan fits.
 
     Example:
         ``trainer = Trainer(model, args, train_dataset=data, callbacks=[LimitMemory("6GiB")])``

@@ -24,27 +24,28 @@ from lowtide.run.messages import warn
 
 
 class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
-    """Training stays within a budget, the optimizer's state and step included.
+    """A callback that holds training to a budget. The budget counts the optimizer's state and step.
 
-    What is limited is ``training_step``, whatever parts it calls, the loss included. Under manual
-    optimization backward stands in it, too: there ``module`` is limited, or the only part that has all
-    trained parameters, else the LightningModule's own forward. ``memory_peak_mib``, ``memory_predicted_mib``
-    and ``memory_budget_mib`` are logged. The limit is taken off when training ends. Where checkpoints are
-    saved, plans are kept beside them, in ``_lowtide_plans``: a run that is resumed from one of these
-    (``fit(ckpt_path=...)``) uses them from its first step on.
+    With automatic optimization the limit is on ``training_step``: on all modules that it calls, and on the
+    loss. With manual optimization ``training_step`` also runs backward. The limit is then on ``module``.
+    Without ``module``, the limit is on the only submodule that has all trained parameters, or else on the
+    forward of the LightningModule. ``memory_peak_mib``, ``memory_predicted_mib`` and ``memory_budget_mib``
+    are logged. The callback removes the limit when training ends. If the ``Trainer`` saves checkpoints,
+    lowtide keeps plans beside them, in ``_lowtide_plans``. A run that is resumed from a checkpoint
+    (``fit(ckpt_path=...)``) uses these plans from its first step on.
 
     Args:
-        budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
-        module: name of a part to limit in place of ``training_step``, as in ``"net"``; ``""`` is the
-            LightningModule itself.
-        options: other arguments of `lowtide.limit_memory`. With ``plans=None`` no plans are kept.
+        budget: the budget of `lowtide.limit_memory`; ``None`` if ``policy=`` needs none.
+        module: name of a submodule that has the limit in place of ``training_step``, such as ``"net"``;
+            ``""`` is the LightningModule itself.
+        options: other arguments of `lowtide.limit_memory`. With ``plans=None`` lowtide keeps no plans.
 
     Attributes:
-        handle: of what is limited, once training has begun.
+        handle: the handle of the limit; ``None`` before training.
 
     Raises:
         PlanError: there is no module of that name.
-        BudgetError: the budget is malformed; in the first step of ``fit()``, when no plan fits.
+        BudgetError: the budget is malformed; or, in the first step of ``fit()``, no plan fits.
 
     Example:
         ``trainer = Trainer(callbacks=[LimitMemory("6GiB")])``

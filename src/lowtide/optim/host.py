@@ -37,53 +37,52 @@ _WARM_UP_STEPS = 40  # arXiv 2101.06840, section 6.2: delayed updates begin afte
 class HostOptimizer(PlacedOptimizer):
     """An optimizer of `torch.optim` with ``host_fraction`` of its state, and of the update, on the host.
 
-    To schedulers, clipping, accumulation, parameter groups, gradient scalers and checkpoints it is the
-    optimizer that it wraps: its ``state_dict`` has the same form, so each loads the other's, at any fraction.
-    Results do not depend on the fraction: the arithmetic is that of `torch.optim` with ``fused=True`` for
-    AdamW, Adam and SGD, and the optimizer's own ``step()`` for every other; tensors are cut where kernels
-    give the same bits. Host fraction 1 is ZeRO-Offload (arXiv 2101.06840), between 0 and 1 it is Twin-Flow
-    (ZeRO-Offload++).
+    It works as the optimizer that it wraps, with schedulers, clipping, accumulation, parameter groups,
+    gradient scalers and checkpoints. Its ``state_dict`` has the form of the wrapped optimizer's. Each can
+    load the other's, at any fraction. Updates do not depend on the fraction: AdamW, Adam and SGD compute as
+    `torch.optim` does with ``fused=True``, and all others by their own ``step()``. A tensor is split between
+    host and device only at elements where kernels give the same bits. Host fraction 1 is ZeRO-Offload (arXiv
+    2101.06840). A fraction between 0 and 1 is Twin-Flow (ZeRO-Offload++).
 
-    16-bit parameters have masters in float32 on the side that updates them (unless ``masters=False``): 2
-    bytes a parameter go down and 2 up. FSDP2's sharded parameters are updated shard by shard. After writing
-    to parameters behind PyTorch's back (``p.data.copy_``), call `reload_masters`; writes that PyTorch sees
-    (``load_state_dict``, ``p.copy_``) are noticed.
+    16-bit parameters have float32 master weights on the side that updates them (unless ``masters=False``).
+    Two bytes a parameter are then sent to the host, and two back. FSDP2's parameters are updated shard by
+    shard. PyTorch does not report writes such as ``p.data.copy_``: call `reload_masters` after them. Other
+    writes (``load_state_dict``, ``p.copy_``) are noticed.
 
     Args:
         kind: a class of optimizers that treats every element alone: ``torch.optim.AdamW``, ``Adam``, ``SGD``,
             ``RMSprop``, ``Adagrad``, ``NAdam``, ``RAdam``, ``Adamax``, ``ASGD``, ``Adadelta``, ``Rprop``,
-            subclasses of these, your own. Whether it does is tried on two small parameters; what does not
-            (``LBFGS``, ``SparseAdam``, ``Muon``, ``Adafactor``) is refused.
+            subclasses of these, or your own class. A test update of two small parameters checks this. Other
+            optimizers (``LBFGS``, ``SparseAdam``, ``Muon``, ``Adafactor``) are refused.
         params: parameters, named parameters or groups, as for every optimizer. More may come later.
-        host_fraction: share of the trainable elements that the host updates, 0 to 1, or ``"auto"``: at the
-            first step, what takes the least time by speeds measured then, of what fits in ``device_budget``.
+        host_fraction: share of the trainable elements that the host updates, 0 to 1. ``"auto"`` measures
+            speeds at the first step, and takes the fastest share whose state fits ``device_budget``.
         host: ``"memory"`` (page-locked for CUDA) or ``"disk"`` (files without a name, mapped into memory).
             ``"auto"`` is disk where the device is the CPU itself, else memory.
-        host_folder: for ``"disk"``; the system's folder for temporary files without it.
-        host_limit: most bytes of its state on the host, a number or text such as ``"8GiB"``.
-        device_budget: for ``"auto"``: most bytes of optimizer state on the device; ``None`` is 0.9 of what is
-            free.
-        stream_gradients: gradients leave the device while backward produces them, and ``.grad`` holds a
-            stand-in without memory. Use the optimizer's own `clip_grad_norm_`. Nothing is updated before
-            `step`.
-        overlap_update: with ``stream_gradients``, the host updates its own copy of a parameter as soon as its
-            gradient is there; parameters change in `step`. Micro-batches before the last belong within
-            `accumulating`. Without ``reversible`` there can be no clipping, and if backward fails half-way
-            the state is half updated: the optimizer then refuses to go on until a checkpoint is loaded.
-        delayed: the host part of a step's update runs beside the next step's forward and backward, and is
-            seen one step late. It changes training: see `finish`.
-        delay_after: steps before ``delayed`` sets in.
-        reversible: the host keeps a copy of what the last update replaced, which `rollback` puts back. It
-            takes as much host memory as the state and the values of all parameters. With ``overlap_update``
-            updates are speculative: `clip_grad_norm_` undoes them if it changes the gradients, and
-            `zero_grad` undoes those of a backward that failed, or whose norm is not finite.
+        host_folder: folder for ``"disk"``. The default is the system's folder for temporary files.
+        host_limit: largest number of bytes of its state on the host: a number, or text such as ``"8GiB"``.
+        device_budget: for ``"auto"``: largest number of bytes of optimizer state on the device. ``None`` is
+            0.9 of the free memory.
+        stream_gradients: gradients are sent to the host while backward produces them. ``.grad`` is then a
+            tensor without memory. Clip with the optimizer's own `clip_grad_norm_`. Updates begin in `step`.
+        overlap_update: with ``stream_gradients``, the host updates its copy of a parameter as soon as the
+            parameter's gradient arrives. Parameters change in `step`. Run all microbatches except the last
+            within `accumulating`. Without ``reversible``, clipping is impossible. If backward then fails, a
+            part of the state is already updated: the optimizer raises an error until a checkpoint is loaded.
+        delayed: the host's part of an update runs during the next step's forward and backward. Parameters
+            get it one step late, which changes training: see `finish`.
+        delay_after: number of steps before ``delayed`` begins.
+        reversible: the host keeps a copy of the values that the last update replaced. `rollback` puts them
+            back. The copy takes as much host memory as the state and all parameters. With ``overlap_update``
+            updates are speculative: `clip_grad_norm_` undoes them if it changes the gradients. `zero_grad`
+            undoes them if backward failed, or if the norm is not finite.
         masters: whether 16-bit parameters are updated in float32.
-        chunk_bytes: of the buffers through which everything moves (a few are used).
-        link: the way to the device; made for it without.
-        options: the optimizer's own, such as ``lr``.
+        chunk_bytes: size of each of the few buffers for transfers.
+        link: transfers to and from the device; the default is made for the device.
+        options: arguments of the wrapped optimizer, such as ``lr``.
 
     Raises:
-        OptimError: an optimizer, option or parameter that cannot be.
+        OptimError: an optimizer, option or parameter is not supported.
 
     Example:
         >>> import torch
@@ -219,8 +218,8 @@ class HostOptimizer(PlacedOptimizer):
     # ---- placement -------------------------------------------------------------------------------
 
     def set_host_fraction(self, host_fraction: float) -> None:
-        """Move state so that the host has this share of it. Not between backward and `step` with streamed
-        gradients.
+        """Move state until the host has this share. With streamed gradients, do not call this between
+        backward and `step`.
         """
         fraction = fraction_of(host_fraction)
         if any(slot.pending or sent(p.grad) is not None for p, slot in self._slots.items()):
@@ -237,8 +236,8 @@ class HostOptimizer(PlacedOptimizer):
         return budgeted.resident_state(self)
 
     def device_state_bytes(self, host_fraction: float | None = None) -> int:
-        """Bytes of state on the device, present or still to come, at a share of the host; at the present one
-        without it (0 for ``"auto"``).
+        """Bytes of state on the device, with state that is not made yet, for this share on the host. The
+        default is the present share (0 for ``"auto"``).
         """
         present = 0.0 if self.host_fraction == "auto" else self.host_fraction
         return budgeted.device_state_bytes(self, present if host_fraction is None else host_fraction)
@@ -543,9 +542,9 @@ class HostOptimizer(PlacedOptimizer):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Let the parameters see a delayed update now: at the end of training, or before evaluating.
+        """Apply a delayed update to the parameters now: at the end of training, or before an evaluation.
 
-        Training that goes on after it differs from training without it.
+        Training that continues after this call differs from training without the call.
         """
         self._check_whole()
         self._finish_late()
@@ -585,13 +584,13 @@ class HostOptimizer(PlacedOptimizer):
         self._whole = ""
 
     def reload_masters(self) -> None:
-        """Take masters and host copies from the parameters, which somebody wrote to behind PyTorch's back."""
+        """Copy parameters into master weights and host copies, after writes that PyTorch does not report."""
         self.finish()
         for slot in self._slots.values():
             slot.version = -1
 
     def close(self) -> None:
-        """Let go of hooks and threads; the optimizer cannot be used after."""
+        """Remove hooks and end threads. The optimizer cannot be used after this call."""
         self._background.close()
         self._stream.close()
         self.link.close()

@@ -60,10 +60,13 @@ def plan_command(
     compile: Compile = False,
     compile_backend: CompileBackend = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Print no progress, no table and no picture.")
+    ] = False,
 ) -> None:
-    """Plan one training step of a model without running it, and explain the plan; or plan a step of your
-    own script, within the budget as limit_memory would.
+    """Make a plan for one training step, without running it, and explain the plan.
+
+    The step is that of a model, or of your own script. A plan for a script is the plan of limit_memory.
     """
     asked: dict[str, Any] = dict(locals())  # every option by its name
     asked |= dict(
@@ -97,10 +100,11 @@ def trace_command(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Save the step graph to this file.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress and no table.")] = False,
 ) -> None:
-    """Write down the plain step, as lowtide plan does before it plans: what it takes, where, and for how
-    long. The JSON file is what lowtide.StepGraph.from_json reads.
+    """Show the memory and the time of one plain step, by module.
+
+    lowtide.StepGraph.from_json reads the JSON file.
     """
     asked: dict[str, Any] = dict(locals())
     asked |= dict(budget=None, policy="keep_all", json=asked.pop("json_file"))
@@ -138,10 +142,11 @@ def report_command(
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False,
 ) -> None:
-    """Plan a step as ``lowtide plan`` does, and show it on a page: what is in memory when, what the plan
-    decides, what it costs. ``lowtide train --report`` shows one that ran.
+    """Make a plan as lowtide plan does, and draw it on a page: live memory over time, decisions, extra time.
+
+    lowtide train --report draws a step that ran.
     """
     asked: dict[str, Any] = dict(locals())
     asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None)

@@ -76,9 +76,9 @@ def _add_of_later_gradients(error: BudgetError, model: torch.nn.Module) -> None:
     made = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
     if more := budgets.with_slack(sum(own_share(p).nbytes for p in made)):
         error.add(
-            "Most steps clear gradients before the forward. If yours add gradients up, or clear them after "
-            f"the forward, as Lightning does, steps after the first take up to {format_bytes(more)} "
-            f"({more:,} bytes) more: add that to the budget."
+            "Most loops clear gradients before the forward. If your loop adds gradients up, or clears them "
+            f"after the forward, as Lightning does, steps after the first take up to {format_bytes(more)} "
+            f"({more:,} bytes) more: add these bytes to the budget."
         )
 
 
