@@ -63,6 +63,7 @@ def test_only_what_helps_is_proposed() -> None:
         return "\n".join(what_to_do(sum(known.values()) - missing, sum(known.values()), known))
 
     loss, activations, state = ({name: 2 * GIB} for name in (LOSS, ACTIVATIONS, STATE))
+    assert "lowtide.chunked_loss(model)" in remedies(GIB, **loss)
     assert "chunks" in remedies(GIB, **loss) and "chunks" not in remedies(GIB, **activations)
     assert "batch" in remedies(GIB, **activations) and "make the batch" not in remedies(
         3 * GIB, **activations

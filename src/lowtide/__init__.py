@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from lowtide.extensions.moves.speeds import measure_links
     from lowtide.extensions.moves.store.stores import Stores
     from lowtide.extensions.scopes.scope import checkpoint, checkpointing
+    from lowtide.extensions.tiles.loss import chunked_loss
     from lowtide.extensions.tiles.tile import tile
     from lowtide.graph import StepGraph
     from lowtide.limits import limit_memory
@@ -59,6 +60,7 @@ _HOMES = {
     "lowtide.extensions.scopes.scope": ("checkpoint", "checkpointing"),
     "lowtide.extensions.tiles.tile": ("tile",),
     "lowtide.extensions.moves.store.stores": ("Stores",),
+    "lowtide.extensions.tiles.loss": ("chunked_loss",),
 }
 """Where the names are that are loaded when they are first used."""
 
@@ -86,6 +88,7 @@ __all__ = [
     "apply",
     "checkpoint",
     "checkpointing",
+    "chunked_loss",
     "compile",
     "compile_options",
     "handle_of",

@@ -240,7 +240,7 @@ def what_to_do(
     if loss > missing_bytes:
         found.append(
             "compute the loss in chunks of tokens, so that its logits never exist as a whole (gradients then "
-            "differ in rounding)"
+            "differ in rounding): lowtide.chunked_loss(model), unless torch.compile is around the whole model"
         )
     if state > missing_bytes:
         share = math.ceil(100 * missing_bytes / state) / 100

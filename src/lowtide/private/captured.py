@@ -23,6 +23,7 @@ from torch._guards import TracingContext, tracing
 from torch._inductor import compile_fx
 from torch.fx.graph import CodeGen
 
+from lowtide.private.hollow import keeps_graph as keeps_graph
 from lowtide.private.partitioning import SizesAt, free_sizes_of
 
 
@@ -165,10 +166,6 @@ def is_whole_step(module: fx.GraphModule) -> bool:
         and all(isinstance(size, int) and size == 1 for size in value.shape)
         for value in returned
     ) and all(not isinstance(value, torch.Tensor) or value.is_leaf for value in given)
-
-
-keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore
-"""Whether the backward that runs was called with ``retain_graph``."""
 
 
 def _autocast() -> list[tuple[str, bool, torch.dtype]]:

@@ -2,4 +2,7 @@
 
 In: a module that treats each token alone, and a number of pieces. Out: the same gradients up to rounding;
 what is made inside the module is there for one piece at a time. Begin with `tile.py`.
+
+`loss.py` is `lowtide.chunked_loss`. The output layer returns a stand-in for the logits (`stand_in.py`), and
+the loss makes a piece of them at a time (`products.py`).
 """
