@@ -200,6 +200,10 @@ def words(row: dict[str, str]) -> dict[str, Any]:
     found["compile"] = "compile" in given or "fused_kernels" in given
     found["float8"] = any(name.startswith(("float8", "fp8", "mxfp8", "nvfp4")) for name in given)
     found |= _scaling(given)
+    apart = source.startswith(("prime-rl", "torchtitan")) or (
+        source.startswith("torchao/") and row["device"] != "H100"
+    )
+    found["embedding_unit"] = apart and sharded and not configure(**shape).model.tied
     found["loss"], more = _loss(row, given, found)
     found |= more
     found |= _precision(source, given, sharded)

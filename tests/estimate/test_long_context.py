@@ -16,6 +16,7 @@ from lowtide.estimate import Config, EstimateError, configure, estimate
 from lowtide.estimate.devices import device
 from lowtide.estimate.flops import iteration_flops, layer_flops
 from lowtide.estimate.layer import layer_terms
+from lowtide.estimate.simulation import simulate
 from lowtide.estimate.speed import efficiencies, step_time
 from lowtide.estimate.traffic import stage_traffic
 from lowtide.estimate.working import backward_moments, exchanged, kernel_scratch
@@ -98,6 +99,30 @@ def test_a_tile_takes_what_pytorch_takes(tiles: int) -> None:
     stream = 2 * 4 * tokens * hidden  # of the residual and the branch, which are not made here
     counted = backward_moments(config)["tile of the MLP"] - stream
     assert taken == pytest.approx(float(counted), rel=0.06)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_simulate_traces_tiles(recompute: str) -> None:
+    """lowtide.tile of the project's own MLP: what a layer keeps falls by as much as the formula says, and the
+    peak, too; of recomputed layers within a third, since the trace has norms in separate operations.
+    """
+    shape: dict[str, Any] = dict(
+        layers=2, hidden=256, heads=4, ffn=1024, vocab=512, mlp="swiglu", norm="rmsnorm", unfused_mlp=True,
+        dtype="fp32", seq=4096, recompute=recompute,
+    )  # fmt: skip
+    plain, tiled = (simulate(configure(**shape, tiles=tiles)).stages[0] for tiles in (1, 4))
+    tensor = 4 * 4096 * 256
+    if recompute == "none":
+        freed = plain.timeline.held_bytes - tiled.timeline.held_bytes
+        closed = plain.closed.activations_bytes - tiled.closed.activations_bytes
+        assert freed == closed == 2 * 4 * 4 * tensor  # gate, up, silu(gate) and their product, each 4 wide
+    lower = plain.timeline.activation_peak_bytes - tiled.timeline.activation_peak_bytes
+    counted = plain.closed.activation_peak_bytes - tiled.closed.activation_peak_bytes
+    assert counted > 0 and lower == pytest.approx(counted, rel=0.01 if recompute == "none" else 0.35)
+    with pytest.raises(EstimateError, match=r"--tiles=4: lowtide\.tile of the project's own MLP"):
+        simulate(configure(**shape, tiles=4, tp=2))
+    with pytest.raises(EstimateError, match="--head-chunks=4: the project's own attention"):
+        simulate(configure(**(shape | dict(attention="fused")), head_chunks=4))
 
 
 def test_tiles_keep_the_mlp_s_input_only() -> None:

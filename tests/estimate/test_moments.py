@@ -192,6 +192,18 @@ def test_cublas_keeps_two_workspaces(name: str, mebibytes: float) -> None:
         assert size - anywhere.moments[moment] == mebibytes * 2**20
 
 
+def test_an_embedding_that_is_a_unit_is_freed_after_its_lookup() -> None:
+    """Of the root's unit the output layer is left, in forward and backward."""
+    whole, apart = (
+        next(line for line in estimate(llama(dp=8, zero=3, embedding_unit=way)).stages[0].lines
+             if line.name == "gathered weights")
+        for way in (False, True)
+    )  # fmt: skip
+    assert whole.bytes - apart.bytes == 2 * TABLE
+    with pytest.raises(EstimateError, match="--embedding-unit with --zero=3: for --zero 3 and an output"):
+        configure("llama3-1b", dp=8, zero=3, embedding_unit=True)
+
+
 def test_fsdp_holds_gradients_before_they_are_split() -> None:
     """In backward, a layer's and the output layer's, as whole as what is gathered; adapters' are small."""
     stage = estimate(llama(dp=8, zero=3)).stages[0]

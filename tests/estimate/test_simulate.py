@@ -85,7 +85,7 @@ def test_one_process(case: tuple[dict[str, Any], int]) -> None:
     ("model", "changes", "told"),
     [
         ("mixtral-8x7b", {}, "traces no experts"),
-        ("llama3-8b", dict(tiles=2), "--tiles=2"),
+        ("llama3-8b", dict(tiles=2, tp=2), "--tiles=2"),
         ("llama3-8b", dict(unfused_norms=True), "without --unfused-norms"),
     ],
 )

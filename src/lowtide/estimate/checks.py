@@ -97,6 +97,11 @@ def _check_parallel(config: Config) -> None:
             f"--no-sync with --zero=3 --pp={config.pp}: a pipeline's gradients are reduced once as it is; "
             "leave it out"
         )
+    if config.embedding_unit and (config.zero < 3 or config.model.tied):
+        raise EstimateError(
+            f"--embedding-unit with --zero={config.zero}: for --zero 3 and an output layer that does not "
+            "share the embedding; leave it out"
+        )
     if config.keep_weights and (config.zero < 3 or config.shards == 1 or config.recompute != "none"):
         raise EstimateError(
             f"--keep-weights with --zero={config.zero} --dp={config.dp} --recompute={config.recompute}: for "

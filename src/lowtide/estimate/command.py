@@ -337,6 +337,13 @@ FLAGS: dict[str, Any] = {
             "--flat-parameters",
         ),
     ],
+    "embedding_unit": Annotated[
+        Switch,
+        option(
+            "The embedding is a unit of fully_shard by itself, and freed after its lookup (torchtitan).",
+            "--embedding-unit",
+        ),
+    ],
     "keep_weights": Annotated[
         Switch,
         option(

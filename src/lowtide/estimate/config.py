@@ -138,6 +138,9 @@ class Config:
         flat_parameters: with ZeRO 3, the adapters and the frozen weights of a layer are in one flat parameter
             (FSDP 1 around layers, LitGPT). The flat parameter requires gradients: all weights then have
             sharded gradients, and products keep their inputs.
+        embedding_unit: with ZeRO 3, the embedding is gathered by itself, and freed after its lookup
+            (torchtitan since 2025, prime-rl). Without it, the embedding stays gathered with the output layer.
+            Tied embeddings cannot be a unit.
         keep_weights: weights that ZeRO 3 gathers in forward stay until their backward, because autograd holds
             them (DeepSpeed without recomputation). FSDP frees them.
         ddp_buckets: gradients are summed in buckets, which have as many bytes as the gradients
@@ -214,6 +217,7 @@ class Config:
     gather_logits: bool = False
     no_sync: bool = False
     flat_parameters: bool = False
+    embedding_unit: bool = False
     keep_weights: bool = False
     ddp_buckets: bool = False
     compile: bool = False

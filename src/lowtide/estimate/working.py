@@ -282,10 +282,10 @@ def _zero3(config: Config, stage: int) -> list[Line]:
             min(e * layer_parameters(kind), layer_bytes(kind)) + e * layer_adapters(kind)
             for _, kind in config.kinds
         )
-    table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
+    table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied or config.embedding_unit else 2)
     size = ceil(2 * layer + e * table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
-    formula = "two layers, the embeddings"
+    formula = "two layers, the output layer" if config.embedding_unit else "two layers, the embeddings"
     if config.keep_weights:
         size, formula = e * trained_parameters(config, stage) + ceil(frozen_bytes(config, stage)), f"{e}Ψ"
         note = "autograd's views of them hold them until their backward"

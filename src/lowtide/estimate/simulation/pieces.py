@@ -54,7 +54,7 @@ def model_config(config: Config, layers: int) -> ModelConfig:
         hidden_width=shape.ffn, key_value_heads=shape.kv_heads, vocabulary=shape.vocab,
         positions=max(shape.sequence, config.seq), tied=shape.tied, dropout=config.dropout,
         fused_attention=config.fused_attention,
-        loss_chunks=config.loss_chunks if config.loss == "chunked" else 1,
+        loss_chunks=config.chunks if config.loss == "chunked" else 1,
     )  # fmt: skip
 
 

@@ -206,12 +206,16 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             f"simulate traces no experts, and this model has {config.model.experts} a layer: estimate has "
             "them in closed form"
         )
-    for name in ("tiles", "head_chunks"):
-        if (pieces := getattr(config, name)) > 1:
-            raise EstimateError(
-                f"simulate --{name.replace('_', '-')}={pieces}: the project's own layers are traced, which "
-                "work on all tokens and heads at once; estimate has it in closed form; leave it out here"
-            )
+    if config.head_chunks > 1:
+        raise EstimateError(
+            f"simulate --head-chunks={config.head_chunks}: the project's own attention is traced, which "
+            "works on all heads at once; estimate has it in closed form; leave it out here"
+        )
+    if config.tiles > 1 and (config.tp > 1 or build is not None):
+        raise EstimateError(
+            f"simulate --tiles={config.tiles}: lowtide.tile of the project's own MLP is traced, without "
+            "tensor parallelism and --transformers; estimate has the others in closed form"
+        )
     if config.cp > 1:
         raise EstimateError(f"simulate --cp={config.cp}: no ring is traced; estimate has it in closed form")
     own = replace(config, loss="auto", loss_chunks=8).loss_kind

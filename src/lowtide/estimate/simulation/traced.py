@@ -20,6 +20,7 @@ from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.simulation.pricing import CALL_SECONDS, pricer
+from lowtide.extensions.tiles.tile import tile
 from lowtide.graph import StepGraph
 from lowtide.plan.blocks import block_of
 from lowtide.trace.costs.roofline import Roofline
@@ -149,6 +150,8 @@ def trace_chunk(
         stack.enter_context(default_dtype(DTYPES[config.dtype]))
         stack.enter_context(mode)
         piece = build() if build is not None else Piece(config, first=first, last=last, group=group)
+        if config.tiles > 1:
+            tile([one for name, one in piece.named_modules() if name.endswith(".mlp")], config.tiles)
         if with_gradients:
             for parameter in piece.parameters():
                 parameter.grad = torch.empty_like(parameter)
