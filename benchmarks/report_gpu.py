@@ -141,7 +141,8 @@ def brief() -> str:
     same = [row["same_gradients"] for (part, _), row in rows.items() if part.startswith("deterministic")]
     return (
         f"Card: {about['gpu']}, {about['date']}, torch {about['torch']}, lowtide {about['lowtide']}, in "
-        f"bfloat16. The predicted peak is within 1 MiB of the requested bytes in {hits} of "
-        f"{len(exact)} eager rows. Gradients are the plain step's bit by bit in {sum(same)} of {len(same)} "
-        "rows with PyTorch's deterministic algorithms."
+        f"bfloat16. In [its report](benchmarks/results/gpu_h100.md) the predicted peak is within 1 MiB of "
+        "the most bytes that the process requested from PyTorch's allocator, in "
+        f"{hits} of {len(exact)} eager steps with a budget. With PyTorch's deterministic "
+        f"algorithms, gradients are bitwise the plain step's in {sum(same)} of {len(same)} steps."
     )
