@@ -365,9 +365,9 @@ def main() -> None:
         parts += ["", "## Predicted against measured", "", where(found), "", text, "", accuracy(found)]
         brief += (
             f"\n- Predictions before any step, for six models at four budgets each ({where(found)}): the "
-            f"predicted peak is within 1 % of the measured peak in {held['peak_holds']} of {held['of']} rows. "
-            "The predicted extra time differs from the measured one by at most 15 %, or by at most 2 % of "
-            f"the step's time, in {held['forecast_holds']} of {held['of']} rows."
+            f"predicted peak is within 1 % of the measured peak in {held['peak_holds']} of {held['of']} "
+            "rows. The predicted extra time differs from the measured one by at most 15 %, or by at most 2 % "
+            f"of the step's time, in {held['forecast_holds']} of {held['of']} rows."
         )
     if found and (other := load("accuracy_elsewhere")):  # saved under this name by hand
         held = other["held"]

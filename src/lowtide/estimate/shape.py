@@ -70,36 +70,44 @@ class Matrix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder-only transformer's shape, in the symbols of arXiv 2205.05198, Table 1, and what came after
-    it.
+    """The sizes of a decoder-only transformer. L, h, a and v are the symbols of arXiv 2205.05198, Table 1.
 
     Attributes:
-        layers, hidden, heads, vocab: L, h, a and v.
-        kv_heads: heads of keys and values; fewer than ``heads`` is grouped-query attention.
-        head_width: size of one head; h / a unless the model says otherwise.
-        value_width: size of one head of values; ``head_width`` unless the model says otherwise.
-        ffn: inner size of the MLP, or of one expert.
-        mlp: ``gelu``, ``relu`` and ``squared-relu`` have two matrices, ``swiglu`` three, with any smooth
-            gate; so has ``swiglu-clamped``, whose gate and product are bounded (gpt-oss).
-        norm: ``layernorm`` has two vectors, ``rmsnorm`` one.
-        positions: ``learned`` adds a table of ``sequence`` rows to the embedding, ``rotary`` turns queries
-            and keys.
-        sequence: the longest sequence, and the default one.
-        parallel: attention and MLP read the stream side by side (GPT-NeoX), not one behind the other.
-        norms: norms of a layer; with one the two read the same (Falcon, Phi).
-        more: parameters at the model's ends besides: an output layer's bias, a norm behind the embedding.
-        bias, qkv_bias: whether the linear layers have biases, and those of q, k and v.
+        layers, hidden, heads, vocab: number of layers (L), hidden size (h), number of heads (a), and size of
+            the vocabulary (v).
+        kv_heads: number of heads of keys and values. The default is ``heads``; fewer heads mean
+            grouped-query attention.
+        head_width: size of one head of queries and keys. The default is h / a.
+        value_width: size of one head of values. The default is ``head_width``.
+        ffn: inner size of the MLP, or of one expert. The default is 4h, or about 8h / 3 for ``swiglu``.
+        mlp: ``gelu``, ``relu`` and ``squared-relu`` have two matrices. ``swiglu`` has three, and any smooth
+            function on its gate. ``swiglu-clamped`` has three, and clamps its gate and product (gpt-oss).
+        norm: ``layernorm`` has a weight and a bias, ``rmsnorm`` only a weight.
+        positions: ``learned`` adds a table of ``sequence`` rows to the parameters. ``rotary`` rotates queries
+            and keys, and has no parameters.
+        sequence: the longest sequence that the model takes. Estimates use it by default.
+        parallel: attention and MLP read the same residual stream (GPT-NeoX). By default the MLP reads the
+            output of attention.
+        norms: norms of a layer, 2 or 1. With 1, attention and MLP read the output of the same norm (Falcon,
+            Phi); this needs ``parallel``.
+        more: number of parameters outside the layers that no other attribute counts, such as the bias of the
+            output layer or a norm after the embedding.
+        bias, qkv_bias: whether the linear layers have biases, and whether q, k and v have. The default of
+            ``qkv_bias`` is ``bias``.
         qk_norm: whether queries and keys are normalised (Qwen 3).
         tied: whether the output layer shares the embedding's matrix.
-        experts: MLPs of a layer that share its tokens (a mixture of experts, 1701.06538); 0: one MLP.
-        experts_per_token: experts that work on each token.
-        shared_experts: experts beside these that work on every token (2401.06066).
-        router: ``softmax`` over all experts (Mixtral, Qwen), ``sigmoid`` in float32 (DeepSeek), or a softmax
-            over the ``chosen`` ones (gpt-oss).
-        dense_layers, dense_ffn: layers that have one MLP instead, and its inner size.
-        query_latent, kv_latent, rope_width: sizes of latent attention (2405.04434, Section 2.1): of the
-            latents of queries, of those of keys and values, and of the part of a head that is turned.
-        sinks: whether each head has a learned score of nothing (gpt-oss).
+        experts: number of routed experts of a layer (a mixture of experts, 1701.06538). 0 means one MLP that
+            all tokens use.
+        experts_per_token: number of routed experts that the router chooses for each token.
+        shared_experts: number of further experts that every token uses (2401.06066).
+        router: ``softmax`` over all experts (Mixtral, Qwen), ``sigmoid`` in float32 (DeepSeek), or
+            ``chosen``: a softmax over the experts chosen for the token (gpt-oss).
+        dense_layers, dense_ffn: in a mixture of experts, the number of layers that have one MLP and no
+            experts, and the inner size of this MLP.
+        query_latent, kv_latent, rope_width: sizes of multi-head latent attention (2405.04434, Section 2.1):
+            of the latent vector of queries, of the latent vector of keys and values, and of the part of a
+            head that has rotary positions.
+        sinks: whether each head has a learned attention sink: one more score in its softmax (gpt-oss).
 
     Example:
         >>> Shape(layers=48, hidden=6144, heads=64, vocab=51200, sequence=2048).parameters()

@@ -1,4 +1,4 @@
-"""Bytes that one device sends in a step, over the network and over the host link.
+"""Bytes of one device in a step: those that it sends over the network, and those to and from the host.
 
 Collectives are counted as rings send them: an all-reduce of N bytes among n ranks sends 2N(n-1)/n from each,
 an all-gather or a reduce-scatter of N bytes in all N(n-1)/n. Sums travel in the tensors' own precision, as
@@ -24,13 +24,16 @@ Link = Literal["tensor", "context", "expert", "pipeline", "data", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes of one kind that one device of a stage sends in a step.
+    """One kind of communication of one device in a step, such as the all-reduce of gradients.
 
     Attributes:
-        link: ``tensor``, ``context``, ``expert``, ``pipeline`` or ``data`` parallel group, or ``host``.
-        name: what it is.
-        bytes: sent by one device.
-        formula, source: as in `lowtide.estimate.lines.Line`.
+        link: the parallel group in which the bytes travel (``tensor``, ``context``, ``expert``, ``pipeline``
+            or ``data``), or ``host`` for bytes between the device and the host's memory.
+        name: what travels.
+        bytes: bytes that the device sends to other ranks in a step. For ``host``, bytes that it sends to the
+            host and receives from it.
+        formula: the bytes as a formula, in the symbols of arXiv 2205.05198.
+        source: the paper or the program that the formula comes from.
     """
 
     link: Link
@@ -50,7 +53,7 @@ def _ring(size: Fraction | int, ranks: int) -> Fraction:
 
 
 def stage_traffic(config: Config, stage: int) -> list[Traffic]:
-    """All that one device of a stage sends in a step."""
+    """All communication of one device of a stage in a step."""
     return [
         *_tensor(config, stage), *_context(config), *_experts(config), *_pipeline(config, stage),
         *_data(config, stage), *_host(config, stage),

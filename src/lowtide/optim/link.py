@@ -1,7 +1,7 @@
-"""The way between device and host: everything that depends on the kind of device stands here.
+"""Transfers between device and host. All code of the optimizer that depends on the kind of device is here.
 
-`DirectLink` is for a device whose memory the host's processor works on itself (a CPU), `CudaLink` for CUDA.
-Transfers are those of `lowtide.extensions.moves.store.lanes`.
+`DirectLink` is for a CPU as the device: the host's processor reads and writes its memory. `CudaLink` is for
+CUDA. Transfers are those of `lowtide.extensions.moves.store.lanes`.
 """
 
 from __future__ import annotations
@@ -23,70 +23,78 @@ from lowtide.optim.pool import MemoryPool
 
 @dataclass
 class Link(ABC):
-    """Moves stretches of tensors between device and host.
+    """Copies slices of tensors between device and host, and runs updates on both.
+
+    "Down" means from the device to the host, "up" from the host to the device. An update calls `begin_step`
+    first and `settle` last. Between them it calls `down`, `on_host` and `up` for each batch of the host's
+    part, and `on_device` for the device's part.
 
     Attributes:
-        bytes_down: moved from device to host so far.
-        bytes_up: moved from host to device so far.
+        bytes_down: bytes copied from device to host so far.
+        bytes_up: bytes copied from host to device so far.
     """
 
     bytes_down: int = 0
     bytes_up: int = 0
 
     direct = False
-    """Whether the host's processor works on the device's memory, so that nothing has to move."""
+    """Whether the host's processor works on the device's memory itself, so that nothing is copied."""
 
     parallel = True
-    """Whether device and host compute side by side."""
+    """Whether device and host compute at the same time."""
 
     def memory(self, limit_bytes: int | None = None) -> MemoryPool:
-        """Host memory as transfers want it."""
+        """A pool of host memory for the copies, of at most ``limit_bytes``; page-locked for CUDA."""
         return MemoryPool(limit_bytes)
 
     @abstractmethod
     def down(self, host: Tensor, device: Tensor) -> Transfer:
-        """Copy a stretch from the device to the host, after the work on the device that is already asked
-        for.
+        """Copy ``device`` to ``host``. The copy begins after the work that the device's current stream has
+        already.
         """
 
     def ready(self) -> object:  # noqa: B027
-        """A mark for `down_after`: the work on the device that is already asked for."""
+        """A mark in the device's current stream, for `down_after`."""
 
     def down_after(self, ready: object, host: Tensor, device: Tensor) -> Transfer:
-        """As `down`, from any thread: after the work that was asked for when `ready` gave the mark."""
+        """As `down`, from any thread. The copy begins after the work that the stream had when `ready` made
+        the mark.
+        """
         return self.down(host, device)
 
     @abstractmethod
     def up(self, device: Tensor, host: Tensor) -> Transfer:
-        """Copy a stretch from the host to the device."""
+        """Copy ``host`` to ``device``."""
 
     def begin_step(self) -> None:  # noqa: B027
-        """An update begins: what goes up from now on may overwrite what the device has been asked to read
-        until now.
+        """An update begins. Until `settle`, each copy waits for the work that the device has at this moment,
+        and not for the device's own part of the update.
         """
 
     def on_device(self, work: Callable[[], None], elements: int) -> Transfer:
-        """Let the device update ``elements`` elements."""
+        """Run ``work``, which updates ``elements`` elements on the device."""
         work()
         return no_transfer()
 
     def on_host(self, work: Callable[[], None], elements: int) -> None:
-        """Update ``elements`` elements on the host, now, in the calling thread."""
+        """Run ``work``, which updates ``elements`` elements on the host, in the calling thread."""
         work()
 
     def settle(self) -> None:  # noqa: B027
-        """An update is over, what went up has arrived: copies wait again for what the device was asked."""
+        """The update is over, and its copies have arrived. Later copies wait for the work that the device has
+        when they begin.
+        """
 
     def synchronize(self) -> None:  # noqa: B027
-        """Return when the device has done all it was asked to."""
+        """Wait until the device has finished its work."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of threads."""
+        """End the link's threads."""
 
 
 class DirectLink(Link):
-    """Device memory is main memory: the host's processor updates parameters where they lie; only what lies on
-    disk is copied.
+    """For a CPU: device memory is main memory. The host's processor updates parameters in place. Only state
+    on the disk is copied.
     """
 
     direct = True
@@ -104,11 +112,12 @@ class DirectLink(Link):
 
 
 class CudaLink(Link):
-    """CUDA: a stream each way, ordered against the computing stream by events; host memory is page-locked.
+    """For CUDA: one stream for each direction. Events order copies against the stream that computes. Host
+    memory is page-locked.
 
     Args:
-        device: where parameters lie.
-        streams: the device's; found without it.
+        device: the parameters' device.
+        streams: the device's streams. The default is made for ``device``.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -118,7 +127,7 @@ class CudaLink(Link):
         self._down, self._up = StreamLane(self.streams), StreamLane(self.streams)
         self._counting = threading.Lock()
         self._ready: tuple[Event, ...] = ()
-        """within a step: what copies wait for, so that none waits for the device's own update"""
+        """During an update: the event that copies wait for, so that none waits for the device's own part."""
 
     def memory(self, limit_bytes: int | None = None) -> MemoryPool:
         return MemoryPool(limit_bytes, self.device)
@@ -152,7 +161,7 @@ def link_for(device: torch.device) -> Link:
     """The link between the host and a device.
 
     Raises:
-        OptimError: lowtide knows no way to it.
+        OptimError: lowtide has no link for this kind of device.
     """
     if device.type == "cpu":
         return DirectLink()

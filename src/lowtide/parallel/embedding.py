@@ -66,8 +66,7 @@ class ParallelEmbedding(ParallelModule):
         torch.Size([1, 3, 4])
 
     Source: neuronx-distributed's layer of that name. Under sequence parallelism it swaps the first two
-        dimensions of its output; here the
-    output is laid out as the input is.
+        dimensions of its output. Here the output has the layout of the input.
     """
 
     weight: nn.Parameter
