@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from benchmarks.common import RESULTS
+from typer.testing import CliRunner
 
 from benchmarks import estimate_long_context as measured
+from lowtide.cli import app
 from lowtide.estimate import configure, estimate
 from lowtide.estimate.devices import device
 from lowtide.estimate.frameworks import candidates
@@ -71,6 +73,16 @@ def test_a_suggestion_s_flags_say_the_same_pieces() -> None:
     config = configure("llama3-8b", **given)
     assert estimate(config, kind).reserved_expandable_bytes == one.reserved_expandable_bytes
     assert one.host_bytes == estimate(config).host_bytes > 100 * 2**30
+
+
+def test_what_fits_nowhere_is_said_with_the_least_of_all_formulas() -> None:
+    """Not with what the first framework would need, which has none of the means of long sequences."""
+    words = "suggest --model llama3-8b --seq 16000000 --devices 8 --device h100 --global-batch 1"
+    said = CliRunner().invoke(app, words.split())
+    assert said.exit_code == 1
+    told = " ".join(said.output.split())
+    assert "With lowtide it does not fit: it needs 1.52 TiB. With all that has a formula:" in told
+    assert "It does not fit: llama3-8b at 16000000 tokens" in told and "It fits at 4000000 tokens" in told
 
 
 def test_long_sequences_are_looked_for_in_all_formulas_at_last() -> None:

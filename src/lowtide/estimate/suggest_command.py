@@ -141,8 +141,10 @@ def suggest_command(
     model = preset_name(model)
 
     def look(given: dict[str, Any]) -> tuple[tuple[str, Suggestions], tuple[str, Suggestions]]:
-        """What the first framework runs, and the first that fits; the first one twice where none fits."""
-        first = None
+        """What the first framework runs, and the first that fits. Where none fits: all that has a formula, if
+        that was looked through, else the first one twice.
+        """
+        first = last = None
         for chosen in [runs_with] if runs_with else candidates(model, given):
             try:
                 found = suggest(
@@ -153,11 +155,12 @@ def suggest_command(
                 if first is None:
                     raise
                 continue
-            first = first or (chosen, found)
+            last = (chosen, found)
+            first = first or last
             if found.fits:
-                return first, (chosen, found)
-        assert first is not None
-        return first, first
+                return first, last
+        assert first is not None and last is not None
+        return first, last if last[0] == "any" else first
 
     first, (chosen, found) = look(given)
     refused = first if first[0] != chosen else None
