@@ -180,14 +180,17 @@ def answers_itself(tensor: torch.Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(_DISPATCH)
 
 
-def is_transformed() -> bool:
+def is_transformed(fakes: bool = True) -> bool:
     """Whether this thread runs code that is being transformed: by torch.func, or by a trace for the compiler
     or an export.
+
+    Args:
+        fakes: whether fake tensors alone are such a trace.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return True
     mode = torch._C._get_dispatch_mode
-    return mode(_PROXY) is not None or mode(_FAKE) is not None or mode(_FUNCTIONAL) is not None
+    return mode(_PROXY) is not None or (fakes and mode(_FAKE) is not None) or mode(_FUNCTIONAL) is not None
 
 
 # ---- autograd ------------------------------------------------------------------------------------

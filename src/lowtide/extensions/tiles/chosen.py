@@ -22,6 +22,7 @@ from torch import nn
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError, TraceError
 from lowtide.extension import Extension
+from lowtide.extensions.tiles.loss import ChunkedLoss, chunked_loss, chunked_loss_of, has_output_layer
 from lowtide.extensions.tiles.tile import Tiling, tile, tiled_forward
 from lowtide.graph import StepGraph, no_collection
 from lowtide.interception import suspended
@@ -31,6 +32,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.simulate import plain
 from lowtide.plan.simulate.holders import pieces_at_peak
 from lowtide.progress import working
+from lowtide.remedies import LOSS
 from lowtide.run.limit.entry import Entry, Facts, Kind
 from lowtide.run.limit.key import Inputs, Members, StepKey
 from lowtide.run.messages import warn
@@ -41,6 +43,9 @@ from lowtide.trace.fake import Specs, trace_fake
 from lowtide.trace.results import loss_to_plan_for
 from lowtide.trace.untouched import same_random
 from lowtide.words import by_members, format_bytes
+
+LOSS_TILES = "the loss"
+"""The name of a chunked loss among the tiles."""
 
 _SPARES = 0.02
 """Share of the smallest peak that tiles of a module have to spare."""
@@ -125,13 +130,15 @@ class Tiles(Extension):
         if self._pieces() != before:
             limiter.book.known.clear()  # plans of other programs
 
-    def _chosen(self) -> dict[str, Tiling]:
+    def _chosen(self) -> dict[str, Tiling | ChunkedLoss]:
         """The tiles of the model that were chosen, by alike modules."""
-        found = dict[str, Tiling]()
+        found = dict[str, Tiling | ChunkedLoss]()
         for name, module in self.model.named_modules():
             tiled = tiled_forward(module)
             if tiled is not None and tiled.tiling.chosen:
                 found[by_members(name)[0]] = tiled.tiling
+        if (loss := chunked_loss_of(self.model)) is not None and loss.chosen:
+            found[LOSS_TILES] = loss
         return found
 
     def _pieces(self) -> dict[str, int]:
@@ -175,7 +182,7 @@ class _Search:
         self._forms: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._tokenwise: dict[str, bool] = {}
 
-    def run(self, tilings: dict[str, Tiling]) -> list[TilesRow]:
+    def run(self, tilings: dict[str, Tiling | ChunkedLoss]) -> list[TilesRow]:
         """Tile modules until a plan fits, or nothing spares more.
 
         Args:
@@ -184,6 +191,8 @@ class _Search:
         Returns:
             What was looked at: without tiles, and after each change that stays.
         """
+        if (loss := tilings.pop(LOSS_TILES, None)) is not None:
+            loss.remove()  # in one piece it would still keep no logits
         for tiling in tilings.values():
             tiling.pieces = 1
         graph, least, holds = self._look()
@@ -195,8 +204,9 @@ class _Search:
                 break
             tiling = tilings.get(kind)
             if tiling is None:
-                tiling = tilings[kind] = tile(self._alike(kind), 1)
-                tiling.chosen = True
+                is_loss = kind == LOSS_TILES
+                tiling = chunked_loss(self._model, 1) if is_loss else tile(self._alike(kind), 1)
+                tiling.chosen, tilings[kind] = True, tiling
             before = tiling.pieces
             tiling.pieces = self._pieces(holds[kind], least, limit, before)
             graph, now, holds_now = self._look()
@@ -268,6 +278,9 @@ class _Search:
         """Bytes at the peak by kind of module, those inside it included."""
         held = defaultdict[str, int](int)
         for piece in pieces_at_peak(simulator, simulation):
+            if piece.name == LOSS:
+                held[LOSS_TILES] += piece.bytes
+                continue
             name = piece.module
             while name:
                 held[by_members(name)[0]] += piece.bytes
@@ -297,6 +310,9 @@ class _Search:
 
     def _is_tokenwise(self, kind: str) -> bool:
         """Whether modules of a kind treat each token alone, by a call of the first with random numbers."""
+        if kind == LOSS_TILES:
+            loss = chunked_loss_of(self._model)
+            return loss.chosen if loss is not None else has_output_layer(self._model)
         if kind not in self._tokenwise:
             form = next((form for name, form in self._forms.items() if by_members(name)[0] == kind), None)
             self._tokenwise[kind] = form is not None and treats_tokens_alone(self._alike(kind)[0], *form)

@@ -28,17 +28,19 @@ class _Settings:
         pieces: in how many the tokens are divided.
         told: places that got logits in one piece, and other things that were said once.
         hooks: of the model. A copied model's settings have those of the copy.
+        chosen: as of `ChunkedLoss`.
         calls: of the model that are under way on each thread: whether each computes a loss.
     """
 
     def __init__(self, pieces: int) -> None:
-        self.__setstate__({"pieces": pieces, "hooks": ()})
+        self.__setstate__({"pieces": pieces, "hooks": (), "chosen": False})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pieces": self.pieces, "hooks": self.hooks}
+        return {"pieces": self.pieces, "hooks": self.hooks, "chosen": self.chosen}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pieces: int = state["pieces"]
+        self.chosen: bool = state["chosen"]
         self.hooks: tuple[RemovableHandle, ...] = state["hooks"]
         self.told: set[str] = set()
         self.calls = threading.local()
@@ -95,7 +97,7 @@ class _Forward:
         learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
         if not learns and not (calls and calls[-1]):
             return False
-        if private.is_transformed() or any(map(_is_shared, (hidden, weight))):
+        if private.is_transformed(fakes=False) or any(map(_is_shared, (hidden, weight))):
             self.settings.say(
                 "lowtide.chunked_loss has no effect here: the output layer or its input is a DTensor, or "
                 "functorch or a trace transforms the model"
@@ -164,13 +166,18 @@ class ChunkedLoss:
 
     def __init__(self, model: torch.nn.Module, settings: _Settings) -> None:
         self._model, self._settings = model, settings
-        settings.hooks = (
-            model.register_forward_pre_hook(_Begins(settings), with_kwargs=True),
-            model.register_forward_hook(_Ends(settings), always_call=True),
-        )
 
     def __repr__(self) -> str:
         return f"<ChunkedLoss of {type(self._model).__name__}, {self.pieces} pieces>"
+
+    @property
+    def chosen(self) -> bool:
+        """Whether a limit has chosen the pieces (`lowtide.extensions.tiles.chosen`)."""
+        return self._settings.chosen
+
+    @chosen.setter
+    def chosen(self, chosen: bool) -> None:
+        self._settings.chosen = chosen
 
     @property
     def pieces(self) -> int:
@@ -232,7 +239,22 @@ def chunked_loss(model: torch.nn.Module, pieces: int = 8) -> ChunkedLoss:
             f"chunked_loss(model): {type(model).__name__} has no output layer that lowtide knows "
             "(get_output_embeddings() of transformers, or an attribute 'head'): give the module that has one"
         )
+    settings.hooks = (
+        model.register_forward_pre_hook(_Begins(settings), with_kwargs=True),
+        model.register_forward_hook(_Ends(settings), always_call=True),
+    )
     return ChunkedLoss(model, settings)
+
+
+def chunked_loss_of(model: torch.nn.Module) -> ChunkedLoss | None:
+    """What computes a model's loss in pieces, where something does."""
+    placed = _placed(model)
+    return ChunkedLoss(model, _forward_of(placed[0]).settings) if placed else None
+
+
+def has_output_layer(model: torch.nn.Module) -> bool:
+    """Whether `chunked_loss` knows the model's output layer."""
+    return next(_layers(model), None) is not None
 
 
 def _checked(pieces: Any) -> int:
