@@ -40,8 +40,16 @@ Budget = Annotated[
 PolicyName = Annotated[
     str | None,
     typer.Option(
-        help="How to meet the budget: optimal (the default), mixed (also moves values), keep_all, full, "
-        "sqrt, selective, offload or compress."
+        help="How to meet the budget: auto (the default: optimal on a CPU; on a GPU it also moves values to main "
+        "memory), optimal (recomputes), mixed (also moves and compresses values), keep_all, full, sqrt, "
+        "selective, offload or compress."
+    ),
+]
+HostBudget = Annotated[
+    str | None,
+    typer.Option(
+        help="The most that auto and mixed move to main memory, such as 8GiB. [default: a quarter of what is "
+        "free]"
     ),
 ]
 PlanSeconds = Annotated[
@@ -99,7 +107,7 @@ def budget_asked(budget: str | None, policy: str | None) -> str | None:
     """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is
     wanted.
     """
-    return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
+    return "60%" if budget is None and policy in (None, "auto", "optimal", "mixed") else budget
 
 
 def given_options(context: typer.Context) -> list[str]:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from lowtide import accelerator, private
 from lowtide import budget as budgets
-from lowtide import private
 from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.extension import Extension
 from lowtide.meter.resident import model_device
@@ -54,6 +54,7 @@ def limit_memory(
     plan_seconds: float | None = None,
     plans: str | Path | None = None,
     tiles: Literal["auto"] | None = None,
+    host_budget: str | int | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
     gradients.
@@ -78,7 +79,10 @@ def limit_memory(
             works without a budget.
         progress: whether to show progress on a terminal; ``None`` depends on the environment
             (`lowtide.progress`).
-        policy: a policy or its name; ``None`` is ``optimal``.
+        policy: a policy or its name. ``None`` is ``auto``: on a CPU that is ``optimal``, which keeps or
+            recomputes; on CUDA it may move values to main memory, too (`lowtide.policies.auto`). It measures
+            the link to main memory once in a process, in well under a second, when the first model on CUDA is
+            limited.
         loss_fn: computes the loss from the model's output, for `Handle.prepare` of a model that does not
             return its loss. Training does not use it.
         optimizer: the budget also counts its state and its step.
@@ -102,6 +106,9 @@ def limit_memory(
             as by `lowtide.tile`, if no plan fits otherwise. The gradients of their weights are then sums in
             another order. Each larger kind of step is first traced on fake tensors, which takes some seconds.
             The plan's notes say what is tiled, and what that costs.
+        host_budget: the most that plans may move to main memory, in bytes or as ``"8GiB"``. ``None`` is a
+            quarter of what is free there when the limit is set. It is page-locked when a plan first needs it,
+            for all steps. For a model on CUDA, with the policies ``auto`` and ``mixed``.
 
     Returns:
         The handle; a `CompiledHandle` for a model that `torch.compile` returned.
@@ -135,15 +142,17 @@ def limit_memory(
     check_verify(verify)
     check_given(budget, policy)
     check_seconds(plan_seconds, policy, "limit_memory(plan_seconds=)")
-    check_arguments(policy, loss_fn)
-    face = Face(reserved)
+    default = policy is None or policy == "auto"
+    check_arguments(None if default else policy, loss_fn)
+    face = Face(reserved, default and schedule is None)
     keeping = [*face.keeping(plans), *face.tiling(tiles)]
     extensions = [] if optimizer is None else [face.counting(model, optimizer)]
     refuse_several_devices(model)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     meaningless = {
-        "policy": policy is not None,
+        "policy": not default,
+        "host_budget": host_budget is not None,
         "loss_fn": loss_fn is not None,
         "verify": verify != "first",
         "stores": stores is not None,
@@ -162,13 +171,14 @@ def limit_memory(
         if handle is not None:
             return handle
     # what that raises leaves the model as it is
+    policy = face.deciding(model_device(model), policy, host_budget, schedule)
     extensions = [*face.moving(model, policy, stores), *extensions, *keeping]
     before = handle_of(model if schedule is None else schedule)
     if before is not None:
         before.remove()
     settings = {
         "budget": budget,
-        "policy": policy or "optimal",
+        "policy": policy,
         "progress": progress,
         "plan_seconds": plan_seconds,
     }
@@ -244,10 +254,11 @@ class Face:
 
     Args:
         reserved: as of `limit_memory`.
+        by_device: whether the device decides about the policy, also once the model is on another one.
     """
 
-    def __init__(self, reserved: bool | None) -> None:
-        self.reserved = reserved
+    def __init__(self, reserved: bool | None, by_device: bool = False) -> None:
+        self.reserved, self.by_device = reserved, by_device
 
     def counting(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Extension:
         """What counts an optimizer.
@@ -259,6 +270,35 @@ class Face:
 
         check_optimizer(model, optimizer)
         return CountedOptimizer(optimizer)
+
+    def deciding(
+        self,
+        device: torch.device,
+        policy: str | Callable[..., Plan] | None,
+        host_budget: str | int | None,
+        schedule: Any = None,
+    ) -> str | Callable[..., Plan]:
+        """The policy of a limit: where none is given, the device decides. A pipeline moves nothing by itself.
+
+        Args:
+            device: of the model.
+            policy, host_budget: as of `limit_memory`.
+            schedule: of a pipeline.
+
+        Raises:
+            PlanError: ``host_budget`` does not go with the device or the policy.
+        """
+        if host_budget is not None and schedule is not None:
+            raise PlanError("host_budget= does not go with a pipeline, which moves nothing: leave it out")
+        if policy is None or policy == "auto":
+            stays = schedule is not None or not accelerator.is_accelerator(device)
+            if stays and host_budget is None:
+                return "optimal"
+        elif host_budget is None and not getattr(policy, "usual", False):
+            return policy
+        from lowtide.extensions.moves.auto import settled
+
+        return settled(policy, host_budget, device)
 
     def moving(
         self, model: torch.nn.Module, policy: str | Callable[..., Plan] | None, stores: Stores | None
@@ -303,6 +343,9 @@ class Face:
     def missing(self, limiter: Limiter, budget: str | int | None) -> list[Extension]:
         """The extensions that a limit needs by now, for this budget, and does not have."""
         has, found = {extension.name for extension in limiter.extensions}, list[Extension]()
+        if self.by_device and "moves" not in has:  # it may be on a card by now
+            limiter.maker.policy = policy = self.deciding(model_device(limiter.model), None, None)
+            found += self.moving(limiter.model, policy, None)
         auto = self.reserved is None and budgets.asks_for(budget) == "auto"
         if (self.reserved or auto) and "reserved" not in has:
             from lowtide.extensions.reserved.reserved import Reserved
@@ -338,6 +381,8 @@ class Face:
         from lowtide.compiled.around import Delegate  # importing Inductor takes seconds
 
         stores = any(getattr(one, "own", True) is False for one in limiter.extensions)
-        own = {"policy": limiter.maker.policy != "optimal", "stores": stores}
+        policy = limiter.maker.policy
+        own = {"policy": policy != "optimal" and not getattr(policy, "usual", False), "stores": stores}
+        own["host_budget"] = getattr(policy, "given", False)
         own["verify"], own["reserved"] = limiter.verify != "first", bool(self.reserved)
         return Delegate(limiter, [f"{name}=" for name, given in own.items() if given])

@@ -15,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 from lowtide.plan.policies import Policy, full, keep_all, optimal, scope, selective, sqrt
 
 if TYPE_CHECKING:
+    from lowtide.extensions.moves.auto import auto
     from lowtide.extensions.moves.by_rule import compress, offload, partition
     from lowtide.extensions.moves.mixed import mixed
     from lowtide.extensions.moves.plans import make_plan
 
 __all__ = [
-    "Policy", "compress", "full", "keep_all", "make_plan", "mixed", "offload", "optimal", "partition",
+    "Policy", "auto", "compress", "full", "keep_all", "make_plan", "mixed", "offload", "optimal", "partition",
     "scope", "selective", "sqrt",
 ]  # fmt: skip
 
 _MOVING = {
+    "auto": "auto",
     "compress": "by_rule",
     "offload": "by_rule",
     "partition": "by_rule",

@@ -6,6 +6,7 @@ import gc
 import tempfile
 import threading
 from typing import Any
+from unittest.mock import patch
 
 import late_cuda
 import torch
@@ -15,15 +16,17 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import accelerator, policies
+from lowtide.extensions.moves import auto
 from lowtide.extensions.moves.store.gradients import GradientSlab
 from lowtide.extensions.moves.store.host import Host
 from lowtide.extensions.moves.store.stores import Stores
 from lowtide.graph import StepGraph
 from lowtide.optim import HostOptimizer
-from lowtide.plan.data import Plan
+from lowtide.plan.data import Link, Plan
 from lowtide.trace.costs.roofline import calibrate
 
 FOLDER = tempfile.gettempdir()
+_FAST = {"host": Link(1e15, 1e15)}
 
 
 def _limited(policy: Any = None, device: str = "cuda:0", drop: float = 0.1, **options: Any) -> Run:
@@ -51,7 +54,20 @@ def _limited(policy: Any = None, device: str = "cuda:0", drop: float = 0.1, **op
 @scenario
 def recompute() -> Run:
     """A budget that recomputes, on the second device while the first is current."""
-    return _limited(budget="86%", device="cuda:1")
+    return _limited(policies.optimal(), budget="86%", device="cuda:1")
+
+
+@scenario
+def auto_by_default() -> Run:
+    """The default: the link is measured, and what it says decides."""
+    return _limited(budget="86%", device="cuda:1", host_budget="1MiB")
+
+
+@scenario
+def auto_over_a_fast_link() -> Run:
+    """What the default does where the link is fast: values move, as many as main memory may hold."""
+    with patch.object(auto, "_MIN_BYTES", 1), patch.object(auto, "_measured", lambda _: _FAST):
+        return _limited(budget="86%", host_budget="64KiB")
 
 
 @scenario

@@ -36,6 +36,7 @@ __all__ = ["POLICIES", "Plan", "make", "plain", "resolve"]
 
 _OWN, _MOVING = "lowtide.plan.policies", "lowtide.extensions.moves"
 POLICIES = {
+    "auto": f"{_MOVING}.auto",
     "optimal": _OWN,
     "keep_all": _OWN,
     "full": _OWN,
@@ -95,7 +96,7 @@ def check_seconds(seconds: float | None, policy: str | Policy | None, what: str)
     number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     fits = number and 0 < seconds < math.inf
     expect(fits, what, seconds, "seconds, more than 0, or None for what is usual")
-    searching = policy in (None, "optimal", "mixed")
+    searching = policy in (None, "auto", "optimal", "mixed")
     if callable(policy):
         from lowtide.plan.policies.chosen import searches
 
@@ -104,7 +105,7 @@ def check_seconds(seconds: float | None, policy: str | Policy | None, what: str)
         name = policy if isinstance(policy, str) else getattr(policy, "__name__", type(policy).__name__)
         raise PlanError(
             f"{what} is for policies that search and do not say for how long, and the policy is {name}: "
-            "leave one of them out, or choose optimal or mixed"
+            "leave one of them out, or choose auto, optimal or mixed"
         )
 
 

@@ -16,6 +16,7 @@ from lowtide.flags import (
     Compile,
     CompileBackend,
     Dropout,
+    HostBudget,
     LossChunks,
     Model,
     PlanDevice,
@@ -49,6 +50,7 @@ def plan_command(
     model: Model = "gpt-small",
     budget: Budget = None,
     policy: PolicyName = None,
+    host_budget: HostBudget = None,
     plan_seconds: PlanSeconds = None,
     batch: Batch = 8,
     seq: Seq = 256,
@@ -135,6 +137,7 @@ def report_command(
     model: Model = "gpt-small",
     budget: Budget = None,
     policy: PolicyName = None,
+    host_budget: HostBudget = None,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: PlanDtype = None,
@@ -203,7 +206,7 @@ def _of_script(asked: dict[str, Any]) -> tuple[StepGraph | None, Plan]:
         )
     from lowtide.steps.planning import ScriptOptions, trace_and_plan_script
 
-    names = ("script", "budget", "raise_budget", "policy", "plan_seconds", "json")
+    names = ("script", "budget", "raise_budget", "policy", "host_budget", "plan_seconds", "json")
     device = asked["device"] if "device" in given else None
     options = {name: asked[name] for name in names if name in asked}
     return trace_and_plan_script(ScriptOptions(**options, device=device))

@@ -40,7 +40,7 @@ from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import CostBySignature, Specs, trace_fake
 from lowtide.trace.results import loss_of, loss_to_plan_for
 from lowtide.trace.untouched import Gradients
-from lowtide.train.options import check_file, check_policy, require
+from lowtide.train.options import check_file, check_host_budget, check_policy, require
 from lowtide.train.part import raised_note
 from lowtide.train.planning import (
     TIMED_BYTES,
@@ -48,6 +48,7 @@ from lowtide.train.planning import (
     budget_on,
     most_held,
     no_optimizer,
+    policy_on,
     price_note,
     reserve_note,
 )
@@ -59,7 +60,8 @@ class ScriptOptions:
 
     Attributes:
         script: as `lowtide.steps.target.Target.of` takes it.
-        budget, raise_budget, policy, plan_seconds, json: as of `lowtide.train.planning.PlanOptions`.
+        budget, raise_budget, policy, host_budget, plan_seconds, json: as of
+            `lowtide.train.planning.PlanOptions`.
         device: an accelerator that need not be there (`lowtide.estimate.devices`), whose times and workspaces
             the plan counts; ``None`` for the device of the model.
     """
@@ -68,6 +70,7 @@ class ScriptOptions:
     budget: str | None = "60%"
     raise_budget: bool = False
     policy: str | None = None
+    host_budget: str | None = None
     plan_seconds: float | None = None
     device: str | None = None
     json: Path | None = None
@@ -77,6 +80,7 @@ class ScriptOptions:
         check_given(self.budget, self.policy, "a plan")
         check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         check_file("json", self.json)
+        check_host_budget(self.host_budget, self.policy, self.device or "")
         require(
             self.device is None or self.device.lower() in DEVICES,
             "device",
@@ -119,7 +123,11 @@ class _Planning:
     def __init__(self, options: ScriptOptions, given: Given, work: Work) -> None:
         self.options, self.given, self.work = options, given, work
         self.card = find_device(options.device) if options.device else None
-        self.settings = {"policy": options.policy, "plan_seconds": options.plan_seconds}
+        self.settings = {
+            "policy": options.policy,
+            "host_budget": options.host_budget,
+            "plan_seconds": options.plan_seconds,
+        }
         self.unwritten: list[Tensor] = []
         model = given.model
         self.model = model.module if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
@@ -170,10 +178,11 @@ class _Planning:
             state = adamw_bytes(model) if self.given.optimizer is None else 0
             budget = budget_on(self.card, budget, state)
         face = Face(None)
-        extensions = face.moving(model, self.options.policy, None)
+        policy = policy_on(self.card, self.options.policy, self.options.host_budget, device)
+        extensions = face.moving(model, policy, None)
         if self.given.optimizer is not None:
             extensions.append(face.counting(model, self.given.optimizer))
-        settings = {**self.settings, "policy": self.options.policy or "optimal", "progress": None}
+        settings = {"policy": policy, "plan_seconds": self.options.plan_seconds, "progress": None}
         limiter = Limiter(model, None, "first", face, extensions, budget=budget, **settings)  # not installed
         limiter.extend(budget)
         limiter.turn_off_checkpointing()

@@ -22,7 +22,7 @@ def check_compile(compiled: bool, backend: str | None, policy: str | None, devic
         return
     require(backend in (None, *BACKENDS), "compile-backend", backend, f"choose {' or '.join(BACKENDS)}")
     require(
-        policy in (None, "optimal"),
+        policy in (None, "auto", "optimal"),
         "policy",
         policy,
         ("with --compile, the --budget alone decides what is recomputed: leave out --policy, or --compile"),

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lowtide.budget import check
+from lowtide.budget import check, parse
+from lowtide.errors import BudgetError
 from lowtide.plan import POLICIES, check_seconds
 from lowtide.report import check_path
 from lowtide.train.arrangements import check_compile, check_compiled_run, check_pipeline, check_sharding
@@ -99,6 +100,13 @@ class TrainOptions(Settings):
         for name, file in (("json", self.json), ("report", self.report)):
             check_file(name, file)
         check_device(self.device)
+        check_host_budget(self.host_budget, self.policy, self.device, compiled=self.compile)
+        require(
+            self.host_budget is None or self.pp == 1,
+            "host-budget",
+            self.host_budget,
+            "a pipeline moves nothing: leave it out, or --pp",
+        )
         check_compile(self.compile, self.compile_backend, self.policy, self.device)
         if self.compile:
             check_compiled_run(self)
@@ -190,3 +198,24 @@ def check_policy(name: str | None) -> None:
         name,
         f"choose {', '.join(names[:-1])} or {names[-1]}",
     )
+
+
+def check_host_budget(given: str | None, policy: str | None, device: str, compiled: bool = False) -> None:
+    """Raise an `OptionError` unless a budget of main memory is well written, and the plan moves values there.
+
+    Args:
+        given: the budget, or ``None``.
+        policy, device: as given.
+        compiled: whether the step is.
+    """
+    if given is None:
+        return
+    try:
+        parse(given)
+    except BudgetError:
+        raise OptionError(f"--host-budget {given}: give bytes, as 8GiB") from None
+    moving = "for policies that choose what moves to main memory: pass --policy auto or mixed, or none"
+    require(policy in (None, "auto", "mixed"), "host-budget", given, f"it is {moving}")
+    on_cpu = "what leaves a GPU goes there, and the device is the CPU: leave it out, or pass --device"
+    require(device.lower() != "cpu", "host-budget", given, on_cpu)
+    require(not compiled, "host-budget", given, "a compiled step moves nothing: leave it out, or --compile")

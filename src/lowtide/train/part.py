@@ -153,6 +153,7 @@ class WholeModel(Part):
             self.model,
             budget,
             policy=self.options.policy,
+            host_budget=self.options.host_budget,
             optimizer=optimizer,
             plan_seconds=self.options.plan_seconds,
             plans=self.options.kept_plans,

@@ -19,10 +19,12 @@ from lowtide.estimate.simulation.pricing import pricer
 from lowtide.estimate.suggest import RESERVE
 from lowtide.extensions.moves.simulate import sources_of
 from lowtide.graph import StepGraph
+from lowtide.limits import Face
 from lowtide.models import build_model
 from lowtide.models.build import untouched
 from lowtide.plan import Plan, check_seconds, make, within_seconds
-from lowtide.plan.data import in_one_line
+from lowtide.plan.data import Link, in_one_line
+from lowtide.plan.policies.build import Policy
 from lowtide.plan.reserved_bytes import reserved_either_way
 from lowtide.plan.simulate.holders import planned_holders
 from lowtide.progress import Work, working
@@ -31,7 +33,14 @@ from lowtide.run.transforms import with_overhead
 from lowtide.trace.costs.timing import measure_costs
 from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile
-from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require
+from lowtide.train.options import (
+    DTYPES,
+    check_device,
+    check_file,
+    check_host_budget,
+    check_policy,
+    require,
+)
 from lowtide.train.part import raised_note
 from lowtide.train.settings import checked_spec
 
@@ -39,6 +48,9 @@ TIMED_BYTES = 2 << 30
 """Operations on more than this are estimated instead of timed: they would take minutes, and memory that the
 step itself may not have.
 """
+
+
+_NO_HOST = "--host-budget says how much of it a plan may take there"
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,7 @@ class PlanOptions:
     budget: str | None = "60%"
     raise_budget: bool = False
     policy: str | None = None
+    host_budget: str | None = None
     plan_seconds: float | None = None
     batch: int = 8
     seq: int = 256
@@ -77,6 +90,7 @@ class PlanOptions:
         check_policy(self.policy)
         check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         check_file("json", self.json)
+        check_host_budget(self.host_budget, self.policy, self.device, compiled=self.compile)
         check_compile(self.compile, self.compile_backend, self.policy, self.device)
         priced = self.device.lower() in DEVICES
         require(
@@ -181,7 +195,7 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
         timed = partial(measure_costs, memory_limit_bytes=TIMED_BYTES)
         traced = trace_fake(step, inputs, {}, [model], device.type, timed, model.buffers())
         graph = with_overhead(traced)
-        made = _plan_within(graph, options)
+        made = _plan_within(graph, options, policy_on(None, options.policy, options.host_budget, device))
     else:
         price = pricer(card)
         graph = trace_fake(
@@ -195,7 +209,9 @@ def _trace_and_plan(options: PlanOptions, work: Work) -> tuple[StepGraph, Plan]:
         )
         graph = replace(graph, resident_bytes=graph.resident_bytes + card.workspaces_bytes)
         made = _plan_within(
-            graph, replace(options, budget=budget_on(card, options.budget, adamw_bytes(model)))
+            graph,
+            replace(options, budget=budget_on(card, options.budget, adamw_bytes(model))),
+            policy_on(card, options.policy, options.host_budget, device),
         )
         made = replace(made, notes=(*made.notes, price_note(card)))
     notes = (most_held(graph, made, card), *reserve_note(graph, made, card), no_optimizer(model))
@@ -256,9 +272,36 @@ def adamw_bytes(model: nn.Module) -> int:
     return sum(2 * parameter.numel() * parameter.element_size() for parameter in trained)
 
 
-def _plan_within(graph: StepGraph, options: PlanOptions) -> Plan:
+def policy_on(
+    card: Device | None, policy: str | None, host_budget: str | None, device: torch.device
+) -> str | Policy:
+    """The policy of a plan, as a limit on the device has it. On a card that is not here, values move over the
+    link of its data sheet, to as much main memory as ``host_budget`` says.
+
+    Raises:
+        OptionError: ``host_budget`` is for a policy that cannot be planned for such a card.
+        PlanError: it does not go with the device, or the policy.
+    """
+    if card is None:
+        return Face(None).deciding(device, policy, host_budget)
+    require(
+        host_budget is None or policy != "mixed",
+        "host-budget",
+        host_budget,
+        f"mixed measures codecs, for which a {card.name} has to be here: pass --policy auto",
+    )
+    if policy not in (None, "auto"):
+        return policy
+    from lowtide.extensions.moves.auto import Auto, auto
+
+    if host_budget is None:
+        return Auto(why_not=_NO_HOST)
+    return auto(links={"host": Link(card.host_bandwidth, card.host_bandwidth)}, host_budget=host_budget)
+
+
+def _plan_within(graph: StepGraph, options: PlanOptions, policy: str | Policy) -> Plan:
     """The plan within the budget, or within the smallest that works where the budget may be raised."""
-    policy = within_seconds(options.policy or "optimal", options.plan_seconds, graph.device)
+    policy = within_seconds(policy, options.plan_seconds, graph.device)
     try:
         return make(graph, budget=options.budget, policy=policy)
     except BudgetError as error:

@@ -26,7 +26,7 @@ _OWN = {
 _LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "dp_replicate", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 
-_TOGETHER = ({"budget", "raise_budget", "policy"}, {"compile", "compile_backend"})
+_TOGETHER = ({"budget", "raise_budget", "policy", "host_budget"}, {"compile", "compile_backend"})
 """Where the command says one, it says all."""
 
 

@@ -25,7 +25,8 @@ class Settings:
             smallest that works) or ``auto`` (what the device has, less a reserve); ``None`` with a policy
             that takes none.
         raise_budget: take the smallest budget that works where ``budget`` is below it.
-        policy: how to meet the budget; ``None`` is ``optimal``.
+        policy: how to meet the budget; ``None`` is ``auto``.
+        host_budget: the most that the policy moves to main memory; ``None`` for a quarter of what is free.
         plan_seconds: about how long a search for a plan may take; ``None`` for what is usual.
         steps: optimizer steps.
         batch, seq: sequences in a micro-batch, tokens in a sequence.
@@ -71,6 +72,7 @@ class Settings:
     budget: str | None = "60%"
     raise_budget: bool = False
     policy: str | None = None
+    host_budget: str | None = None
     plan_seconds: float | None = None
     steps: int = 100
     batch: int = 8

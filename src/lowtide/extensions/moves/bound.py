@@ -35,6 +35,7 @@ class MovingRelaxation(Relaxation):
         placements: value -> the ways in which it may move.
         links: speeds of tiers and groups.
         effort: as of `Relaxation`.
+        host_bytes: the most that may move to main memory, or ``None``.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class MovingRelaxation(Relaxation):
         placements: Mapping[int, Sequence[Move]],
         links: Links,
         effort: Effort | None = None,
+        host_bytes: int | None = None,
     ) -> None:
-        self.links, self._placements = links, placements
+        self.links, self._placements, self._host_bytes = links, placements, host_bytes
         super().__init__(sim, effort)
 
     @cached_property
@@ -87,6 +89,10 @@ class MovingRelaxation(Relaxation):
         for m in self.moves:
             self.linear_program.column(self.seconds_to_move(m))
         self._add_waiting(self.linear_program)
+        if self._host_bytes:
+            there = [(c, m) for c, m in enumerate(self.moves, self.first_move) if m.tier == "host"]
+            if there:
+                self.linear_program.row([(c, m.encoded_bytes / self._host_bytes) for c, m in there], 1.0)
 
     def _add_waiting(self, program: LinearProgram) -> None:
         """Columns for waiting, and for each link and direction rows that say what hides its transfers: those

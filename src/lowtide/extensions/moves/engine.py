@@ -330,7 +330,8 @@ class TransferEngine:
         self, numbers: Sequence[int], wrote: Sequence[torch.Tensor], smaller: bool
     ) -> tuple[int, ...] | None:
         """For each value of an operation its place among the plan's moves, or -1; ``None`` where one has
-        another shape, dtype or size than the plan's: another operation of that name wrote it.
+        another shape, dtype or size than the plan's, as another operation of that name has written it, or
+        main memory has no room for it.
 
         Args:
             numbers: what the plan says.
@@ -341,7 +342,17 @@ class TransferEngine:
         found = [n if n >= 0 and has_plain_storage(t) else -1 for n, t in zip(numbers, wrote, strict=False)]
         if not all(n < 0 or _is_of(t, moves[n], smaller) for n, t in zip(found, wrote, strict=False)):
             return None
+        if self.stores.host_bytes is not None and not self._has_room([n for n in found if n >= 0]):
+            return None  # another forward of this step has taken the places
         return (*found, *[-1] * (len(wrote) - len(found)))
+
+    def _has_room(self, numbers: Sequence[int]) -> bool:
+        """Whether main memory has room for these of the plan's moves."""
+        here = [n for n in numbers if self.plan.moves[n].tier == "host"]
+        if not here:
+            return True
+        tier = self.stores.tier("host", "", self._device)
+        return tier.has_room([(self.plan.moves[n].encoded_bytes, n) for n in here])
 
     def move(self, tape: Any, number: int, tensor: torch.Tensor, is_loose: bool) -> None:
         """Store the value of ``tensor``, and have the tape fetch it where it is read.
@@ -401,6 +412,18 @@ def lay_out(plan: Plan, stores: Stores, device: torch.device) -> None:
     """
     if stores.prepared is not None and stores.prepared[0] is plan and stores.prepared[1] == device:
         return
+    reserve_tiers(plan, stores, device)
+    stores.reserve(plan.slab_bytes, device)
+    stores.prepared = plan, device
+
+
+def reserve_tiers(plan: Plan, stores: Stores, device: torch.device) -> None:
+    """Lay out and reserve what steps under ``plan`` store in tiers.
+
+    Raises:
+        StoreError: there is no room for it.
+        PlanError: a tier cannot be opened, a codec or a group is not known.
+    """
     lives: dict[Tier, list[tuple[int, int, int]]] = {}
     for number, move in enumerate(plan.moves):
         first, then = form_and_tier(move.decision)
@@ -417,8 +440,6 @@ def lay_out(plan: Plan, stores: Stores, device: torch.device) -> None:
         own.append((move.born, max(move.gone, move.born + 1), move.encoded_bytes + (parts - 1) * tier.align))
     for tier, own in lives.items():
         tier.expect(_offsets(tuple(own), tier.align), [size for _, _, size in own])
-    stores.reserve(plan.slab_bytes, device)
-    stores.prepared = plan, device
 
 
 @lru_cache(maxsize=64)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from lowtide import accelerator
 from lowtide.errors import PlanError
 from lowtide.extension import Extension
-from lowtide.extensions.moves.engine import TransferEngine, lay_out
+from lowtide.extensions.moves.auto import Auto
+from lowtide.extensions.moves.engine import TransferEngine, lay_out, reserve_tiers
 from lowtide.extensions.moves.layout import without_slab
 from lowtide.extensions.moves.simulate import sources_of
 from lowtide.extensions.moves.store.stores import Stores
+from lowtide.extensions.moves.store.tier import StoreError
 from lowtide.meter.resident import model_device
 from lowtide.plan import resolve
 from lowtide.plan.data import Plan
@@ -47,6 +51,13 @@ class Moves(Extension):
 
     def __reduce__(self) -> tuple[type[Moves], tuple[()]]:
         return Moves, ()  # another process has tiers of its own
+
+    def attach(self, maker: Any) -> None:
+        """A limit holds it from now on, whose policy says how much of main memory is taken."""
+        super().attach(maker)
+        most = getattr(maker.policy, "host_bytes", None)
+        if most is not None:
+            self.stores.host_bytes = most if self.own else max(most, self.stores.host_bytes or 0)
 
     def copied(self) -> Moves:
         """The same for a copy, with no tier open."""
@@ -89,9 +100,23 @@ class Moves(Extension):
 
     def admit(self, plan: Plan, problem: Any, limit_bytes: int) -> Plan:
         """The plan, without its slab where that leaves too little for what runs between two steps: a slab is
-        held for good.
+        held for good. Main memory is reserved now where the policy is `auto`: if the system has no room left,
+        the step recomputes.
         """
-        return without_slab(plan) if problem.claim.peak_bytes > limit_bytes - plan.slab_bytes else plan
+        if problem.claim.peak_bytes > limit_bytes - plan.slab_bytes:
+            plan = without_slab(plan)
+        policy = problem.patience.policy
+        device = model_device(self.model)
+        here = accelerator.is_accelerator(device) and not problem.shares_plan
+        if not plan.moves or not isinstance(policy, Auto) or not here:
+            return plan
+        try:
+            reserve_tiers(plan, self.stores, device)
+        except StoreError as error:
+            self.maker.policy = self.maker.policy.without_moves(str(error))
+            patience = replace(problem.patience, policy=policy.without_moves(str(error)))
+            return replace(problem, patience=patience).plan_within(limit_bytes)
+        return plan
 
 
 def moves_for(policy: Any, stores: Any, device: torch.device) -> Moves:

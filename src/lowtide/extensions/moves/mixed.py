@@ -15,11 +15,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
-from lowtide.errors import BudgetError, expect
+import numpy as np
+
+from lowtide.errors import BudgetError, PlanError, expect
 from lowtide.extensions.moves.bound import MovingRelaxation
 from lowtide.extensions.moves.by_rule import check_moves
+from lowtide.extensions.moves.layout import ALIGN
 from lowtide.extensions.moves.placements import (
     Codec,
     Placements,
@@ -34,11 +38,12 @@ from lowtide.extensions.moves.plans import make_plan
 from lowtide.extensions.moves.simulate import with_moves
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import A_COLUMN, A_SECOND, Bound, Effort, Floats
-from lowtide.plan.data import Links, Move, Moving, Plan, decision_of
+from lowtide.plan.data import Links, Move, Moving, Plan, decision_of, form_and_tier
 from lowtide.plan.local_search import Candidate
 from lowtide.plan.policies.build import Policy
 from lowtide.plan.policies.chosen import ENDED_EARLY, obey_scopes
 from lowtide.plan.search import Search, search_of
+from lowtide.words import format_bytes
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -88,6 +93,7 @@ class MixedSearch:
         links: speeds of the tiers and groups.
         window_bytes: the most that is under way at one time in each direction; ``None`` to choose.
         seconds: about how long to search, counted in work that is done; ``None`` for as long as it takes.
+        host_bytes: the most that moves to main memory; ``None`` for no limit.
     """
 
     def __init__(
@@ -97,8 +103,9 @@ class MixedSearch:
         links: Links,
         window_bytes: int | None,
         seconds: float | None = None,
+        host_bytes: int | None = None,
     ) -> None:
-        self.seconds = seconds
+        self.seconds, self.host_bytes = seconds, host_bytes
         self.effort = Effort(math.inf if seconds is None else seconds * A_SECOND)
         self.search, self.placements, self.links = search, placements, links
         self.graph, self.sim = search.graph, search.sim
@@ -108,7 +115,7 @@ class MixedSearch:
         # 1: nothing is gathered ahead; a gather takes the whole value, perhaps at the peak
         nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
-        self.relaxation = MovingRelaxation(self.sim, placements, links, self.effort)
+        self.relaxation = MovingRelaxation(self.sim, placements, links, self.effort, host_bytes)
         self.best_placement = {v: min(rows, key=self._costs) for v, rows in placements.items()}
         """the way that is taken where one value is moved by itself"""
 
@@ -121,6 +128,21 @@ class MixedSearch:
     def _saves(self, m: Move) -> int:
         """Bytes that moving a value frees on the device."""
         return max(1, m.bytes - (0 if m.tier else m.encoded_bytes))
+
+    def _within_host(self, moves: Iterable[Move]) -> list[Move]:
+        """Of some moves, in their order, those for which main memory has room."""
+        left, found = math.inf if self.host_bytes is None else self.host_bytes, list[Move]()
+        for m in moves:
+            size = host_bytes_of(m)
+            if size <= left:
+                left -= size
+                found.append(m)
+        return found
+
+    def fits(self, mix: Candidate, budget: int) -> bool:
+        """Whether a mix is within the budget, and what it moves to main memory within that of the host."""
+        most = math.inf if self.host_bytes is None else self.host_bytes
+        return mix.simulation.peak_bytes <= budget and sum(map(host_bytes_of, mix.moves.values())) <= most
 
     def candidate(self, stored: frozenset[int], moves: Iterable[Move], window: int) -> Candidate:
         """``stored`` and ``moves``, closed and simulated."""
@@ -140,10 +162,10 @@ class MixedSearch:
             found = self._soon(budget, self.seconds / 2)
             starts.append(found if found.window else replace(found, window=self.windows[-1]))
             self.effort.note(self.search.effort.spent)
-            if not self.has_time:
-                return starts[0]
-        for found in (self._from_recomputing(budget), self._from_linear_program(budget)):
-            starts += sorted(found, key=lambda mix: mix.key)[:_STARTS]
+        starts += sorted(self._from_recomputing(budget), key=lambda mix: mix.key)[:_STARTS]
+        if starts and not self.has_time:
+            return min(starts, key=lambda mix: mix.key)
+        starts += sorted(self._from_linear_program(budget), key=lambda mix: mix.key)[:_STARTS]
         if not starts:
             least = self.least()
             if least.simulation.peak_bytes > budget:
@@ -191,7 +213,7 @@ class MixedSearch:
         }
         found = []
         for stored in sets:
-            going = [m for v, m in smallest.items() if v in stored]
+            going = self._within_host(m for v, m in smallest.items() if v in stored)
             found += [
                 self.candidate(stored, moves, window) for moves in ([], going) for window in self.windows
             ]
@@ -201,30 +223,67 @@ class MixedSearch:
 
     def _from_recomputing(self, budget: int) -> Iterator[Candidate]:
         """Mixes that move values which recomputing alone stores, for budgets from the real one up to the
-        plain step's peak: the earliest values of the forward, and no more of them than needed to fit.
+        plain step's peak, or by what may move, and no more of them than needed to fit: those that the links
+        carry beside the forward before others, and the earliest values of the forward.
         """
-        top, wishes = self.sim.plain_peak, [self.sim.close(self.sim.all_stored)]
-        for k in range(_POINTS):
+        wishes = [self.sim.close(self.sim.all_stored)]
+        budgets = self._larger(budget)
+        for larger in budgets:
             if self.effort.over:
                 break
-            share = None if self.seconds is None else self.seconds / (4 * _POINTS)
+            share = None if self.seconds is None else self.seconds / (4 * len(budgets))
             with suppress(BudgetError):
-                wishes.append(self.search.solve(budget + (top - budget) * k // _POINTS, share).stored)
+                wishes.append(self.search.solve(larger, share).stored)
                 self.effort.note(self.search.effort.spent)
         for stored in wishes:
-            mine = [self.best_placement[v] for v in self.placements if v in stored]
-            for window in self.windows:
+            first = self._within_host(self.best_placement[v] for v in self.placements if v in stored)
+            for mine in (self._in_pace(first), first):
+                for window in self.windows:
 
-                def moved(count: int, stored=stored, mine=mine, window=window) -> Candidate:
-                    return self.candidate(stored, mine[:count], window)
+                    def moved(count: int, stored=stored, mine=mine, window=window) -> Candidate:
+                        return self.candidate(stored, mine[:count], window)
 
-                count = least_count(
-                    len(mine), lambda n, moved=moved: moved(n).simulation.peak_bytes <= budget
-                )
-                if count is not None:
-                    yield moved(count)
-                if count == 0 or self.effort.over:  # other windows are the same then
-                    break
+                    count = least_count(
+                        len(mine), lambda n, moved=moved: moved(n).simulation.peak_bytes <= budget
+                    )
+                    if count is not None:
+                        yield moved(count)
+                    if count == 0 or self.effort.over:  # other windows are the same then
+                        break
+
+    def _larger(self, budget: int) -> list[int]:
+        """Budgets from the real one up to the plain step's peak, and up to what the links carry beside the
+        forward; nothing that moves makes more room than main memory has.
+        """
+        more, forward = self.sim.plain_peak - budget, self._clock[self.sim.first_unpack - 1]
+        if self.host_bytes is not None:
+            more = min(more, self.host_bytes)
+        beside = int(sum(link.write_bytes_per_second for link in self.links.values()) * forward)
+        steps = [more * k // _POINTS for k in range(_POINTS)]
+        if beside < more:
+            steps += [beside * k // _POINTS for k in range(1, _POINTS + 1)]
+        return [budget + step for step in sorted(set(steps))]
+
+    @cached_property
+    def _clock(self) -> Floats:
+        """Seconds of the plain step up to each event, and with it."""
+        operations = self.graph.operations
+        return np.cumsum([operations[k].seconds if kind == "op" else 0.0 for kind, k in self.graph.events])
+
+    def _in_pace(self, moves: Sequence[Move]) -> list[Move]:
+        """Moves in the order of the forward, in another order: first those that their links carry at once,
+        each when it is made.
+        """
+        free, paced, late = dict[str, float](), list[Move](), list[Move]()
+        for m in moves:
+            link = self.links.get(m.tier)
+            now = float(self._clock[self.sim.op_event[self.sim.producer[m.value]]])
+            if link is None or free.get(m.tier, 0.0) <= now:
+                free[m.tier] = now + (link.seconds_out(m.encoded_bytes) if link else 0.0)
+                paced.append(m)
+            else:
+                late.append(m)
+        return [*paced, *late]
 
     def _from_linear_program(self, budget: int) -> list[Candidate]:
         """Mixes from the linear program's decisions, made whole."""
@@ -246,12 +305,13 @@ class MixedSearch:
                     _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
                     points += [] if whole is None else [whole]
                 trials = [
-                    self.candidate(*self._round(decisions, least), window)
+                    self.candidate(kept, self._within_host(moves), window)
                     for decisions in points
                     for least in _ROUNDINGS
+                    for kept, moves in (self._round(decisions, least),)
                 ]
                 over = min(mix.simulation.peak_bytes for mix in trials) - budget
-                found += [mix for mix in trials if mix.simulation.peak_bytes <= budget]
+                found += [mix for mix in trials if self.fits(mix, budget)]
                 fits, exceeds = (target, exceeds) if over <= 0 else (fits, target)
                 close = not exceeds or (fits and exceeds - fits < _CLOSE * budget)
                 if close or self.effort.over:
@@ -328,9 +388,19 @@ class MixedSearch:
                 tries -= 1
                 moves = [m for v, m in best.moves.items() if v not in exchange.back] + [*exchange.moves]
                 other = self.candidate(best.stored.union(exchange.stored), moves, best.window)
-                if other.simulation.peak_bytes <= budget and other.key < best.key:
+                if self.fits(other, budget) and other.key < best.key:
                     best, improved = other, True
         return best
+
+
+def host_bytes_of(m: Move) -> int:
+    """What a move takes of main memory."""
+    return -(-m.encoded_bytes // ALIGN) * ALIGN if m.tier == "host" else 0
+
+
+def in_main_memory(taken: int, most: int) -> str:
+    """What is told of a plan that moves values to main memory."""
+    return f"values take {format_bytes(taken)} of main memory, and at most {format_bytes(most)} (host_budget)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -340,6 +410,8 @@ class Mixed:
     Args:
         ways, links, min_bytes, window_bytes, codecs, slab: as of `mixed`.
         seconds: about how long to search; ``None`` for as long as it takes.
+        host_bytes: the most that moves to main memory; ``None`` for no limit.
+        name: of its plans.
     """
 
     ways: tuple[Moving, ...]
@@ -349,6 +421,8 @@ class Mixed:
     codecs: Sequence[Codec]
     slab: bool | None
     seconds: float | None = None
+    host_bytes: int | None = None
+    name: str = "mixed"
 
     def __call__(self, graph: StepGraph, budget: int | None = None) -> Plan:
         return obey_scopes(self._choose)(graph, budget)
@@ -357,6 +431,26 @@ class Mixed:
         """The same, with the speeds of all that values may move to."""
         ways = self.ways or default_placements(device)
         return replace(self, ways=ways, links=missing_links(ways, self.links, self.codecs, device))
+
+    def within_host(self, host_bytes: int) -> Mixed:
+        """The same, which moves no more than so many bytes to main memory.
+
+        Raises:
+            PlanError: it moves nothing there.
+        """
+        tiers = [then.tier for way in self.ways if (then := form_and_tier(way)[1]) is not None]
+        if self.ways and "host" not in tiers:
+            raise PlanError(
+                "host_budget= is for main memory, and this mixed policy moves nothing there: leave it out, "
+                "or name 'host' among the policy's ways"
+            )
+        return replace(self, host_bytes=host_bytes)
+
+    def smallest(self, graph: StepGraph) -> int:
+        """The smallest peak of a step that is found."""
+        search = search_of(graph)
+        with search.lock:
+            return self._searching(search).least(in_time=True).simulation.peak_bytes
 
     @property
     def searches(self) -> bool:
@@ -367,17 +461,17 @@ class Mixed:
         """The same, whose search takes about so many seconds, for values that leave that device."""
         return replace(self.with_links(device), seconds=seconds)
 
+    def _searching(self, search: Search) -> MixedSearch:
+        """The search for a mix, once all speeds are known."""
+        speeds = self.links or {}
+        placements = placements_of(search.sim, self.ways, speeds, self.min_bytes, self.codecs)
+        return MixedSearch(search, placements, speeds, self.window_bytes, self.seconds, self.host_bytes)
+
     def _choose(self, graph: StepGraph, budget: int | None = None) -> Plan:
         known, search = self.with_links(graph.device), search_of(graph)
         speeds = known.links or {}
         with search.lock:
-            mixed_search = MixedSearch(
-                search,
-                placements_of(search.sim, known.ways, speeds, self.min_bytes, self.codecs),
-                speeds,
-                self.window_bytes,
-                self.seconds,
-            )
+            mixed_search = known._searching(search)
             if budget is None and self.seconds is not None:
                 best = mixed_search.least(in_time=True)
             else:
@@ -392,8 +486,11 @@ class Mixed:
             early = self.seconds is not None and not (solved and mixed_search.has_time)
             floor = relaxation.bound(limit) if solved else Bound(0.0, 0)
             notes = (ENDED_EARLY,) if early else ()
+        if self.host_bytes is not None and any(m.tier == "host" for m in best.moves.values()):
+            taken = sum(map(host_bytes_of, best.moves.values()))
+            notes = (*notes, in_main_memory(taken, self.host_bytes))
         return make_plan(
-            graph, stored=best.stored, policy="mixed", budget=budget, simulator=search.sim,
+            graph, stored=best.stored, policy=self.name, budget=budget, simulator=search.sim,
             moves={v: m.decision for v, m in best.moves.items()}, window_bytes=best.window,
             links=speeds, codecs=self.codecs, bound=floor, slab=self.slab, notes=notes,
         )  # fmt: skip

@@ -13,12 +13,17 @@ from lowtide.extensions.moves.placements import (
     refuse_moves,
     simulated_moves,
 )
-from lowtide.extensions.moves.simulate import with_moves
+from lowtide.extensions.moves.simulate import Transfers, with_moves
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound
-from lowtide.plan.data import Links, Moving, Plan
+from lowtide.plan.data import Links, ModuleRow, Moving, Plan
+from lowtide.plan.data.text import fold
 from lowtide.plan.policies import build
 from lowtide.plan.simulate.simulator import Simulator, simulator_of
+from lowtide.words import module_in_words, seconds_text
+
+_PLACES = 3
+"""How many places where a step waits for a link are told."""
 
 _NO_BOUND = "no lower bound is stated for a plan that moves values: the linear program knows only recomputing"
 
@@ -83,5 +88,28 @@ def make_plan(
     if bound is None and moved:
         bound, notes = Bound(0.0, 0), (*notes, _NO_BOUND)
     rows = simulated_moves(graph, moved, simulation)
+    if isinstance(simulation.transfers, Transfers):
+        notes = (*notes, *waiting_notes(simulation.transfers))
     plan = build.plan_of(sim, simulation, policy, budget, bound, notes, rows, window)
     return plan if slab is False else with_slab(sim, plan, required=slab is True)
+
+
+def waiting_notes(transfers: Transfers) -> list[str]:
+    """Where a step waits for a link, and for how long: the longest waits; nothing where it waits nowhere.
+
+    >>> waits = {("backward", "h.0.mlp"): 2e-3, ("backward", "h.1.mlp"): 1e-3}
+    >>> waiting_notes(Transfers(3e-3, 0.0, [], {}, {}, waits))
+    ["the step waits 3 ms for the link: 3 ms in backward in module 'h.0-1.mlp'"]
+    """
+    total = sum(transfers.waits.values())
+    if seconds_text(total) == seconds_text(0):
+        return []
+    places = [
+        (row.extra_seconds, way, row.module)
+        for way in ("forward", "backward")
+        for row in fold([ModuleRow(m, 0, 0, 0, s) for (w, m), s in transfers.waits.items() if w == way])
+    ]
+    longest = sorted(places, reverse=True)[:_PLACES]
+    where = ", ".join(f"{seconds_text(s)} in {way} in {module_in_words(m)}" for s, way, m in longest)
+    more = f", and less in {len(places) - _PLACES} more places" if len(places) > _PLACES else ""
+    return [f"the step waits {seconds_text(total)} for the link: {where}{more}"]

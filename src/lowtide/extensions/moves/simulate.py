@@ -39,6 +39,7 @@ class Transfers:
         lifetimes: moved value -> half-open lifetime of what is stored, in events.
         spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of
             the backward, where a slab holds them.
+        waits: (``"forward"`` or ``"backward"``, module) -> seconds for which the step waits for a link there.
     """
 
     seconds: float
@@ -46,6 +47,7 @@ class Transfers:
     order: list[int]
     lifetimes: dict[int, tuple[int, int]] = field(repr=False)
     spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
+    waits: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -371,6 +373,13 @@ class Outgoing:
         clock = plain = busy = 0.0
         free: dict[tuple[str, str], float] = {}
         ready: dict[int, float] = {}
+        waited: defaultdict[tuple[str, str], float] = defaultdict(float)
+
+        def wait(value: int, way: str, module: str) -> None:
+            nonlocal clock
+            if (late := ready[value] - clock) > 0:
+                waited[way, module] += late
+                clock = ready[value]
 
         def start(value: int, way: str) -> None:
             nonlocal busy
@@ -407,7 +416,9 @@ class Outgoing:
                 clock += self.moved[value].encode_seconds
                 start(value, "out")
             for value in waits.get(at, ()):
-                clock = max(clock, ready[value])
+                before = kind == "op" and at < self.sim.first_unpack
+                module = graph.operations[index].module if kind == "op" else self._module(value)
+                wait(value, "forward" if before else "backward", module)
             for operations, asked in work.get(at, ()):
                 for op in operations:
                     if op >= len(graph.operations):
@@ -416,7 +427,7 @@ class Outgoing:
                             early.discard(value)
                         else:
                             start(value, "in")
-                        clock = max(clock, ready[value])
+                        wait(value, "backward", self._module(value))
                     clock += self.sources.operations[op].seconds
                     plain += self.sources.operations[op].seconds
                 for value in asked:
@@ -424,4 +435,9 @@ class Outgoing:
                     early.add(value)
         lifetimes = {v: (born, self.gone[v] + 1) for v, born in self.born.items()}
         spans = walk.places.spans() if walk.places is not None else {}
-        return Transfers(clock - plain + busy, busy, list(dict.fromkeys(walk.order)), lifetimes, spans)
+        order = list(dict.fromkeys(walk.order))
+        return Transfers(clock - plain + busy, busy, order, lifetimes, spans, dict(waited))
+
+    def _module(self, value: int) -> str:
+        """The module that wrote a value."""
+        return self.sim.graph.operations[self.sim.producer[value]].module

@@ -74,7 +74,16 @@ class Reserved(Extension):
             )
             return plan
         price = functools.partial(reserved_bytes, problem.graph, model=self.model, claim=problem.claim)
-        plan = within_reserved(problem.graph, limit_bytes, plan, problem.patience.policy, price)
+        policy = problem.patience.policy
+        try:
+            plan = within_reserved(problem.graph, limit_bytes, plan, policy, price)
+        except BudgetError:
+            alone = getattr(policy, "recomputing", None)
+            if alone is None or not plan.moves:
+                raise
+            patience = replace(problem.patience, policy=alone)
+            plan = replace(problem, patience=patience).plan_within(limit_bytes)
+            plan = within_reserved(problem.graph, limit_bytes, plan, alone, price)
         accelerator.empty_cache()  # what the profiled step left in pieces
         return plan
 
@@ -164,7 +173,8 @@ def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, claim: 
 
     Args:
         graph: of the step.
-        plan: keeps, recomputes and no more: what moves has memory of its own.
+        plan: keeps, recomputes and moves. What moves is counted as if it were recomputed, beside the slab
+            that it comes back into, and beside a window of what is under way.
         model: its gradients go before the next step, unless the step was profiled with them.
         claim: what an optimizer takes beside the step.
     """
@@ -182,6 +192,8 @@ def reserved_bytes(graph: StepGraph, plan: Plan, model: torch.nn.Module, claim: 
         for address in {gradient.untyped_storage().data_ptr() for gradient in gradients}:
             if address in live:
                 allocator.free(live[address])
+    for size in filter(None, (plan.slab_bytes, plan.window_bytes)):
+        allocator.allocate(size)
     reserved_after(graph, plan.stored, allocator, _STEPS, update)
     return allocator.peak_reserved_bytes
 

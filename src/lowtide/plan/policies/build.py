@@ -96,7 +96,7 @@ def plan_of(
         BudgetError: the peak is above the budget.
     """
     if budget is not None and simulation.peak_bytes > budget:
-        raise sim.refusal(simulation, budget, "" if policy in ("optimal", "mixed") else policy)
+        raise sim.refusal(simulation, budget, "" if policy in ("auto", "optimal", "mixed") else policy)
     graph = sim.graph
     floor = bound or Relaxation(sim).bound(budget if budget is not None else simulation.peak_bytes)
     evicted, transfers = set(simulation.evicted), simulation.transfers

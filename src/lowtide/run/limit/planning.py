@@ -335,7 +335,8 @@ class PlanMaker:
     def _patience(self, graph: StepGraph, budget: str | int | None) -> Patience:
         """How long a step may wait for a search: ``plan_seconds``, or by default for as long as is usual."""
         hurries = any(map(attrgetter("hurries"), self.extensions))
-        if self.plan_seconds is None and not hurries and self.policy != "optimal":
+        usual = self.policy == "optimal" or getattr(self.policy, "usual", False)
+        if self.plan_seconds is None and not hurries and not usual:
             return Patience(self.policy)
         from lowtide.plan.policies.chosen import hurried, searches
 

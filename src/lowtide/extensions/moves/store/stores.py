@@ -56,6 +56,7 @@ class Stores:
         unplaced: how many values (and encoded forms) returned into memory of their own, although the plan has
             a place for them.
         tiers: the open tiers.
+        host_bytes: the most that the host tier may take; ``None`` for no limit.
 
     Example:
         >>> with Stores() as stores:
@@ -79,6 +80,7 @@ class Stores:
         self.prepared: tuple[object, torch.device] | None = None
         self.slab: Slab | None = None
         self.unplaced = 0
+        self.host_bytes: int | None = None
 
     def reserve(self, bytes_: int, device: torch.device) -> None:
         """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each
@@ -101,7 +103,9 @@ class Stores:
 
     def fresh(self) -> Stores:
         """New stores with the same groups and codecs, and no tier open."""
-        return Stores(groups=self.groups, codecs=self.codecs)
+        found = Stores(groups=self.groups, codecs=self.codecs)
+        found.host_bytes = self.host_bytes
+        return found
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
         """The tier of that name: one for a device (`with_index`).
@@ -113,6 +117,8 @@ class Stores:
         key = (name, os.path.abspath(path) if path else "", str(device))
         if key not in self.tiers:
             self.tiers[key] = _OPEN[name](path, device)
+        if name == "host":
+            self.tiers[key].most_bytes = self.host_bytes
         return self.tiers[key]
 
     def codec(self, name: str) -> Codec:

@@ -54,9 +54,11 @@ class Tier(ABC):
         name: ``host`` or ``disk``.
         counts: what was moved.
         align, device: as given.
+        most_bytes: the largest that the slab may become; ``None`` for no limit.
     """
 
     name = ""
+    most_bytes: int | None = None
 
     def __init__(self, align: int, device: torch.device | str) -> None:
         self.counts = Counts()
@@ -99,6 +101,18 @@ class Tier(ABC):
                 del lease  # which the error's frames would hold
                 raise
         return lease
+
+    def has_room(self, wanted: Sequence[tuple[int, int]]) -> bool:
+        """Whether all of these could be taken now.
+
+        Args:
+            wanted: (bytes, number) of each, as of `take`.
+        """
+        if self.most_bytes is None:
+            return True
+        with self._lock:
+            leases = [self.arena.take(bytes_, number) for bytes_, number in wanted]
+            return max((lease.end for lease in leases), default=0) <= self.most_bytes
 
     def _ensure(self, end: int) -> None:
         if end > self.counts.slab_bytes:
