@@ -195,9 +195,9 @@ def test_a_plan_is_printed_and_saved_without_training(
         (["train", "--budget", "lots"], "'lots' is not understood"),
         (
             ["train", "--policy", "magic", "--steps", "1", *SMALL],
-            "--policy magic: choose optimal, keep_all, ",
+            "--policy magic: choose auto, optimal, keep_all, ",
         ),
-        (["plan", "--policy", "magic", *SMALL], "--policy magic: choose optimal, keep_all, "),
+        (["plan", "--policy", "magic", *SMALL], "--policy magic: choose auto, optimal, keep_all, "),
         (["train", "--checkpoint-dir", __file__], "that is a file, and a folder is needed"),
         (["train", "--steps", "0"], "--steps 0: at least 1 is needed"),
         (["train", "--data", "missing.txt"], "there is no file or folder 'missing.txt'"),

@@ -62,6 +62,8 @@ WRONG: dict[str, Callable[[], Any]] = {
     "Stores(codecs=)": lambda: lowtide.Stores(codecs=GIVEN),
     "offload(min_bytes=)": lambda: policies.offload(min_bytes=GIVEN),
     "offload(keep_last=)": lambda: policies.offload(keep_last=GIVEN),
+    "auto(links=)": lambda: policies.auto(links=GIVEN),
+    "auto(host_budget=)": lambda: policies.auto(host_budget=GIVEN),
     "mixed(window_bytes=)": lambda: policies.mixed(window_bytes=GIVEN),
     "mixed(links=)": lambda: policies.mixed(links=GIVEN),
     "compress(codec=)": lambda: policies.compress(None),  # type: ignore[arg-type]

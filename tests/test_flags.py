@@ -11,6 +11,7 @@ from lowtide.flags import budget_asked
     ("budget", "policy", "asked"),
     [
         (None, None, "60%"), (None, "optimal", "60%"), (None, "mixed", "60%"),
+        (None, "auto", "60%"),
         (None, "full", None), ("min", None, "min"), ("1GiB", "full", "1GiB"),
     ],
 )  # fmt: skip

@@ -40,8 +40,8 @@ Budget = Annotated[
 PolicyName = Annotated[
     str | None,
     typer.Option(
-        help="How to meet the budget: auto (the default: optimal on a CPU; on a GPU it also moves values to main "
-        "memory), optimal (recomputes), mixed (also moves and compresses values), keep_all, full, sqrt, "
+        help="How to meet the budget: auto (the default: optimal on a CPU; on a GPU it also moves values to "
+        "main memory), optimal (recomputes), mixed (also moves and compresses values), keep_all, full, sqrt, "
         "selective, offload or compress."
     ),
 ]

@@ -168,9 +168,9 @@ assert not [name for name in sys.modules if "extensions.moves" in name]
         ({"host_budget": "1GiB"}, "the model is on cpu"),
         ({"host_budget": "1GiB", "policy": "auto"}, "the model is on cpu"),
         ({"host_budget": "1GiB", "policy": "full"}, "the model is on cpu"),
-        ({"host_budget": "many"}, "takes bytes, as 8589934592 or '8GiB', above 0, and not 'many'"),
-        ({"host_budget": 0}, "above 0, and not 0"),
-        ({"host_budget": "50%"}, "and not '50%'"),
+        ({"host_budget": "many"}, "was given 'many': give bytes, as 8589934592 or '8GiB'"),
+        ({"host_budget": 0}, "was given 0: give bytes"),
+        ({"host_budget": "50%"}, "was given '50%': give bytes"),
     ],
 )
 def test_a_limit_on_a_cpu_takes_no_budget_of_main_memory(options: dict[str, Any], message: str) -> None:

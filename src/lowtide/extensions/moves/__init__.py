@@ -2,6 +2,7 @@
 
 `extension`  what a limited model holds, and asks to move
 `by_rule`    the policies offload, compress and partition
+`auto`       the policy on an accelerator by default: recompute, or move to main memory, too
 `mixed`      the policy that chooses among all that may happen to a value
 `plans`      from a wish to a plan, where values move
 `bound`      a budget -> the seconds that no plan undercuts, where values may move

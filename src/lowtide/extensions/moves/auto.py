@@ -8,7 +8,7 @@ recomputing alone, and the plan says why.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -184,7 +184,7 @@ def auto(*, links: Links | None = None, host_budget: str | int | None = None) ->
         >>> from lowtide.plan.data import Link
         >>> policy = policies.auto(links={"host": Link(25e9, 25e9)}, host_budget="8GiB")
     """
-    named = links is None or ("host" in links and all(isinstance(link, Link) for link in links.values()))
+    named = links is None or (isinstance(links, Mapping) and isinstance(links.get("host"), Link))
     expect(named, "auto(links=)", links, 'the speed of "host", as lowtide.measure_links returns it, or None')
     if host_budget is None:
         return Auto(links)
@@ -198,10 +198,11 @@ def host_bytes_of(given: Any, name: str) -> int:
         PlanError: it is no number of bytes above 0.
     """
     try:
-        return budgets.parse(given)
+        size = budgets.parse(given)
     except BudgetError:
-        pass
-    raise PlanError(f"{name} takes bytes, as 8589934592 or '8GiB', above 0, and not {given!r}")
+        size = 0
+    expect(size > 0, name, given, "bytes, as 8589934592 or '8GiB'")
+    return size
 
 
 def default_host_bytes() -> int | None:
