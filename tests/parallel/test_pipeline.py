@@ -28,6 +28,7 @@ from lowtide.models.stage import ModelStage, cut, layers_of_stage, stage_input
 from lowtide.parallel import ParallelError
 from lowtide.parallel.pipeline import SCHEDULES, Pipeline, schedule_kind, stages_of
 from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.resume import options_to_resume
 from lowtide.train.trainer import train
 
 pytestmark = on_each_backend
@@ -313,6 +314,27 @@ def test_a_run_in_stages_goes_on_without(text: Path, tmp_path: Path) -> None:
     whole = train(options(text, steps=4, compare=False)).losses
     for parts in on_ranks(4, resume, text, tmp_path):
         assert parts == pytest.approx(whole, rel=3e-5)
+
+
+def into_stages(text: Path, folder: Path) -> list[float]:
+    """A run of one process goes on in two stages, as with ``lowtide train --pp 2 --resume``, twice."""
+    losses = []
+    for stop in (3, None):
+        given = {"data": text, "checkpoint_dir": folder, "pp": 2, "stop_after": stop, "resume": True}
+        defaults = {one.name: one.default for one in dataclasses.fields(TrainOptions)}
+        asked = options_to_resume({**defaults, **given}, set(given))
+        part = train(TrainOptions(**asked))
+        assert part.first_step == (2 if stop else 3)
+        losses += part.losses
+    return losses
+
+
+def test_a_run_goes_on_in_stages(text: Path, tmp_path: Path) -> None:
+    begun = options(text, steps=4, grad_accum=1, checkpoint_dir=tmp_path)
+    whole = train(dataclasses.replace(begun, checkpoint_dir=None)).losses
+    train(dataclasses.replace(begun, stop_after=2))
+    first, last = on_ranks(2, into_stages, text, tmp_path)
+    assert first == last == pytest.approx(whole[2:], rel=3e-5)
 
 
 def test_what_cannot_be_says_what_to_do(text: Path) -> None:

@@ -214,6 +214,37 @@ def test_a_refusal_names_what_holds_the_memory_and_its_line() -> None:
     assert lines and "test_refusal.py:" in lines[0] and "a batch half as large frees about" in lines[0]
 
 
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.x = x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient * ctx.x
+
+
+class KeepsOnItsOwn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = Squared.apply(layer(x))
+        return x.sum()
+
+
+def test_what_a_function_keeps_on_its_own_has_its_remedy() -> None:
+    lowtide.limit_memory(model := KeepsOnItsOwn(), "400KiB")
+    with pytest.raises(BudgetError) as refused:
+        model(torch.randn(512, 64)).backward()
+    (line,) = [line for line in refused.value.holders if "an autograd.Function keeps on its own" in line]
+    assert line.startswith("768 KiB of activations") and "test_refusal.py:" in line
+    assert line.endswith("ctx.save_for_backward(x) in place of ctx.x = x frees about 640 KiB")
+
+
 def on_two_devices(model: nn.Module) -> nn.DataParallel:
     """As `nn.DataParallel` is made where there are two GPUs."""
     parallel = nn.DataParallel(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -58,3 +59,40 @@ def test_later_steps_keep_the_budget(failing: int, monkeypatch: pytest.MonkeyPat
     there = sum(one.untyped_storage().nbytes() for one in (*model.parameters(), x))
     assert lowtide.measure(steps, timeline=False).peak_bytes + there <= BUDGET
     assert len(kept) == 2
+
+
+class Halved(nn.Module):
+    """Fails half-way through a large batch, as one that is out of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 5 and len(x) > 256:
+                raise ValueError("too large")
+            x = layer(x).sin().exp().tanh()
+        return x.square().sum()
+
+
+@needs_meter
+def test_a_first_step_that_failed_and_is_kept_is_no_budget_of_the_halves_that_follow() -> None:
+    """What it took before its budget was known is above none, and its model counts once."""
+    model, x, kept = Halved(), torch.randn(512, 256), list[Any]()
+    handle = lowtide.limit_memory(model, "min")
+
+    def steps() -> None:
+        try:
+            model(x)
+        except ValueError as error:
+            kept.append(error)
+        for half in x.split(256):
+            model(half).backward()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        steps()
+    said = [str(one.message) for one in caught if "a step took" in str(one.message)]
+    assert len(kept) == 1 and not said
+    assert 8 * 256 * 256 * 4 < handle.budget_bytes < 8 * 2**20

@@ -49,6 +49,10 @@ TILES = 8
 
 MADE, RECOMPUTED, PASSING = "activations", "recomputed activations", "gradients of activations"
 FETCHED, SCRATCH = "activations that came back", "scratch of an operation"
+HELD = "activations that an autograd.Function keeps on its own"
+"""Name of what is no saved tensor and lives until backward has read it, such as ``ctx.x = x``."""
+
+SAVE = "ctx.save_for_backward(x) in place of ctx.x = x"
 
 
 class _Piece(NamedTuple):
@@ -118,7 +122,9 @@ def _together(name: str, pieces: list[_Piece], tiled: str | None) -> Holder:
     for numbers in zip(*(by_members(piece.module)[1] for piece in pieces), strict=True):
         module = module.replace("#", ranges(sorted(set(numbers))), 1)
     count, remedy = sum(piece.bytes for piece in pieces), ("", 0)
-    if tiled is not None and name not in (LOSS, SCORES, OF_PARAMETERS):
+    if name == HELD:  # one at a time comes back
+        remedy = SAVE, count - most.bytes
+    elif tiled is not None and name not in (LOSS, SCORES, OF_PARAMETERS):
         of = repr(tiled.replace("#", "*"))
         words = f'tiles of {of} (tiles="auto" in limit_memory, or lowtide.tile)'
         remedy = words, count - count // TILES
@@ -138,6 +144,7 @@ def loss_storages(sim: Simulator) -> set[int]:
 def pieces_at_peak(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
     graph, peak = sim.graph, simulation.peak_event
     loss, origins = loss_storages(sim), Origins(graph)
+    held_by_functions = _held_by_functions(sim)
     parameters = {storage.bytes for storage in graph.storages if storage.kind == "parameter"}
     for storage in graph.storages:
         until = max(sim.natural_end[storage.id], simulation.held_until.get(storage.id, -1))
@@ -149,7 +156,8 @@ def pieces_at_peak(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
         if op.phase == "backward" and until >= sim.end:
             continue  # a gradient that the step leaves
         passing = OF_PARAMETERS if storage.bytes in parameters else PASSING
-        name = LOSS if storage.id in loss else passing if op.phase == "backward" else MADE
+        made = HELD if storage.id in held_by_functions else MADE
+        name = LOSS if storage.id in loss else passing if op.phase == "backward" else made
         yield _piece(sim, name, op, storage.id, origins)
     held = _copies(sim, simulation)
     for value in held.values if held is not None else ():
@@ -163,6 +171,22 @@ def pieces_at_peak(sim: Simulator, simulation: Simulation) -> Iterator[_Piece]:
     op = simulation.peak_operation
     if op is not None and scratch > 0 and not simulation.peak_in_replay:
         yield _Piece(SCRATCH, scratch, op.module, op.source, op.name)
+
+
+def _held_by_functions(sim: Simulator) -> set[int]:
+    """Storages of the forward that backward reads, and that no saved tensor brings there."""
+    graph = sim.graph
+    backward = [op for op in graph.operations if op.phase == "backward"]
+    read = {sim.storage_of[value] for op in backward for value in op.reads}
+    saved = {sim.storage_of[one.value] for one in graph.saved}
+    begin = sim.op_event[backward[0].index] if backward else sim.end
+    return {
+        storage.id
+        for storage in graph.storages
+        if storage.producer is not None
+        and storage.id in read - saved
+        and sim.op_event[storage.producer] < begin < sim.free_event[storage.id]
+    }
 
 
 def _copies(sim: Simulator, simulation: Simulation) -> LiveCopies | None:

@@ -509,7 +509,9 @@ class Limiter:
             limit = budgets.resolve("auto", device=inputs.members.device, resident_bytes=resident_bytes)
         under_way = () if limit is None else steps_under_way(self.model)
         if governor := next((step.governor for step in under_way if step.governor is not None), None):
-            governor.join(limit, 0 if self.local.governor is governor else inputs.resident_bytes(own=True))
+            own = [step for step in under_way if step.governor is governor and step.model() is self.model]
+            is_counted = bool(own) or self.local.governor is governor
+            governor.join(limit, 0 if is_counted else inputs.resident_bytes(own=True))
             self.local.governor = governor
             return governor
         share = 0.0

@@ -269,9 +269,11 @@ class Governor {
 
   const std::shared_ptr<Forms>& forms() const { return forms_; }
   int64_t wished() const { return wished_; }  // the room as it grows with the share
-  // Another step begins while this one may be asked for what it saved: both have the smaller budget.
+  // Another step begins while this one may be asked for what it saved: both have the smaller budget. A step
+  // whose budget is not known yet has none, and was above none.
   void join(int64_t limit, int64_t own_bytes) {
-    int64_t budget = std::min(room_ + resident_, limit);
+    int64_t budget = open_ ? limit : std::min(room_ + resident_, limit);
+    if (open_) excess.reset();
     resident_ += own_bytes;
     room_ = budget - resident_;
     share_ = 0;
