@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from chunked import batch, build, gradients
 from ranks import on_each_backend, on_ranks
+from shared_models import make, tokens
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
+from lowtide import parallel as lp
 from lowtide.extensions.tiles.stand_in import Logits
 
 pytest.importorskip("transformers")
@@ -87,3 +89,71 @@ def steps(how: str) -> None:
 @pytest.mark.parametrize("how", ["DDP that looks for unused", "FSDP2", "FSDP2 in bfloat16"])
 def test_ranks_with_data_of_their_own(how: str) -> None:
     on_ranks(2, steps, how)
+
+
+def shared_head(sequence_parallel: bool, limit: str | None) -> None:
+    """A model of transformers that `parallelize` shares, its output layer with it."""
+    plain = build(vocab_size=321).double()  # ranks pad it
+    chunked = lp.parallelize(build(vocab_size=321).double(), dist.group.WORLD, sequence_parallel)
+    handle = lowtide.chunked_loss(chunked, 4)
+    if limit:
+        lowtide.limit_memory(chunked, limit, progress=False)
+    given = {name: one.to(torch.get_default_device()) for name, one in batch(3, 20).items()}
+    for outside in (False, True):
+        plain.zero_grad()
+        theirs = loss_of(plain, given, outside)
+        theirs.backward()
+        for _ in range(3 if limit else 1):
+            chunked.zero_grad()
+            ours = loss_of(chunked, given, outside)
+            ours.backward()
+            lp.allreduce_sequence_parallel_gradients(chunked)
+            assert torch.allclose(ours, theirs, 1e-12)
+            head = chunked.lm_head
+            where = head.partitions["weight"]
+            begin = dist.get_rank() * head.weight.shape[0]
+            whole = plain.lm_head.weight.grad[begin : begin + where.valid]
+            assert torch.allclose(head.weight.grad[: where.valid], whole, 1e-10)
+            norms = [one.model.layers[0].input_layernorm.weight.grad for one in (chunked, plain)]
+            assert torch.allclose(*norms, 1e-10)
+    assert isinstance(chunked(given["input_ids"]).logits, Logits)
+    real = chunked(given["input_ids"]).logits.real()
+    assert torch.allclose(real, plain(given["input_ids"]).logits, 1e-12)
+    handle.remove()
+    assert type(chunked(given["input_ids"]).logits) is Tensor
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("limit", [None, "min"], ids=["without a limit", "limited"])
+def test_an_output_layer_that_ranks_share(sequence_parallel: bool, limit: str | None) -> None:
+    on_ranks(2, shared_head, sequence_parallel, limit)
+
+
+def own_loss(sequence_parallel: bool) -> None:
+    """lowtide's own model, and cross entropy of logits of which each rank has its part."""
+    found = []
+    for pieces in (0, 3):
+        model: Any = make("llama", dist.group.WORLD, sequence_parallel, tied=False)
+        if pieces:
+            lowtide.chunked_loss(model, pieces)
+        losses = [model(tokens(), tokens().roll(-1, 1)).loss]
+        hidden = model.norm(model.run_blocks(model.embed(tokens())))
+        logits = model.head(hidden)
+        assert isinstance(logits, Logits) == bool(pieces)
+        options: dict[str, Any] = {"vocabulary": 37, "label_smoothing": 0.1}
+        rows = lp.parallel_cross_entropy(
+            logits, tokens(), **options, tensor_model_parallel_group=dist.group.WORLD
+        )
+        losses.append((rows * rows).mean())
+        model.zero_grad()
+        sum(losses).backward()
+        lp.allreduce_sequence_parallel_gradients(model)
+        found.append((losses, [p.grad for p in model.parameters()]))
+    (theirs, their_gradients), (ours, our_gradients) = found
+    assert all(torch.allclose(a, b, 1e-12) for a, b in zip(ours, theirs, strict=True))
+    same(our_gradients, their_gradients, 1e-12)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_vocabulary_that_ranks_share(sequence_parallel: bool) -> None:
+    on_ranks(2, own_loss, sequence_parallel)

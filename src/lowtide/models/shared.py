@@ -226,6 +226,8 @@ class Sharing:
     ) -> Tensor:
         from lowtide.parallel import parallel_cross_entropy, parallel_linear_cross_entropy
 
+        if chunks == 1:  # as `lowtide.chunked_loss` asks for
+            chunks = getattr(head.__dict__.get("forward"), "pieces", 1)
         options: dict[str, Any] = {"vocabulary": vocabulary, "tensor_model_parallel_group": self.group}
         if chunks == 1:
             return parallel_cross_entropy(head(hidden), targets, **options).sum() / counted

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lowtide.errors import expect
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
@@ -30,7 +31,7 @@ from lowtide.parallel.vocabulary import check_tokens
 _PIECE_ELEMENTS = 2**24  # of logits that are made float32 at a time
 
 
-class _Vocabulary:
+class Vocabulary:
     """This rank's part of the vocabulary, and the arithmetic of cross entropy on it.
 
     Args:
@@ -119,7 +120,7 @@ class _Vocabulary:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, part: _Vocabulary) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, part: Vocabulary) -> Tensor:
         rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
         wide = torch.promote_types(logits.dtype, torch.float32)
         losses = torch.empty(labels.shape, dtype=wide, device=logits.device)
@@ -180,12 +181,18 @@ def parallel_cross_entropy(
     tensor([4.])
     """
     check_tensors("parallel_cross_entropy", vocab_parallel_logits=vocab_parallel_logits, target=target)
+    if has_torch_function_unary(vocab_parallel_logits):  # logits that are not there (lowtide.chunked_loss)
+        return handle_torch_function(
+            parallel_cross_entropy, (vocab_parallel_logits,), vocab_parallel_logits, target, label_smoothing,
+            ignore_index=ignore_index, vocabulary=vocabulary,
+            tensor_model_parallel_group=tensor_model_parallel_group,
+        )  # fmt: skip
     if vocab_parallel_logits.shape[:-1] != target.shape or not vocab_parallel_logits.ndim:
         raise ParallelError(
             f"logits of shape {tuple(vocab_parallel_logits.shape)} need targets of shape "
             f"{tuple(vocab_parallel_logits.shape[:-1])}, not {tuple(target.shape)}"
         )
-    part = _Vocabulary(
+    part = Vocabulary(
         tensor_group(tensor_model_parallel_group),
         vocab_parallel_logits.shape[-1],
         vocabulary,
@@ -244,7 +251,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: _Vocabulary,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Vocabulary,
         dimension: int | None, chunks: int,
         reduce_dtype: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
@@ -389,7 +396,7 @@ def parallel_linear_cross_entropy(
             f"hidden states of shape {tuple(hidden.shape)} on {group.size} ranks need targets of shape "
             f"{tuple(expected)}, not {tuple(target.shape)}"
         )
-    part = _Vocabulary(group, weight.shape[0], vocabulary, label_smoothing, ignore_index)
+    part = Vocabulary(group, weight.shape[0], vocabulary, label_smoothing, ignore_index)
     part.check(target)
     device = hidden.device.type
     if torch.is_autocast_enabled(device):

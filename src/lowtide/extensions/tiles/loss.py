@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -64,12 +65,27 @@ class _Forward:
 
     def __init__(self, layer: torch.nn.Module, settings: _Settings) -> None:
         self.layer, self.settings = layer, settings
-        self.compared = type(layer).forward is torch.nn.Linear.forward
+        self.earlier = layer.__dict__.get("forward")
+        self.compared = type(layer).forward is torch.nn.Linear.forward or _is_parallel(layer)
+
+    @property
+    def pieces(self) -> int:
+        """In how many pieces the tokens are divided."""
+        return self.settings.pieces
 
     @property
     def own(self) -> Callable[..., Any]:
         """The layer's own forward."""
+        if self.earlier is not None:
+            return self.earlier
         return type(self.layer).forward.__get__(self.layer)
+
+    def remove(self) -> None:
+        """Give the layer its own forward back."""
+        if self.earlier is None:
+            del self.layer.__dict__["forward"]
+        else:
+            self.layer.__dict__["forward"] = self.earlier
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -83,8 +99,14 @@ class _Forward:
         device = hidden.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-        product = Product(hidden, weight, bias, dtype)  # type: ignore[arg-type]
-        rows = hidden.shape[:-1].numel()
+        product: Product | None = Product(hidden, weight, bias, dtype)  # type: ignore[arg-type]
+        if _is_parallel(self.layer):
+            from lowtide.extensions.tiles.shared import product_of
+
+            product = product_of(self.layer, self.earlier, hidden, dtype)
+            if product is None:
+                return self.own(hidden)
+        rows = product.hidden.shape[:-1].numel()
         length = max(1, -(-rows // self.settings.pieces))
         return Logits.of(Products((product,)), length, self.settings.told)
 
@@ -286,7 +308,7 @@ def _take_away(model: torch.nn.Module, settings: _Settings) -> None:
         hook.remove()
     for layer in _placed(model):
         if _forward_of(layer).settings is settings:
-            del layer.__dict__["forward"]
+            _forward_of(layer).remove()
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -299,9 +321,17 @@ def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
         head = getattr(model, "head", None)
     if not isinstance(head, torch.nn.Module):
         return
-    linear = [one for one in head.modules() if isinstance(one, torch.nn.Linear)]
-    most = max((one.out_features for one in linear), default=0)
+    linear: list[Any] = [
+        one for one in head.modules() if isinstance(one, torch.nn.Linear) or _is_parallel(one)
+    ]
+    most = max((one.weight.shape[0] for one in linear), default=0)
     for one in linear:
         own = one.__dict__.get("forward")
-        if one.out_features == most and (own is None or isinstance(own, _Forward)):
+        if one.weight.shape[0] == most and (own is None or isinstance(own, _Forward) or _is_parallel(one)):
             yield one
+
+
+def _is_parallel(layer: torch.nn.Module) -> bool:
+    """Whether this is a column-parallel layer of `lowtide.parallel`, which may not be loaded."""
+    layers: Any = sys.modules.get("lowtide.parallel.layers")
+    return layers is not None and isinstance(layer, layers.ColumnParallelLinear)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,28 @@ class Step:
         return made(values, self.by)
 
 
+class Shared(Protocol):
+    """How ranks share the weight of an output layer whose logits every rank has."""
+
+    width: int
+    """The whole vocabulary."""
+
+    own_rows: int
+    """Of the weight, without padding."""
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """The logits of all ranks' rows of the weight, from this rank's."""
+        ...
+
+    def own(self, gradient: Tensor) -> Tensor:
+        """This rank's part of a gradient of all logits."""
+        ...
+
+    def whole(self, hidden: Tensor) -> Tensor:
+        """The logits, with their history."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Product:
     """A matrix product that makes logits, and what is done to it.
@@ -52,6 +74,8 @@ class Product:
         bias: (vocabulary), or ``None``.
         dtype: of the product, the one that autocast asks for included.
         steps: operations on its elements.
+        shared: how ranks share the weight, where they do. The gradient of the hidden states is then this
+            rank's part of a sum.
     """
 
     hidden: Tensor
@@ -59,9 +83,17 @@ class Product:
     bias: Tensor | None
     dtype: torch.dtype
     steps: tuple[Step, ...] = ()
+    shared: Shared | None = None
+
+    @property
+    def width(self) -> int:
+        """The vocabulary."""
+        return self.weight.shape[0] if self.shared is None else self.shared.width
 
     def whole(self) -> Tensor:
         """All of it, with its history."""
+        if self.shared is not None:
+            return _plainly(self.shared.whole(self.hidden), self.steps)
         bias = None if self.bias is None else self.bias.to(self.dtype)
         made = F.linear(self.hidden.to(self.dtype), self.weight.to(self.dtype), bias)
         return _plainly(made, self.steps)
@@ -98,13 +130,18 @@ class Products:
     @property
     def width(self) -> int:
         """The vocabulary."""
-        return self.terms[0].weight.shape[0]
+        return self.terms[0].width
 
     def with_step(self, step: Step) -> Products:
         """Each element through one more operation."""
         if len(self.terms) > 1:
             return replace(self, steps=(*self.steps, step))
         return replace(self, terms=tuple(replace(one, steps=(*one.steps, step)) for one in self.terms))
+
+    def widened(self) -> Products:
+        """The same in float32 or wider."""
+        dtype = torch.promote_types(self.dtype, torch.float32)
+        return self if dtype == self.dtype else self.with_step(Step("cast", dtype))
 
     def plus(self, other: Products) -> Products | None:
         """The sum, or ``None`` where it is no sum of products."""
@@ -126,9 +163,10 @@ class Products:
         return replace(self, terms=tuple(replace(term, hidden=own) for term, own in terms))
 
     def of_columns(self, columns: slice) -> Products | None:
-        """A part of the vocabulary, or ``None`` where something is added to each row."""
+        """A part of the vocabulary, or ``None`` where something is added to each row, or ranks share it."""
         steps = (*self.steps, *(step for term in self.terms for step in term.steps))
-        if any(isinstance(step.by, Tensor) and step.by.dim() for step in steps):
+        rows = any(isinstance(step.by, Tensor) and step.by.dim() for step in steps)
+        if rows or any(term.shared is not None for term in self.terms):
             return None
         terms = tuple(
             replace(term, weight=term.weight[columns], bias=None if term.bias is None else term.bias[columns])
@@ -187,6 +225,7 @@ def spans(rows: int, length: int) -> list[slice]:
     >>> spans(5, 3)
     [slice(0, 3, None), slice(3, 5, None)]
     """
+    length = max(1, length)
     return [slice(at, min(at + length, rows)) for at in range(0, rows, length)]
 
 
@@ -242,7 +281,8 @@ class _Term:
     def __init__(self, term: Product, needs: Sequence[bool]) -> None:
         self.term = term
         self.rows = term.hidden.reshape(-1, term.hidden.shape[-1])
-        self.weight = term.weight.to(term.dtype)
+        self.own_rows = term.weight.shape[0] if term.shared is None else term.shared.own_rows
+        self.weight = term.weight[: self.own_rows].to(term.dtype)
         self.bias = None if term.bias is None else term.bias.to(term.dtype)
         wide = torch.promote_types(term.dtype, torch.float32)
         self.by_hidden = torch.empty_like(self.rows, dtype=term.dtype) if needs[0] else None
@@ -250,24 +290,29 @@ class _Term:
         self.by_bias = torch.zeros_like(term.bias, dtype=wide) if needs[2] and term.bias is not None else None
 
     def piece(self, rows: slice, tape: list[Any]) -> tuple[Tensor, bool]:
-        made = F.linear(self.rows[rows].to(self.term.dtype), self.weight, self.bias)
+        inputs = self.rows[rows].to(self.term.dtype)
+        if self.term.shared is None:
+            made = F.linear(inputs, self.weight, self.bias)
+        else:
+            made = self.term.shared.gathered(F.linear(inputs, self.weight))
+            made = made if self.bias is None else made.add_(self.bias)
         return _forward(made, self.term.steps, tape, False)
 
     def take(self, rows: slice, gradient: Tensor) -> None:
         if self.by_bias is not None:
             self.by_bias.add_(gradient.sum(0, dtype=self.by_bias.dtype))
         gradient = gradient.to(self.term.dtype)
+        if self.term.shared is not None:
+            gradient = self.term.shared.own(gradient)
         if self.by_hidden is not None:
             self.by_hidden[rows] = gradient @ self.weight
         if self.by_weight is None:
             return
         inputs = self.rows[rows].to(self.term.dtype)
         if self.by_weight.dtype == self.term.dtype:
-            self.by_weight.addmm_(gradient.t(), inputs)
+            self.by_weight[: self.own_rows].addmm_(gradient.t(), inputs)
             return
-        for part in spans(
-            self.by_weight.shape[0], -(-self.by_weight.shape[0] // _PARTS)
-        ):  # a narrow product of the whole is a copy of it
+        for part in spans(self.own_rows, -(-self.own_rows // _PARTS)):  # no copy of the whole
             self.by_weight[part].add_(gradient[:, part].t() @ inputs)
 
 
@@ -412,13 +457,8 @@ class SummedLoss(torch.autograd.Function):
 
 def summed_loss(products: Products, targets: Targets, length: int) -> Tensor:
     """The sum over rows of cross entropy, in float32 or wider."""
-    wide = _widened(products)
+    wide = products.widened()
     return SummedLoss.apply(wide.without_tensors(), targets, length, *wide.tensors())  # type: ignore
-
-
-def _widened(products: Products) -> Products:
-    dtype = torch.promote_types(products.dtype, torch.float32)
-    return products if dtype == products.dtype else products.with_step(Step("cast", dtype))
 
 
 # ---- numbers of each row -------------------------------------------------------------------------
@@ -481,7 +521,7 @@ def row_numbers(
     """Of each row the log of the sum of exponentials, the mean where it is asked for, and the elements at
     ``index`` (rows, any), in float32 or wider.
     """
-    wide = _widened(products)
+    wide = products.widened()
     return RowNumbers.apply(wide.without_tensors(), index, mean, length, *wide.tensors())  # type: ignore
 
 
@@ -531,7 +571,8 @@ class _Dots(torch.autograd.Function):
 def elements(products: Products, index: Tensor, length: int) -> Tensor:
     """The logits at ``index`` (rows, any). Where few are asked for, no product is made for it."""
     width = max(term.hidden.shape[-1] for term in products.terms)
-    if index.shape[-1] * width > products.width:
+    shared = any(term.shared is not None for term in products.terms)
+    if shared or index.shape[-1] * width > products.width:
         return row_numbers(products, length, index)[2].to(products.dtype)  # type: ignore[union-attr]
     total = None
     with torch.autocast(index.device.type, enabled=False):

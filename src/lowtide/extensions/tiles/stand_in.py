@@ -594,6 +594,28 @@ def _loss(
     return losses.to(dtype).view(target.shape)
 
 
+def _parallel_cross_entropy(
+    vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, *, ignore_index: int = -100,
+    vocabulary: int | None = None, tensor_model_parallel_group: Any = None,
+) -> Any:  # fmt: skip
+    """`lowtide.parallel.parallel_cross_entropy`."""
+    from lowtide.extensions.tiles.shared import row_losses
+    from lowtide.parallel.groups import tensor_group
+    from lowtide.parallel.loss import Vocabulary
+
+    one: Logits = vocab_parallel_logits
+    products = one.products
+    if one.factor is not None or not one.is_last or target.shape != products.rows:
+        return NotImplemented
+    if any(term.shared is not None for term in products.terms):
+        return NotImplemented
+    one.check()
+    group = tensor_group(tensor_model_parallel_group)
+    part = Vocabulary(group, products.width, vocabulary, label_smoothing, ignore_index)
+    part.check(target)
+    return row_losses(products, target, part, one.length)
+
+
 def _reduces_vocabulary(one: Logits, dim: Any) -> bool:
     dims = dim if isinstance(dim, (tuple, list)) else [dim]
     return len(dims) == 1 and isinstance(dims[0], int) and _dim(one, dims[0]) == one.axis and one.is_last
@@ -707,7 +729,8 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "__neg__": _neg, "tanh": _tanh, "add": _add, "__add__": _add, "__radd__": _add, "sub": _sub,
     "subtract": _sub, "__sub__": _sub,
     "log_softmax": _log_softmax, "cross_entropy": _cross_entropy, "nll_loss": _nll_loss,
-    "nll_loss_nd": _nll_loss, "logsumexp": _logsumexp, "sum": _sum, "gather": _gather,
+    "nll_loss_nd": _nll_loss, "parallel_cross_entropy": _parallel_cross_entropy,
+    "logsumexp": _logsumexp, "sum": _sum, "gather": _gather,
     "take_along_dim": _take_along_dim, "argmax": _argmax, "max": _max, "amax": _amax, "topk": _topk,
     "grad_fn": _grad_fn, "grad": _grad, "register_hook": _register_hook,
 }  # fmt: skip
