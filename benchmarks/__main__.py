@@ -39,6 +39,7 @@ NAMES = (
     "recorder",
     "techniques",
     "tiles",
+    "chunked_loss",
     "late_streams",
     "reserved",
     "report_page",

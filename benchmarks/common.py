@@ -171,7 +171,12 @@ def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[],
     return resident + meter.measure(step, timeline=False).peak_bytes
 
 
-def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) -> list[list[float]]:
+def paired(
+    steps: Sequence[Callable[[], None]],
+    rounds: int,
+    warmup: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[list[float]]:
     """Seconds of each step in each round; the steps of a round run one after the other, in an order that is
     drawn anew for each.
 
@@ -187,9 +192,9 @@ def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) ->
     for _ in range(rounds):
         draw.shuffle(order)
         for which in order:
-            begin = time.perf_counter()
+            begin = clock()
             steps[which]()
-            seconds[which].append(time.perf_counter() - begin)
+            seconds[which].append(clock() - begin)
     return seconds
 
 

@@ -87,6 +87,31 @@ def chunked_loss() -> str:
     return _techniques("plain", "optimal", "loss in chunks", "loss in chunks, optimal")
 
 
+def loss_in_pieces() -> str:
+    """The loss in pieces beside the plain one and PyTorch's own."""
+    found = load("chunked_loss")
+    body = [
+        [
+            row["what"],
+            row["way"],
+            mib(row["peak_bytes"]),
+            f"{100 * row['of_plain']:.0f} %",
+            percent(row["extra"]),
+            f"{row['gradients_differ_by']:.0e}" if row["gradients_differ_by"] else "0",
+        ]
+        for row in found["rows"]
+    ]
+    rounds = "three" if found["machine"].get("quick") else "five"
+    head = ["", "loss", "peak MiB", "of plain", "extra time", "gradients differ by"]
+    text = (
+        f"{found['tokens']:,} tokens, width {found['width']}, vocabulary {found['vocabulary']:,}, float32: "
+        f"the logits are {mib(found['logits_bytes'])} MiB. Peaks are above what is resident before the step; "
+        f"times are of {rounds} rounds; gradients differ by so much of the largest one of the weight "
+        f"({where(found)}; `python -m benchmarks chunked_loss`)."
+    )
+    return f"{table(head, body)}\n\n{text}"
+
+
 def scopes() -> str:
     """What recording costs where operations are tiny."""
     found = load("recorder")
@@ -262,7 +287,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        chunked_loss, report_page, knob_peak,
+        chunked_loss, loss_in_pieces, report_page, knob_peak,
     )
 }  # fmt: skip
 

@@ -305,8 +305,18 @@ def test_dpo(installed: bool, dtype: torch.dtype) -> None:
         function = pytest.importorskip("trl.trainer.utils").selective_log_softmax
     plain, chunked = (model.to(dtype) for model in pair())
     reference = build(seed=7).to(dtype)
+    lowtide.chunked_loss(reference, 4, reference=True)
     within = {torch.float32: (1e-6, 2e-5), torch.bfloat16: (2e-2, 6e-2)}[dtype]
     same_step(plain, chunked, lambda model: dpo_loss(model, reference, function), *within)
+
+
+def test_a_reference_model_makes_no_logits() -> None:
+    reference = build("llama", hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    lowtide.chunked_loss(reference, 8, reference=True)
+    labels = batch()["labels"][:, 1:].clamp(min=0)
+    with Largest() as seen, torch.no_grad():
+        selective_log_softmax(reference(batch()["input_ids"]).logits[:, :-1], labels)
+    assert seen.elements <= VOCABULARY * 16
 
 
 def test_metrics_of_a_trainer_in_pieces() -> None:

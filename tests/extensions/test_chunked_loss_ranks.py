@@ -91,6 +91,21 @@ def test_ranks_with_data_of_their_own(how: str) -> None:
     on_ranks(2, steps, how)
 
 
+def head_of_its_own() -> None:
+    mesh = init_device_mesh(torch.get_default_device().type, (dist.get_world_size(),))
+    model = build().to(torch.get_default_device())
+    lowtide.chunked_loss(model, 4)
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    given = {name: one.to(torch.get_default_device()) for name, one in batch(3, 20).items()}
+    with pytest.warns(lowtide.LowtideWarning, match="the unit of the whole model"):
+        assert type(model(**given).logits) is Tensor
+
+
+def test_an_output_layer_that_is_a_unit_of_its_own_runs_as_without() -> None:
+    on_ranks(2, head_of_its_own)
+
+
 def shared_head(sequence_parallel: bool, limit: str | None) -> None:
     """A model of transformers that `parallelize` shares, its output layer with it."""
     plain = build(vocab_size=321).double()  # ranks pad it

@@ -82,6 +82,24 @@ def test_sft_is_saved_and_goes_on_bit_by_bit(tmp_path: Path, adapter: bool) -> N
     assert len(plain) > 0 and all(map(torch.equal, plain, resumed))
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_sft_with_a_loss_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smoothing: float) -> None:
+    """Label smoothing is taken of the logits; without it the trainer makes none, and nothing changes."""
+    import lowtide
+
+    def in_pieces(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lowtide.chunked_loss(self.model, 4)
+        return train(self, *args, **kwargs)
+
+    train = trl.SFTTrainer.train
+    options = {"label_smoothing_factor": smoothing}
+    plain = trained(tmp_path / "plain", [], False, False, **options)
+    monkeypatch.setattr(trl.SFTTrainer, "train", in_pieces)
+    chunked = trained(tmp_path / "chunked", [], False, False, **options)
+    for own, other in zip(chunked, plain, strict=True):
+        assert torch.equal(own, other) if not smoothing else torch.allclose(own, other, 1e-5, 1e-7)
+
+
 @pytest.mark.slow
 def test_torch_compile_keeps_the_compiler_and_the_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,19 +28,21 @@ class _Settings:
     Attributes:
         pieces: in how many the tokens are divided.
         told: places that got logits in one piece, and other things that were said once.
+        reference: calls without gradients and without labels return the stand-in, too.
         hooks: of the model. A copied model's settings have those of the copy.
         chosen: as of `ChunkedLoss`.
         calls: of the model that are under way on each thread: whether each computes a loss.
     """
 
-    def __init__(self, pieces: int) -> None:
-        self.__setstate__({"pieces": pieces, "hooks": (), "chosen": False})
+    def __init__(self, pieces: int, reference: bool = False) -> None:
+        self.__setstate__({"pieces": pieces, "reference": reference, "hooks": (), "chosen": False})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"pieces": self.pieces, "hooks": self.hooks, "chosen": self.chosen}
+        return {name: getattr(self, name) for name in ("pieces", "reference", "hooks", "chosen")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.pieces: int = state["pieces"]
+        self.reference: bool = state["reference"]
         self.chosen: bool = state["chosen"]
         self.hooks: tuple[RemovableHandle, ...] = state["hooks"]
         self.told: set[str] = set()
@@ -117,7 +119,13 @@ class _Forward:
         weight: Any = self.layer.weight
         calls = self.settings.under_way()
         learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        if not learns and not (calls and calls[-1]):
+        if not learns and not (calls and calls[-1]) and not self.settings.reference:
+            return False
+        if private.may_shard() and private.is_unit(self.layer):
+            self.settings.say(
+                "lowtide.chunked_loss has no effect here: fully_shard around the output layer frees "
+                "its weight before the loss is computed. Leave the layer to the unit of the whole model"
+            )
             return False
         if private.is_transformed(fakes=False) or any(map(_is_shared, (hidden, weight))):
             self.settings.say(
@@ -215,7 +223,7 @@ class ChunkedLoss:
         _take_away(self._model, self._settings)
 
 
-def chunked_loss(model: torch.nn.Module, pieces: int = 8) -> ChunkedLoss:
+def chunked_loss(model: torch.nn.Module, pieces: int = 8, *, reference: bool = False) -> ChunkedLoss:
     """Compute a model's loss in pieces of tokens, so that the logits of all tokens never exist.
 
     The output layer returns a tensor that stands for the logits. The loss function makes them: one piece of
@@ -232,6 +240,8 @@ def chunked_loss(model: torch.nn.Module, pieces: int = 8) -> ChunkedLoss:
             a module whose output layer is its attribute ``head``.
         pieces: in how many pieces the tokens are divided. More pieces take less memory, and smaller matrix
             products.
+        reference: calls without gradients and without labels return the stand-in, too: for the reference
+            model of DPO, of whose ``logits`` log-probabilities are taken.
 
     Returns:
         A handle with the attribute ``pieces``, which may be set at any time, and the method ``remove()``.
@@ -253,7 +263,7 @@ def chunked_loss(model: torch.nn.Module, pieces: int = 8) -> ChunkedLoss:
         >>> handle.remove()
     """
     expect(isinstance(model, torch.nn.Module), "chunked_loss(model)", model, "a torch.nn.Module")
-    settings = _Settings(_checked(pieces))
+    settings = _Settings(_checked(pieces), reference)
     for earlier in {id(one.settings): one.settings for one in map(_forward_of, _placed(model))}.values():
         _take_away(model, earlier)
     if not _place(model, settings):
