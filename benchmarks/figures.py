@@ -106,7 +106,7 @@ def loss_in_pieces() -> str:
     text = (
         f"{found['tokens']:,} tokens, width {found['width']}, vocabulary {found['vocabulary']:,}, float32: "
         f"the logits are {mib(found['logits_bytes'])} MiB. Peaks are above what is resident before the step; "
-        f"times are the processor's, of {rounds} rounds; gradients differ by so much of the largest one of the weight "
+        f"times are the processor's, of {rounds} rounds; gradients differ by so much of the weight's largest "
         f"({where(found)}; `python -m benchmarks chunked_loss`)."
     )
     return f"{table(head, body)}\n\n{text}"
