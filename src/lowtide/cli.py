@@ -182,12 +182,16 @@ def train(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="The --tp ranks also split the sequence.")
     ] = False,
+    cp: Annotated[int, typer.Option(help="Context parallel ranks, which share every sequence.")] = 1,
+    cp_exchange: Annotated[
+        str, typer.Option(help="What the --cp ranks exchange in attention: ring, all-to-all, auto.")
+    ] = "auto",
     dp: Annotated[int, typer.Option(help="Data parallel ranks, which split each microbatch.")] = 1,
     shard_parameters: Annotated[
         bool,
         typer.Option(
             "--shard-parameters",
-            help="The --dp ranks also shard parameters, gradients and optimizer state (FSDP2).",
+            help="The --dp and --cp ranks also shard parameters, gradients and optimizer state (FSDP2).",
         ),
     ] = False,
     dp_replicate: Annotated[

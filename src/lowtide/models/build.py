@@ -203,7 +203,12 @@ class HuggingFaceModel(nn.Module):
         logits = self.model(input_ids=tokens, use_cache=False).logits
         if targets is None:
             return CausalOutput(None, logits)
-        return CausalOutput(next_token_loss(logits, nn.Identity(), targets), None)
+        context: Any = getattr(self.model, "context", None)
+        if context is None:
+            return CausalOutput(next_token_loss(logits, nn.Identity(), targets), None)
+        counted, own = (targets != -100).sum(), context.take(targets, 1, -100)
+        loss = next_token_loss(logits, nn.Identity(), own, counted=counted)
+        return CausalOutput(context.total(loss), None)
 
 
 def _with_weights(transformers: Any, spec: ModelSpec) -> nn.Module:

@@ -109,5 +109,7 @@ def stage_input(model: nn.Module, batch: int, sequence: int, dtype: torch.dtype 
         text: Any = model.model.config.get_text_config()  # type: ignore[operator, union-attr]
         return torch.empty(batch, sequence, text.hidden_size, dtype=dtype, device="meta")
     sharing, width = model.sharing, model.config.width  # type: ignore[union-attr]
+    if sharing.context is not None:  # type: ignore[union-attr]
+        sequence = sharing.context.own_length(sequence)  # type: ignore[union-attr, operator]
     length = sequence // sharing.size if sharing.sequence_parallel else sequence  # type: ignore[operator]
     return torch.empty(batch, length, width, dtype=dtype, device="meta")  # type: ignore[call-overload]

@@ -57,6 +57,24 @@ def check_compiled_run(options: Settings) -> None:
     )
 
 
+def check_context(options: Settings) -> None:
+    """Refuse what does not go with shared sequences, before processes wait for each other.
+
+    Raises:
+        OptionError: with what to do.
+    """
+    exchanges = ("ring", "all-to-all", "auto")
+    exchange = options.cp_exchange
+    require(exchange in exchanges, "cp-exchange", exchange, f"choose one of {', '.join(exchanges)}")
+    if options.cp == 1:
+        require(exchange == "auto", "cp-exchange", exchange, "nothing is exchanged: pass --cp 2 or more")
+        return
+    compiled = "compiled code is not planned for what ranks exchange in attention: leave out --compile"
+    require(not options.compile, "cp", options.cp, f"{compiled}, or this")
+    stages = "the stages of a Hugging Face model do not share sequences: leave out --pp"
+    require(options.pp == 1 or options.spec().config is not None, "cp", options.cp, f"{stages}, or this")
+
+
 def check_sharding(options: Settings) -> None:
     """Refuse what does not go with shared parameters, before processes wait for each other.
 
@@ -69,7 +87,7 @@ def check_sharding(options: Settings) -> None:
         require(copies == 1, "dp-replicate", copies, what)
         return
     require(
-        options.dp > 1,
+        options.dp * options.cp > 1,
         name,
         "",
         "it shards parameters, gradients and optimizer state among the --dp ranks: pass --dp 2 or more",
@@ -81,7 +99,7 @@ def check_sharding(options: Settings) -> None:
         "every microbatch of a pipeline would gather the stage again: leave out --pp, or this",
     )
     require(
-        options.dp % copies == 0 and copies < options.dp,
+        options.dp % copies == 0 and copies < options.dp * options.cp,
         "dp-replicate",
         copies,
         f"it divides the --dp {options.dp} ranks into groups of two or more",

@@ -13,7 +13,13 @@ from lowtide.budget import check, parse
 from lowtide.errors import BudgetError
 from lowtide.plan import POLICIES, check_seconds
 from lowtide.report import check_path
-from lowtide.train.arrangements import check_compile, check_compiled_run, check_pipeline, check_sharding
+from lowtide.train.arrangements import (
+    check_compile,
+    check_compiled_run,
+    check_context,
+    check_pipeline,
+    check_sharding,
+)
 from lowtide.train.errors import OptionError, require
 from lowtide.train.schedule import SHAPES
 from lowtide.train.settings import Settings
@@ -31,13 +37,24 @@ class TrainOptions(Settings):
     """
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp", "dp_replicate"):
+        for name in (
+            "steps",
+            "batch",
+            "seq",
+            "grad_accum",
+            "eval_batches",
+            "tp",
+            "cp",
+            "dp",
+            "pp",
+            "dp_replicate",
+        ):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
         if self.budget is not None:
             check(self.budget)
-        several = self.optimizer_host_fraction is not None and self.tp * self.dp * self.pp > 1
+        several = self.optimizer_host_fraction is not None and self.ranks > 1
         require(
             not several or self.optimizer_host_fraction != "auto",
             "optimizer-host-fraction",
@@ -133,6 +150,7 @@ class TrainOptions(Settings):
                 self.seq,
                 f"--sequence-parallel splits it among --tp {self.tp}, which must divide it",
             )
+        check_context(self)
         check_sharding(self)
         if self.pp == 1:
             require(

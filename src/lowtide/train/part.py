@@ -20,6 +20,7 @@ from lowtide.extensions.optimizer.counted import count_reduced
 from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec, build_model
 from lowtide.models.build import HuggingFaceModel
+from lowtide.parallel.context import context_parallel
 from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import (
     allreduce_sequence_parallel_gradients,
@@ -245,7 +246,8 @@ class WholeModel(Part):
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` holds on any of the ranks that have to run the same steps."""
-        return self.ranks.any(flag, None if self.options.shard_parameters else self.ranks.tensor)
+        all_ranks = self.options.shard_parameters or self.options.cp > 1
+        return self.ranks.any(flag, None if all_ranks else self.ranks.tensor)
 
     def report(self, comparison: Comparison) -> Report | None:
         options, plain, planned = self.options, comparison.plain, comparison.planned
@@ -299,14 +301,17 @@ def raised_note(asked: str | None, error: BudgetError, smallest_bytes: int | Non
 
 
 def shared_model(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> nn.Module:
-    """The model, its layers shared among the tensor-parallel ranks."""
-    if ranks.tensor.size == 1:
-        return build_model(spec)
-    if spec.config is not None:
-        return build_model(spec, ranks.tensor, options.sequence_parallel)
-    model = build_model(spec)
-    assert isinstance(model, HuggingFaceModel)
-    model.model = parallelize(model.model, ranks.tensor, options.sequence_parallel)
+    """The model, its layers shared among the tensor-parallel ranks, and its sequences among those of the
+    context.
+    """
+    exchange: Any = options.cp_exchange
+    shared = spec.config is not None and ranks.tensor.size > 1
+    model = build_model(spec, ranks.tensor, options.sequence_parallel) if shared else build_model(spec)
+    if not isinstance(model, HuggingFaceModel):
+        return context_parallel(model, ranks.context, exchange)
+    if ranks.tensor.size > 1:
+        model.model = parallelize(model.model, ranks.tensor, options.sequence_parallel)
+    model.model = context_parallel(model.model, ranks.context, exchange)
     return model
 
 

@@ -1,4 +1,4 @@
-"""The processes of a training run: how many share a layer, how many share the batch, how many stages there
+"""The processes of a training run: how many share a layer, a sequence and the batch, how many stages there
 are, and who this one is.
 
 One process is a run of one rank: the same trainer, and nothing here travels. With several, `torchrun` starts
@@ -33,8 +33,9 @@ class Ranks:
 
     Attributes:
         rank, size: among all processes.
-        tensor, data, pipeline: the ranks that share its layers, its place in the batch, the stages of its
-            copy of the model.
+        tensor, context, data, pipeline: the ranks that share its layers, its sequences, the batch, and the
+            stages of its copy of the model.
+        shards: those of ``data`` and ``context``, which may share parameters.
         device: where it computes.
         store: what `lowtide.train.alive` writes to; ``None`` for a process alone or a group that somebody
             else set up.
@@ -43,8 +44,10 @@ class Ranks:
     rank: int = 0
     size: int = 1
     tensor: TensorGroup = ALONE
+    context: TensorGroup = ALONE
     data: TensorGroup = ALONE
     pipeline: TensorGroup = ALONE
+    shards: TensorGroup = ALONE
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None
 
@@ -56,7 +59,9 @@ class Ranks:
     @property
     def name(self) -> str:
         """This rank in words."""
-        parts = [("data", self.data), ("stage", self.pipeline), ("tensor", self.tensor)]
+        parts = [
+            ("data", self.data), ("stage", self.pipeline), ("context", self.context), ("tensor", self.tensor),
+        ]  # fmt: skip
         places = ", ".join(f"{word} {group.rank}" for word, group in parts if group.size > 1)
         return f"rank {self.rank}" + (f" ({places})" if places else "")
 
@@ -185,7 +190,7 @@ def _store(size: int) -> Any:
 def _layout(options: TrainOptions, device: torch.device, store: Any) -> Ranks:
     """Make the groups; every process makes all of them in the same order."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    grid = torch.arange(size).view(options.pp, options.dp, options.tp)
+    grid = torch.arange(size).view(options.pp, options.dp, options.cp, options.tp)
 
     def own(rows: torch.Tensor) -> TensorGroup:
         found = ALONE
@@ -199,8 +204,10 @@ def _layout(options: TrainOptions, device: torch.device, store: Any) -> Ranks:
         rank=rank,
         size=size,
         tensor=own(grid.reshape(-1, options.tp)),
-        data=own(grid.permute(0, 2, 1).reshape(-1, options.dp)),
-        pipeline=own(grid.permute(1, 2, 0).reshape(-1, options.pp)),
+        context=own(grid.transpose(2, 3).reshape(-1, options.cp)),
+        data=own(grid.movedim(1, 3).reshape(-1, options.dp)),
+        pipeline=own(grid.movedim(0, 3).reshape(-1, options.pp)),
+        shards=own(grid.movedim(3, 1).reshape(-1, options.dp * options.cp)),
         device=device,
         store=store,
     )

@@ -23,7 +23,17 @@ _OWN = {
     "report",
     "tensorboard",
 }
-_LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "dp_replicate", "schedule"}
+_LAYOUT = {
+    "tp",
+    "cp",
+    "cp_exchange",
+    "dp",
+    "pp",
+    "sequence_parallel",
+    "shard_parameters",
+    "dp_replicate",
+    "schedule",
+}
 """A checkpoint is loaded into any layout, so the command says which."""
 
 _TOGETHER = ({"budget", "raise_budget", "policy", "host_budget"}, {"compile", "compile_backend"})

@@ -54,9 +54,12 @@ class Settings:
         stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
         compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be
             done (where one plan rules the step: without a pipeline).
-        tp, dp, pp: processes that share every layer, the batch, and the stages of the model.
+        tp, cp, dp, pp: processes that share every layer, every sequence, the batch, and the stages of the
+            model.
+        cp_exchange: what the ``cp`` processes exchange, as `lowtide.parallel.context_parallel` takes it.
         sequence_parallel: the ``tp`` processes share the sequence, too.
-        shard_parameters: the ``dp`` processes share parameters, gradients and optimizer state, too (FSDP2).
+        shard_parameters: the ``dp`` processes, and those of ``cp``, share parameters, gradients and optimizer
+            state, too (FSDP2).
         dp_replicate: copies of these shards: groups of ``dp / dp_replicate`` processes share each one (HSDP).
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
         compile: compile the step within the budget (`lowtide.compile`).
@@ -101,6 +104,8 @@ class Settings:
     stop_after: int | None = None
     compare: bool | None = None
     tp: int = 1
+    cp: int = 1
+    cp_exchange: str = "auto"
     dp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
@@ -116,7 +121,7 @@ class Settings:
     @property
     def ranks(self) -> int:
         """How many processes the run needs."""
-        return self.tp * self.dp * self.pp
+        return self.tp * self.cp * self.dp * self.pp
 
     @property
     def layout(self) -> str:
@@ -125,6 +130,7 @@ class Settings:
             f"--{name} {count}"
             for name, count in (
                 ("tp", self.tp),
+                ("cp", self.cp),
                 ("dp", self.dp),
                 ("dp-replicate", self.dp_replicate),
                 ("pp", self.pp),

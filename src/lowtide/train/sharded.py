@@ -1,5 +1,5 @@
-"""A model whose parameters, gradients and optimizer state the data-parallel processes share (FSDP2), outside
-the tensor-parallel group.
+"""A model whose parameters, gradients and optimizer state the data-parallel processes share (FSDP2), and
+those that share a sequence, outside the tensor-parallel group.
 
 Every block is a unit of its own: its weights are gathered in front of it and let go behind it, and its
 gradients are averaged into this process's share as backward goes. One limit on the whole holds the budget.
@@ -41,8 +41,9 @@ def _mesh(options: TrainOptions, ranks: Ranks) -> Any:
 
     copies = options.dp_replicate
     if copies == 1:
-        return DeviceMesh.from_group(ranks.data.process_group, ranks.device.type)
-    sizes, names = (copies, options.dp // copies, options.tp), ("replicate", "shard", "tp")
+        return DeviceMesh.from_group(ranks.shards.process_group, ranks.device.type)
+    shards = options.dp // copies * options.cp
+    sizes, names = (copies, shards, options.tp), ("replicate", "shard", "tp")
     return init_device_mesh(ranks.device.type, sizes, mesh_dim_names=names)["replicate", "shard"]
 
 

@@ -107,7 +107,7 @@ def _pieces(
     for name, (tensor, where) in _targets(modules):
         cut = where is not None and where.dimension is not None
         sharded = _is_sharded(tensor)
-        first = _is_first_copy(tensor) if sharded else not ranks.data.rank
+        first = _is_first_copy(tensor) if sharded else not ranks.shards.rank
         if (not cut and ranks.tensor.rank) or not first:
             continue
         tensors = {_WEIGHT: tensor.detach()}

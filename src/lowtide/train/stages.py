@@ -55,7 +55,7 @@ class Stages(Part):
     def _tie_group(self) -> Any:
         """The first and the last rank of this pipeline; every process makes the groups of all pipelines."""
         options, found = self.options, None
-        per_stage = options.dp * options.tp
+        per_stage = options.dp * options.cp * options.tp
         for place in range(per_stage):
             pair = [place, place + (options.pp - 1) * per_stage]
             group = dist.new_group(pair)

@@ -74,7 +74,9 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
     # weights are a quarter of what training holds, and each process makes all of its share of the layers
     # before others take some over
     sharded = (
-        min(options.dp // options.dp_replicate, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
+        min(options.dp * options.cp // options.dp_replicate, BYTES_PER_PARAMETER // 4)
+        if options.shard_parameters
+        else 1
     )
     check_room(spec, device, options.tp * options.pp * sharded, options.optimizer_host_fraction)
     loader = batches(Blocks(corpus.train, options.seq), options.batch, options.seed)

@@ -43,6 +43,10 @@ class Context:
         """This rank's part of a tensor with the whole sequence."""
         return self.layout.take(x, self.group.rank, dimension, fill)
 
+    def own_length(self, length: int) -> int:
+        """How many tokens of a sequence this rank holds, padding included."""
+        return self.layout.padded(length) // self.group.size
+
     def places(self, length: int, device: torch.device) -> Tensor:
         """The places in the sequence of this rank's ``length`` tokens."""
         return self.take(torch.arange(length * self.group.size, device=device), 0)
