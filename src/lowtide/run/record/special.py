@@ -169,7 +169,8 @@ def run_again(special: SpecialCall, args: list[Any], kwargs: dict[str, Any]) -> 
     """Call an operation with its recorded random state, and restore the generator; wait for a collective."""
     if special.random_state is None:
         result = special.func(*args, **kwargs)
-        return private.wait_for_collective(result) if op_info(special.func).collective else result
+        under_way = op_info(special.func).collective and isinstance(result, torch.Tensor)  # a ring has ended
+        return private.wait_for_collective(result) if under_way else result
     return _draw_again(special, tuple(args), kwargs)
 
 
