@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from lowtide import private
 from lowtide.private.attention import flash_attention, flash_attention_backward, has_flash_attention
 
 CARD = pytest.param(
@@ -37,6 +38,12 @@ def test_parts_of_a_softmax(causal: bool, device: str, dtype: torch.dtype, error
     assert (lse - scores.logsumexp(-1)).abs().max() <= error
     for own, tensor in zip(found, (q, k, v), strict=True):
         assert tensor.grad is not None and (own - tensor.grad).abs().max() <= error
+
+
+def test_whether_attention_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not private.attention.is_attention_replaced()
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *args: args[0])
+    assert private.attention.is_attention_replaced()
 
 
 def test_what_the_kernels_do_not_take() -> None:

@@ -14,6 +14,14 @@ _ON_CARD = (torch.float16, torch.bfloat16)
 _MOST_FEATURES = 256
 
 
+def is_attention_replaced() -> bool:
+    """Whether ``torch.nn.functional.scaled_dot_product_attention`` is another function than PyTorch's, as in
+    PyTorch's own context manager for context parallelism.
+    """
+    own = torch._C._nn.scaled_dot_product_attention  # pyright: ignore
+    return torch.nn.functional.scaled_dot_product_attention is not own
+
+
 def has_flash_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels take tensors of these sizes, dtypes and devices."""
     if not q.shape[-1] == k.shape[-1] == v.shape[-1]:

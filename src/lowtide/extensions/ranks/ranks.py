@@ -34,6 +34,7 @@ from lowtide.extensions.ranks.agreement import (
     of_layers,
     of_shards,
 )
+from lowtide.extensions.ranks.context import explained
 from lowtide.extensions.ranks.pipeline import PipelineLimiter, group_of
 from lowtide.extensions.ranks.presence import AHEAD_SECONDS, BEHIND_SECONDS, Presence
 from lowtide.extensions.ranks.sharded import UNCALLED, ShardedLimiter
@@ -215,7 +216,8 @@ class Ranks(Extension):
             refuse_first_fsdp(self.model)
             self._in_step = True
             self.replicas = self._stages or distributed.replicated_by(self.model)
-            yield
+            with explained():
+                yield
             return
         step.gathered = {storage_key(tensor) for _, tensor in fsdp.gathered(self.model)}
 
