@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 from unittest.mock import patch
@@ -274,7 +275,36 @@ def own_loss(exchange: Any) -> float:
     return worst([loss.item(), lp.get_grad_norm(model.parameters()).item()], expected)
 
 
-@pytest.mark.parametrize("body", [checkpointed, own_loss])
+def copied(exchange: Any) -> float:
+    """The same with a copy of the model."""
+    model = copy.deepcopy(lp.context_parallel(make("llama"), dist.group.WORLD, exchange))
+    return worst(train(model, 2), train(make("llama"), 2))
+
+
+def autocast(exchange: Any) -> float:
+    """The largest difference of losses in bfloat16; norms make queries and keys in float32, not values."""
+    losses = []
+    for kind in ("qwen3", "gemma3_text"):
+        for shared in (False, True):
+            model: Any = make(kind).float()
+            if shared:
+                model = lp.context_parallel(model, dist.group.WORLD, exchange)
+            tokens, labels = batch(0)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
+            loss.backward()
+            lp.allreduce_sequence_parallel_gradients(model)
+            losses.append(loss.item())
+    return max(abs(losses[0] - losses[1]), abs(losses[2] - losses[3]))
+
+
+@pytest.mark.parametrize("exchange", ["ring", "all-to-all"])
+def test_autocast(exchange: str) -> None:
+    for found in on_ranks(2, autocast, exchange):
+        assert found < 0.02
+
+
+@pytest.mark.parametrize("body", [checkpointed, own_loss, copied])
 def test_programs(body: Any) -> None:
     for found in on_ranks(2, body, "ring"):
         assert found < 1e-12

@@ -103,6 +103,7 @@ def test_a_run_of_one_process_goes_on_with_shared_sequences(text: Path, tmp_path
 def test_what_cannot_be_asked_for(text: Path) -> None:
     for asked, said in (
         ({"cp_exchange": "ring"}, "pass --cp 2 or more"),
+        ({**SHARED, "seq": 28}, "8 pieces"),
         ({"cp": 2, "cp_exchange": "rings"}, "all-to-all"),
         (
             {"cp": 2, "compile": True, "policy": None, "budget": "100%", "compile_backend": "aot_eager"},

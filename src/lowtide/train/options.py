@@ -150,6 +150,13 @@ class TrainOptions(Settings):
                 self.seq,
                 f"--sequence-parallel splits it among --tp {self.tp}, which must divide it",
             )
+            pieces = 2 * self.tp * self.cp
+            require(
+                self.cp == 1 or self.seq % pieces == 0,
+                "seq",
+                self.seq,
+                f"--cp {self.cp} and --sequence-parallel cut it into {pieces} pieces, which must divide it",
+            )
         check_context(self)
         check_sharding(self)
         if self.pp == 1:

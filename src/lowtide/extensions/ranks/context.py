@@ -22,7 +22,8 @@ def explained() -> Iterator[None]:
         if "scaled_dot_product" in str(error) and is_attention_replaced():
             raise PlanError(
                 "torch.distributed.tensor.experimental.context_parallel exchanges no attention on this "
-                "device: leave out that context manager, and call model = lowtide.parallel.context_parallel(model, "
-                "mesh) once, in front of limit_memory; the model then takes whole sequences"
+                "device: leave out that context manager, and call model = "
+                "lowtide.parallel.context_parallel(model, mesh) once, in front of limit_memory; the model "
+                "then takes whole sequences"
             ) from error
         raise

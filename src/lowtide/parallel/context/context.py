@@ -75,6 +75,7 @@ class Context:
             q, k, v: (batch, heads, part of the sequence, features).
             seen: what they see.
         """
+        q, k, v = _alike(q, k, v)
         if self.exchange == "ring":
             return RingAttention.apply(q, k, v, seen, self.group)  # type: ignore[return-value]
         check_heads(q.shape[1], k.shape[1], self.group.size)
@@ -105,6 +106,15 @@ class Context:
             )
         check_heads(q.shape[1], k.shape[1], self.group.size)
         return sequence_of(attention(*(heads_of(x, self.group) for x in (q, k, v))), self.group)
+
+
+def _alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The three in one dtype: under autocast its own, as PyTorch's attention has them there."""
+    device = q.device.type
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 class _Total(torch.autograd.Function):

@@ -69,13 +69,16 @@ def _ring(
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
-    return _ring(q, *mask).forward(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):  # sums are made in float32
+        return _ring(q, *mask).forward(q, k, v)
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *mask: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _ring(q, *mask).backward(grad, q, k, v, out, lse)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # as kernels take it
+    with torch.autocast(q.device.type, enabled=False):
+        return _ring(q, *mask).backward(grad, q, k, v, out, lse)
 
 
 def _forward_like(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
