@@ -170,8 +170,21 @@ def host_optimizer(where: Where) -> Measure:
     return HostSteps(where).row
 
 
+def long_context(where: Where) -> Measure:
+    """A 4B model on the longest sequence that one card holds."""
+    from benchmarks.gpu.long_context import long_row
+
+    return lambda name: long_row(name, where)
+
+
+LONG = ("save_on_cpu", "recomputing", "tiles", "moves", "all")
+"""Ways to hold a long sequence: checkpointing per block with `save_on_cpu`, and budgets."""
+
 BUDGETS = (AS_PER_BLOCK, "60 %", "min", "80 %")
-CONTENDERS = ("plain", "per block", *BUDGETS)
+RECOMPUTING = f"{AS_PER_BLOCK}, recomputing"
+"""The same budget, where nothing moves to main memory."""
+
+CONTENDERS = ("plain", "per block", AS_PER_BLOCK, RECOMPUTING, *BUDGETS[1:])
 COMPILED = ("plain", "60 %", "min", "80 %", "per block", AS_PER_BLOCK)
 COMPILED_TOO = ("plain", "60 %", "per block", "min")
 """The same where each compiles for half a minute, for two models within ten minutes."""
@@ -206,6 +219,7 @@ PARTS = (
     Part("optimizer on the host", UPDATES, host_optimizer, on_host=True),
     Part("expandable segments", ("60 %", "min"), expandable, environment=EXPANDABLE),
     Part("GPT, compiled otherwise", OTHERWISE, training("gpt", True), 200),
+    Part("long context", LONG, long_context, 400, on_host=True),
 )
 
 

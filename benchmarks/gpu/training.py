@@ -149,7 +149,7 @@ class Contest:
             callee = torch.compile(model, backend=OwnBackend()) if self.compiled else model
             return stepping(model, callee, self.batch)
         budget, _, way = name.partition(", ")
-        budget = self._per_block_bytes() if name == AS_PER_BLOCK else budget.replace(" ", "")
+        budget = self._per_block_bytes() if budget == AS_PER_BLOCK else budget.replace(" ", "")
         if self.compiled:
             how: dict[str, Any] = {
                 "regional": {"regional": True},
@@ -157,7 +157,8 @@ class Contest:
             }.get(way, {})
             callee = lowtide.compile(model, budget, **how)
             return stepping(model, callee, self.batch, lowtide.handle_of(callee))
-        return stepping(model, model, self.batch, lowtide.limit_memory(model, budget))
+        policy = "optimal" if way == "recomputing" else None
+        return stepping(model, model, self.batch, lowtide.limit_memory(model, budget, policy=policy))
 
     def _per_block_bytes(self) -> int:
         """What checkpointing per block takes, counted as a limit counts: with the resident workspaces."""
