@@ -34,6 +34,7 @@ def _train(
     clip: bool = True,
     saved: bool = False,
     finished: bool = False,
+    undone: bool = False,
 ) -> list[Tensor]:
     model = _small(device, dtype)
 
@@ -56,6 +57,8 @@ def _train(
         if clip:
             optimizer.clip_grad_norm_(0.5)
         optimizer.step()
+        if undone and number < 2:
+            optimizer.rollback()
         if finished and number == 1:
             optimizer.finish()
         if saved and number == 0:
@@ -75,9 +78,8 @@ def _train(
 
 
 def _optimizer(dtype: torch.dtype = torch.float32, device: str = "cuda:0", **given: Any) -> Run:
-    shape = {
-        name: given.pop(name) for name in ("steps", "micro", "clip", "saved", "finished") if name in given
-    }
+    names = ("steps", "micro", "clip", "saved", "finished", "undone")
+    shape = {name: given.pop(name) for name in names if name in given}
     wanted = _train("cpu", dtype, given, **shape)
 
     def run(seed: int) -> None:
@@ -115,6 +117,12 @@ def optimizer_split() -> Run:
 def gradients_streamed() -> Run:
     """Gradients leave as backward makes them; those of a second micro-batch are added on the host."""
     return _optimizer(host_fraction=0.6, stream_gradients=True)
+
+
+@scenario
+def rolled_back() -> Run:
+    """The first updates are undone; the gradients of the next backward leave as it makes them."""
+    return _optimizer(host_fraction=1.0, stream_gradients=True, reversible=True, undone=True)
 
 
 @scenario

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 FAILS = {
-    "optim/background.py: BackgroundUpdater.finish_early: transfer.wait()": "updated_beside_backward",
+    "optim/background.py: BackgroundUpdater.wait_early: transfer.wait()": "updated_beside_backward",
     "optim/background.py: BackgroundUpdater.update_late: task.arriving.wait()": "gradients_zeroed_in_place",
     "optim/background.py: BackgroundUpdater.wait_late: self._late.wait()": "updated_late",
     "optim/background.py: BackgroundUpdater.quiet: transfer.wait()": "loaded_while_updating",
     "optim/checkpoint.py: load: optimizer.link.settle()": "updates_that_fail",
-    "optim/host.py: HostOptimizer.step: link.settle()": "gradients_streamed",
+    "optim/host.py: HostOptimizer._update: link.settle()": "gradients_streamed",
+    "optim/host.py: HostOptimizer.rollback: self.link.settle()": "rolled_back",
     "optim/host.py: HostOptimizer._or_torn: self.link.synchronize()": "updates_that_fail",
     "optim/host.py: HostOptimizer._finish_late: self.link.settle()": "updated_late",
     "optim/link.py: CudaLink.ready: self.streams.mark(self.streams.current())": "gradients_streamed",
