@@ -112,6 +112,24 @@ def loss_in_pieces() -> str:
     return f"{table(head, body)}\n\n{text}"
 
 
+def tiles() -> str:
+    """The smallest budgets with tiles and without."""
+    found, body = load("tiles"), []
+    for row in found["rows"]:
+        for way in row["ways"]:
+            above = mib(way["peak_bytes"] - row["own_bytes"])
+            time = percent(way["beside_recomputation"])
+            differs = f"{way['difference']:.0e}" if way["difference"] else "none"
+            body.append([row["model"], way["way"], above, time, differs])
+    head = ["step", "", "peak MiB", "time beside recomputation", "gradients differ by"]
+    text = (
+        "Peaks are measured, beyond parameters and gradients. *Tiles, the same budget* is given what "
+        "recomputation needs at least. Gradients: the largest difference, of a parameter's largest gradient "
+        f"({where(found)}; `python -m benchmarks tiles`)."
+    )
+    return f"{table(head, body)}\n\n{text}"
+
+
 def scopes() -> str:
     """What recording costs where operations are tiny."""
     found = load("recorder")
@@ -287,7 +305,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        chunked_loss, loss_in_pieces, report_page, knob_peak,
+        chunked_loss, loss_in_pieces, report_page, knob_peak, tiles,
     )
 }  # fmt: skip
 
