@@ -109,7 +109,8 @@ def skipped_by_dynamo(function: Any) -> Any:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = (
-        "a limited model is compiled by itself within its budget; handle.remove() takes the limit off"
+        "a limited model is compiled by itself within its budget, and a tiled module runs outside of "
+        "compiled graphs; remove() of the handle takes the limit or the tiles off"
     )
     frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
     leave = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)

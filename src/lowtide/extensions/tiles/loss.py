@@ -94,7 +94,10 @@ class _Forward:
         return inspect.signature(self.own)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or len(args) != 1 or kwargs or not self.stands_in(args[0]):
+        if torch.compiler.is_compiling():
+            _say_compiled()
+            return self.own(*args, **kwargs)
+        if len(args) != 1 or kwargs or not self.stands_in(args[0]):
             return self.own(*args, **kwargs)
         hidden, weight, bias = args[0], self.layer.weight, self.layer.bias
         dtype = torch.promote_types(hidden.dtype, weight.dtype)  # type: ignore[arg-type]
@@ -155,6 +158,16 @@ class _Forward:
                 "weight: lowtide.chunked_loss cannot make its logits in pieces. Call remove() of its handle"
             )
         self.compared = True
+
+
+@torch.compiler.assume_constant_result
+def _say_compiled() -> bool:
+    """Warn, when Dynamo traces the output layer."""
+    warn(
+        "lowtide.chunked_loss has no effect here: torch.compile is around the output layer. Compile the "
+        "blocks of the model instead, and leave the output layer and the loss out"
+    )
+    return True
 
 
 def _is_shared(tensor: Any) -> bool:
