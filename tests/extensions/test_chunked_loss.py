@@ -534,6 +534,7 @@ def test_compiled_blocks() -> None:
 
 
 def test_a_compiled_model_runs_as_it_does_without() -> None:
+    torch.compiler.reset()  # it is said when Dynamo traces the model
     plain, chunked = pair(num_hidden_layers=1)
     chunked.compile(backend="eager")
     given = batch()

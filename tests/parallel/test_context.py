@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks, seeded
+from ranks import on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -22,7 +22,7 @@ from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 
 transformers = pytest.importorskip("transformers")
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 SMALL: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "vocab_size": 67, "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 0,
@@ -147,10 +147,10 @@ def test_ten_steps(size: int, kinds: list[str], exchange: str) -> None:
 def meshed(kind: str, exchange: Any, beside: str) -> float:
     """The largest difference from one process, with something else beside on four processes."""
     expected = train(make(kind), 4)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("dp", "cp"))
     flat, model = mesh._flatten("dp_cp"), make(kind)
     if beside in ("tp", "sp"):
-        tp = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+        tp = init_device_mesh(torch.get_default_device().type, (2, 2), mesh_dim_names=("cp", "tp"))
         lp.context_parallel(lp.parallelize(model, tp["tp"], beside == "sp"), tp["cp"], exchange)
         found = train(model, 4)
     elif beside == "ddp":
@@ -290,7 +290,7 @@ def autocast(exchange: Any) -> float:
             if shared:
                 model = lp.context_parallel(model, dist.group.WORLD, exchange)
             tokens, labels = batch(0)
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast(torch.get_default_device().type, torch.bfloat16):
                 loss = model(input_ids=tokens, labels=labels, use_cache=False).loss
             loss.backward()
             lp.allreduce_sequence_parallel_gradients(model)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.parallel.ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import gelu
@@ -16,7 +16,7 @@ import lowtide
 import lowtide.parallel as lp
 from lowtide.parallel.data import average_gradients
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 
 GROUP, RANK, SIZE = (f"get_tensor_model_parallel_{what}" for what in ("group", "rank", "world_size"))
 NONE_OF_TENSORS = dict.fromkeys((GROUP, RANK, SIZE))
@@ -74,7 +74,7 @@ def other_ranks() -> bool:
     weight.grad = torch.full((2,), float(dist.get_rank()))
     assert average_gradients([weight], unit()) == 0
     assert lp.get_grad_norm([weight], pipeline=unit()) == weight.grad.norm()
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(torch.get_default_device().type, (2, 1), mesh_dim_names=("dp", "tp"))
     assert average_gradients([weight], mesh) == 1
     return torch.equal(weight.grad, torch.full((2,), 0.5))
 

@@ -85,13 +85,13 @@ def test_policies_that_search_take_a_time() -> None:
         check_seconds(3, policy, "plan_seconds")
 
 
-def test_a_mixed_plan_is_found_in_time_and_with_more_time_values_move() -> None:
+def test_a_mixed_plan_is_found_in_time_and_with_more_time_is_better() -> None:
     model, x = Chain(), torch.randn(64, 32)
     graph = lowtide.trace(lambda: model(x))
     policy = policies.mixed("host", links={"host": Link(1e12, 1e12)}, min_bytes=1)
     budget = int(0.7 * lowtide.plan.plain(graph).peak_bytes)
     plans = [lowtide.plan(graph, budget, within_seconds(policy, s, "cpu")) for s in (1e-6, 30, None)]
-    assert not plans[0].moves and plans[1].moves
+    assert plans[1].moves
     assert any("ended early" in note for note in plans[0].notes)
     assert plans[1].predicted_extra_seconds < plans[0].predicted_extra_seconds
     assert plans[2].predicted_extra_seconds <= plans[1].predicted_extra_seconds * 1.05

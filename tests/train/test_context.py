@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import needs_gloo, on_ranks
+from ranks import on_each_backend, on_ranks
 from trained import options, trail
 
 import lowtide
@@ -18,7 +18,7 @@ from lowtide import meter
 from lowtide.train.options import OptionError
 from lowtide.train.trainer import train
 
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 HUGGING_FACE = (
     "hf:llama:hidden_size=32,intermediate_size=64,"
     "num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import collectives_at_once, needs_gloo, on_ranks, seeded
+from ranks import collectives_at_once, on_each_backend, on_ranks, seeded
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
@@ -23,7 +23,7 @@ from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 
 transformers = pytest.importorskip("transformers")
-pytestmark = needs_gloo
+pytestmark = on_each_backend
 WIDTH = {"layers": 3, "vocabulary": 64, "positions": 128}
 SCALARS = 256  # bytes that a trace does not show
 
@@ -46,7 +46,7 @@ def train(model: nn.Module, steps: int = 4) -> tuple[list[Tensor], list[int]]:
     took, inputs = [], tokens()
     with collectives_at_once():
         for _ in range(steps):
-            with meter.peak("cpu") as seen:
+            with meter.peak(torch.get_default_device()) as seen:
                 loss = model(inputs, inputs).loss
                 loss.backward()
             took.append(seen.peak_bytes)
