@@ -533,13 +533,16 @@ def test_compiled_blocks() -> None:
     same_step(plain, chunked, lambda model: model(**given).loss)
 
 
-def test_a_compiled_model_runs_as_it_does_without() -> None:
-    torch.compiler.reset()  # it is said when Dynamo traces the model
+def test_a_compiled_model_runs_as_it_does_without_or_in_pieces() -> None:
+    """Dynamo may leave the output layer out of its graphs; a warning says where it does not."""
     plain, chunked = pair(num_hidden_layers=1)
     chunked.compile(backend="eager")
     given = batch()
-    with pytest.warns(lowtide.LowtideWarning, match=r"torch\.compile is around the output layer"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         same_step(plain, chunked, lambda model: model(**given).loss)
+        is_whole = type(chunked(**given).logits) is Tensor
+    assert is_whole == any("torch.compile is around the output layer" in str(one.message) for one in said)
 
 
 def test_a_graph_that_is_kept() -> None:
