@@ -30,15 +30,11 @@ def model_of(layers: int = LAYERS, small: bool = False) -> torch.nn.Module:
             vocab_size=512, hidden_size=64, intermediate_size=192, num_attention_heads=4,
             num_key_value_heads=2, head_dim=16,
         )  # fmt: skip
+    more: dict[str, Any] = {"attn_implementation": "sdpa", "use_cache": False}
     config = Qwen3Config(
-        **shape,
-        num_hidden_layers=layers,
-        tie_word_embeddings=True,
-        max_position_embeddings=1 << 21,
-        attn_implementation="sdpa",
-        use_cache=False,
+        **shape, num_hidden_layers=layers, tie_word_embeddings=True, max_position_embeddings=1 << 21, **more
     )
-    return Qwen3ForCausalLM(config).to(torch.bfloat16)
+    return torch.nn.Module.to(Qwen3ForCausalLM(config), torch.bfloat16)
 
 
 class LossInPieces(torch.nn.Module):
