@@ -8,7 +8,6 @@ neuronx-distributed's.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,14 +16,14 @@ from torch.nn import functional as F
 
 from lowtide.errors import expect, is_count
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.given import check_counts, check_dtypes, check_input, check_made
+from lowtide.parallel.given import check_counts, check_dtypes, check_input
 from lowtide.parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
-from lowtide.parallel.module import InitMethod, ParallelModule, check_reduce_dtype, default_weight
+from lowtide.parallel.module import InitMethod, ParallelModule, check_reduce_dtype
 from lowtide.parallel.partition import Partition, partition, replicated
 
 CHANNELS = -3
@@ -75,24 +74,6 @@ class _ParallelConv2d(ParallelModule):
         what = ("out_channels", "in_channels")[dimension]
         remedy = "pass partition_pad=True"
         return partition(shape, dimension, self.group, pad=pad, what=what, remedy=remedy)
-
-    def _make(
-        self,
-        weight: Partition,
-        bias: Partition | None,
-        init_method: InitMethod | None,
-        keep_master_weight: bool,
-        device: Any,
-    ) -> None:
-        check_made(type(self).__name__, self.dtype, device, init_method)
-        whole = self._fill("weight", weight, init_method or default_weight, self.dtype, device)
-        if keep_master_weight and whole is not None:
-            self.master_weight = whole.to(self.dtype)
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            bound = 1 / math.sqrt(math.prod(weight.shape[1:]))
-            self._fill("bias", bias, lambda b: nn.init.uniform_(b, -bound, bound), self.dtype, device)
 
     def _convolve(self, images: Tensor, bias: Tensor | None) -> Tensor:
         return F.conv2d(images, self.weight, bias, self.stride, self.padding, self.dilation)

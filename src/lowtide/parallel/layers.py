@@ -123,7 +123,7 @@ class ColumnParallelLinear(ParallelLinear):
             bias_where = replicated((output_size,), self.group)
         else:
             bias_where = partition((output_size,), 0, self.group, **cut)
-        self._make(where, bias_where if bias else None, init_method, stride, keep_master_weight, device)
+        self._make(where, bias_where if bias else None, init_method, keep_master_weight, device)
 
     @property
     def output_size_per_partition(self) -> int:
@@ -218,7 +218,6 @@ class SharedHeadsLinear(ParallelLinear):
             where,
             replicated((self.output_size,), self.group) if bias else None,
             init_method,
-            1,
             False,
             device,
         )
@@ -389,7 +388,6 @@ class RowParallelLinear(ParallelLinear):
             where,
             replicated((output_size,), self.group) if bias else None,
             init_method,
-            stride,
             keep_master_weight,
             device,
         )

@@ -82,6 +82,30 @@ class ParallelModule(nn.Module):
         mark_shared(parameter, where)
         return None if parameter.device.type == "meta" else initialize(parameter, where, init_method)
 
+    def _make(
+        self,
+        weight: Partition,
+        bias: Partition | None,
+        init_method: InitMethod | None,
+        keep_master_weight: bool,
+        device: Any,
+    ) -> None:
+        """Make and mark the weight and the bias of a layer that has a ``dtype`` and a ``master_weight``, as
+        `torch.nn` fills them by default.
+        """
+        dtype: torch.dtype = self.dtype  # type: ignore[assignment]
+        check_made(type(self).__name__, dtype, device, init_method)
+        whole = self._fill("weight", weight, init_method or default_weight, dtype, device)
+        if keep_master_weight and whole is not None:
+            self.master_weight = whole.to(dtype)
+        if bias is None:
+            self.register_parameter("bias", None)
+        else:
+            inputs = math.prod(weight.shape[1:])
+            bound = 1 / math.sqrt(inputs) if inputs else 0.0
+            self._fill("bias", bias, lambda b: nn.init.uniform_(b, -bound, bound), dtype, device)
+        self._mark()
+
 
 def _mark_shared(module: Any, args: Any) -> None:
     module.mark_shared()
@@ -121,26 +145,6 @@ class ParallelLinear(ParallelModule):
         )
         self.reduce_dtype = check_reduce_dtype(reduce_dtype, dtype)
         self.master_weight: Tensor | None = None
-
-    def _make(
-        self,
-        weight: Partition,
-        bias: Partition | None,
-        init_method: InitMethod | None,
-        stride: int,
-        keep_master_weight: bool,
-        device: Any,
-    ) -> None:
-        check_made(type(self).__name__, self.dtype, device, init_method)
-        whole = self._fill("weight", weight, init_method or default_weight, self.dtype, device)
-        if keep_master_weight and whole is not None:
-            self.master_weight = whole.to(self.dtype)
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
-            self._fill("bias", bias, lambda b: nn.init.uniform_(b, -bound, bound), self.dtype, device)
-        self._mark()
 
     def reset_parameters(self, weight: InitMethod | None = None, bias: InitMethod | None = None) -> None:
         """Initialize again: the whole parameters are drawn on every rank, and each keeps its part.
