@@ -61,7 +61,7 @@ class LossInPieces(torch.nn.Module):
 def in_tiles(model: torch.nn.Module, pieces: int = PIECES) -> torch.nn.Module:
     """The same model, whose MLPs and norms run piece by piece."""
     for name, module in model.named_modules():
-        if name.endswith((".mlp", "layernorm", "model.norm")):
+        if name.endswith((".mlp", "norm")):
             lowtide.tile(module, pieces=pieces)
     return model
 

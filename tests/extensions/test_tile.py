@@ -312,6 +312,21 @@ def test_under_a_limit_bits_are_as_without(budget: str, dropout: float) -> None:
 # ---- what is said, and what is refused ------------------------------------------------------------------
 
 
+def test_a_plan_recomputes_what_a_tiled_module_returns() -> None:
+    def smallest(tile_norms: bool) -> int:
+        net = model(blocks=6)
+        if tile_norms:
+            lowtide.tile([block.norm for block in net], 4)  # pyright: ignore
+        handle = lowtide.limit_memory(net, "min")
+        net(tokens(length=512)).square().mean().backward()
+        peak = handle.plan.predicted_peak_bytes
+        handle.remove()
+        return peak
+
+    whole, entering = smallest(False), tokens(length=512).nbytes
+    assert smallest(True) < whole + entering  # of six norms, at most one output is there beside
+
+
 def test_the_difference_is_measured_and_said_once() -> None:
     net, x = model(dtype=torch.float32), tokens(dtype=torch.float32)
     tiles = tiled(net)

@@ -383,7 +383,7 @@ class _Call:
                 if not piece.start:
                     shape = list(output.shape)
                     shape[split.dimension] = split.tokens
-                    whole.append(output.new_empty(shape))
+                    whole.append(output.new_zeros(shape))
                 split.cut(whole[place], piece).copy_(output)
             del outputs
         return tuple(whole)
