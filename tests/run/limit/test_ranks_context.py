@@ -4,6 +4,8 @@ same bits as without.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -28,11 +30,25 @@ WIDTH = {"layers": 3, "vocabulary": 64, "positions": 128}
 SCALARS = 256  # bytes that a trace does not show
 
 
-def make(family: str, exchange: Any) -> nn.Module:
+def build(family: str) -> nn.Module:
     torch.manual_seed(0)
     own = {"heads": 4, "key_value_heads": 4} if family == "gpt" else {}
     config = preset(f"{family}-nano", **WIDTH, **own, loss_chunks=4)
-    return lp.context_parallel((GPT if family == "gpt" else Llama)(config), dist.group.WORLD, exchange)
+    return (GPT if family == "gpt" else Llama)(config)
+
+
+def of_transformers(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        kind, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=64, head_dim=16, bos_token_id=0, eos_token_id=0,
+        **({"sliding_window": 40} if kind == "mistral" else {}),
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+
+
+def make(family: str, exchange: Any) -> nn.Module:
+    return lp.context_parallel(build(family), dist.group.WORLD, exchange)
 
 
 def tokens() -> Tensor:
@@ -44,10 +60,12 @@ def train(model: nn.Module, steps: int = 4) -> tuple[list[Tensor], list[int]]:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found: list[Tensor] = []
     took, inputs = [], tokens()
+    given = {"tokens" if isinstance(model, (GPT, Llama)) else "input_ids": inputs}
+    given["targets" if "tokens" in given else "labels"] = inputs
     with collectives_at_once():
         for _ in range(steps):
             with meter.peak(torch.get_default_device()) as seen:
-                loss = model(inputs, inputs).loss
+                loss = model(**given).loss
                 loss.backward()
             took.append(seen.peak_bytes)
             lp.allreduce_sequence_parallel_gradients(optimizer)
@@ -105,13 +123,7 @@ def packed(kind: str, exchange: Any) -> tuple[bool, int]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     found: list[list[Tensor]] = []
     for budget in ("", "75%"):
-        torch.manual_seed(0)
-        config = transformers.AutoConfig.for_model(
-            kind, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=64, head_dim=16, bos_token_id=0, eos_token_id=0,
-            **({"sliding_window": 40} if kind == "mistral" else {}),
-        )  # fmt: skip
-        model: Any = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        model = of_transformers(kind)
         lp.context_parallel(model, dist.group.WORLD, exchange)
         handle = lowtide.limit_memory(model, budget) if budget else None
         own: list[Tensor] = []
@@ -130,6 +142,42 @@ def packed(kind: str, exchange: Any) -> tuple[bool, int]:
 def test_packed_documents_that_change(kind: str, exchange: str) -> None:
     for same, plans in on_ranks(2, packed, kind, exchange):
         assert same and plans == 1
+
+
+def ways(kind: str) -> dict[str, tuple[bool, int, int]]:
+    """Of limits that were set before the ranks shared sequences, and of copies: whether the bits are those
+    without a limit, the bytes of a step, and how many it may take.
+    """
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+
+    def made() -> nn.Module:
+        return build(kind) if kind == "gpt" else of_transformers(kind)
+
+    expected, _ = train(lp.context_parallel(made(), dist.group.WORLD, "ring"))
+    found = {}
+    for way in ("before", "before and again", "copied", "pickled"):
+        model = made()
+        if "before" in way:
+            lowtide.limit_memory(model, "75%" if way == "before" else "90%")
+        lp.context_parallel(model, dist.group.WORLD, "ring")
+        if way != "before":
+            lowtide.limit_memory(model, "75%")
+        if way == "copied":
+            model = copy.deepcopy(model)
+        elif way == "pickled":
+            model = pickle.loads(pickle.dumps(model))
+        result, took = train(model)
+        handle: Any = lowtide.handle_of(model)
+        left = handle.plan.budget_bytes - handle.graph.resident_bytes
+        found[way] = all(map(torch.equal, expected, result)), min(took[-2:]), left
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_limits_set_before_and_copies(kind: str) -> None:
+    for found in on_ranks(2, ways, kind):
+        for way, (same, took, left) in found.items():
+            assert same and took <= left + SCALARS, (way, same, took, left)
 
 
 class Attends(nn.Module):

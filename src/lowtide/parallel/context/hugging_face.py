@@ -114,13 +114,13 @@ class SharedForward:
     """A model's forward for whole sequences, of which this rank works on its part.
 
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the module that they
-    know.
+    know. A limit that was there before is found below it (`lowtide.handle_of`).
     """
 
     def __init__(
         self, model: nn.Module, forward: Callable[..., Any], context: Context, attention: str, loss: Loss
     ) -> None:
-        self.model, self.forward, self.context = model, forward, context
+        self.model, self.__wrapped__, self.context = model, forward, context
         self.attention, self.loss = attention, loss
         self.__signature__ = inspect.signature(forward)
         self.__doc__ = forward.__doc__
@@ -140,7 +140,7 @@ class SharedForward:
         )
         random = RandomTracker(self.context.group, tokens.device).per_rank() if dropping else nullcontext()
         with random:
-            output = self.forward(**given, **{NAME: whole})
+            output = self.__wrapped__(**given, **{NAME: whole})
         if labels:
             if self.loss.calls == calls or output.loss is None:
                 raise ParallelError(
