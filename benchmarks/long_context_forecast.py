@@ -4,8 +4,9 @@ state is on the host, by recomputing, in tiles, with moves, and with all.
 python -m benchmarks.long_context_forecast [OUT.json]
 python -m benchmarks.long_context_forecast smoke    (two layers, and nothing is written)
 
-Each step is traced on fake tensors at one length, and planned for the least memory. What is resident does not
-depend on the length, nor do gradients; other bytes grow in proportion to it. Nothing ran on a card.
+Each step is traced on fake tensors at one length. For other lengths the trace is scaled: weights and their
+gradients keep their sizes, other tensors grow in proportion to the length, and attention's time with its
+square. Each length is then planned within what the card has. Nothing ran on a card.
 """
 
 from __future__ import annotations
@@ -14,22 +15,30 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import lowtide
-from benchmarks.long_context_steps import LAYERS, PIECES
+from benchmarks.long_context_steps import LAYERS
 from lowtide import policies
+from lowtide.errors import BudgetError
 from lowtide.estimate.devices import device
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.suggest import RESERVE
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Link
+from lowtide.plan.data import Link, Plan
+from lowtide.plan.policies.build import Policy
 from lowtide.steps.planning import ScriptOptions, trace_and_plan_script
 
 CARD = device("h100")
 HOST_BYTES = 256 << 30
 OUT = Path(__file__).parent / "results" / "long_context_forecast.json"
+AIMS = {"tiles": 131_072, "all": 262_144}
+PATIENCE = 10.0
+"""Seconds for each plan."""
+
+MISSED = 0.02
+"""Share of the longest length by which it may be missed."""
 
 
 def traced(tokens: int, tiled: bool, layers: int) -> StepGraph:
@@ -45,23 +54,61 @@ def traced(tokens: int, tiled: bool, layers: int) -> StepGraph:
     return graph
 
 
+def scaled(graph: StepGraph, by: float) -> StepGraph:
+    """The same step with ``by`` times as many tokens."""
+    sizes = {value.id: tuple(size for size in value.shape if size > 1) for value in graph.values}
+    weights = {sizes[v.id] for v in graph.values if graph.storages[v.storage].kind == "parameter"}
+    fixed = {value.storage for value in graph.values if sizes[value.id] in weights}
+    storages = tuple(
+        storage if storage.id in fixed else replace(storage, bytes=int(storage.bytes * by))
+        for storage in graph.storages
+    )
+    operations = tuple(
+        replace(op, seconds=op.seconds * by ** (2 if "attention" in op.name else 1))
+        for op in graph.operations
+    )
+    plain = sum(op.seconds for op in operations)
+    return replace(graph, storages=storages, operations=operations, plain_seconds=plain)
+
+
 def room() -> int:
     """What the card has for PyTorch's tensors, as `lowtide plan --budget auto` takes it."""
     return int(CARD.memory_bytes * (1 - RESERVE) / (1 + fitted()["reserved"]["plain"]))
 
 
-def longest(tokens: int, fixed: int, peak: int, moved: int) -> int:
-    """The longest sequence, whether all gradients stand at the peak or none: the shorter one. What moves
-    has to find room in main memory.
+def plan_at(graph: StepGraph, by: float, policy: Policy) -> Plan | None:
+    """A plan for ``by`` times as many tokens within the card's memory, or ``None`` where none fits."""
+    try:
+        return policy(scaled(graph, by), room())
+    except BudgetError:
+        return None
 
-    Args:
-        tokens: of the step that was traced.
-        fixed: what is resident: weights, workspaces, and the tokens.
-        peak, moved: the least memory of that step, and what of it is in main memory.
+
+def longest(graph: StepGraph, tokens: int, policy: Policy) -> int:
+    """The longest sequence that fits: the smallest peak of any plan is taken at three lengths, each where the
+    one before would just fit.
     """
-    gradients = fixed - CARD.workspaces_bytes
-    lengths = [(room() - f) * tokens // (peak - f) for f in (fixed, fixed + gradients)]
-    return min(*lengths, HOST_BYTES * tokens // moved if moved else lengths[0])
+    length = tokens
+    for _ in range(3):
+        least = policy(scaled(graph, length / tokens), None).predicted_peak_bytes
+        length = int(length * (room() - graph.resident_bytes) / (least - graph.resident_bytes))
+    while plan_at(graph, length / tokens, policy) is None:
+        length = int(length * (1 - MISSED))
+    return length
+
+
+def facts(plan: Plan | None) -> dict[str, Any]:
+    """What a row says of a plan."""
+    if plan is None:
+        return {"fits": False}
+    return {
+        "fits": True,
+        "peak_bytes": plan.predicted_peak_bytes,
+        "extra": plan.predicted_extra,
+        "plain_seconds": plan.plain_seconds,
+        "moved_bytes": sum(m.bytes for m in plan.moves),
+        "peak_at": f"{plan.peak_operation} in {plan.peak_module}",
+    }
 
 
 def rows(tokens: int, tiled: bool, layers: int) -> list[dict[str, Any]]:
@@ -70,29 +117,29 @@ def rows(tokens: int, tiled: bool, layers: int) -> list[dict[str, Any]]:
     graph = traced(tokens, tiled, layers)
     link = Link(CARD.host_bandwidth, CARD.host_bandwidth)
     moving: Any = policies.auto(links={"host": link}, host_budget=HOST_BYTES)
-    recomputing: Any = policies.optimal(20.0)
+    recomputing: Any = policies.optimal(PATIENCE)
     found = []
-    for name, policy in (("recomputing", recomputing), ("moves", moving.hurried(20.0, "cpu"))):
-        least: lowtide.Plan = policy(graph, None)
-        fixed, peak = graph.resident_bytes, least.predicted_peak_bytes
-        moved = sum(m.bytes for m in least.moves)
-        found.append({
-            "way": {"recomputing": "tiles", "moves": "all"}[name] if tiled else name,
+    ways = ("tiles", "all") if tiled else ("recomputing", "moves")
+    for way, policy in zip(ways, (recomputing, moving.hurried(PATIENCE, "cpu")), strict=True):
+        length = longest(graph, tokens, policy)
+        row = {
+            "way": way,
             "layers": layers,
             "traced_tokens": tokens,
-            "pieces": PIECES if tiled else 1,
-            "fixed_bytes": fixed,
-            "least_peak_bytes": peak,
+            "resident_bytes": graph.resident_bytes,
             "room_bytes": room(),
-            "longest_tokens": longest(tokens, fixed, peak, moved),
-            "moved_bytes": moved,
             "host_budget_bytes": HOST_BYTES,
-            "extra_at_least": least.predicted_extra,
-            "peak_at": f"{least.peak_operation} in {least.peak_module}",
+            "longest_tokens": length,
+            "at_longest": facts(plan_at(graph, length / tokens, policy)),
+        }
+        if way in AIMS:
+            row |= {"aim_tokens": AIMS[way], "at_aim": facts(plan_at(graph, AIMS[way] / tokens, policy))}
+        found.append({
+            **row,
             "took_seconds": time.perf_counter() - begin,
             "forecast": "planned on fake tensors; nothing ran on a card",
         })  # fmt: skip
-        print(found[-1], flush=True)
+        print(json.dumps(found[-1], indent=1), flush=True)
     return found
 
 

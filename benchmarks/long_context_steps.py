@@ -1,6 +1,6 @@
 """Steps of a 4B model of Qwen3's shape on one long sequence, for `lowtide plan` and for a card.
 
-The environment says how long (``LONG_TOKENS``), whether MLPs and loss are in tiles
+The environment says how long (``LONG_TOKENS``), whether MLPs, norms and loss are in tiles
 (``LONG_TILED``), and how many layers (``LONG_LAYERS``).
 """
 
@@ -10,7 +10,6 @@ import os
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 import lowtide
 
@@ -37,32 +36,12 @@ def model_of(layers: int = LAYERS, small: bool = False) -> torch.nn.Module:
     return torch.nn.Module.to(Qwen3ForCausalLM(config), torch.bfloat16)
 
 
-class LossInPieces(torch.nn.Module):
-    """The model's loss, of one piece of the tokens after another, as `lowtide.chunked_loss` takes it; what a
-    plan on fake tensors sees.
-    """
-
-    def __init__(self, model: torch.nn.Module, pieces: int = PIECES) -> None:
-        super().__init__()
-        self.model, self.pieces = model, pieces
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """The mean loss of sequences of shape (batch, tokens)."""
-        inner: Any = self.model
-        hidden = inner.model(input_ids).last_hidden_state[:, :-1]
-        total = hidden.new_zeros((), dtype=torch.float32)
-        wanted = labels[:, 1:]
-        for part, target in zip(hidden.chunk(self.pieces, 1), wanted.chunk(self.pieces, 1), strict=True):
-            logits = inner.lm_head(part).float()
-            total = total + functional.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-        return total / wanted.numel()
-
-
 def in_tiles(model: torch.nn.Module, pieces: int = PIECES) -> torch.nn.Module:
-    """The same model, whose MLPs and norms run piece by piece."""
+    """The same model, whose MLPs, norms and loss run piece by piece."""
     for name, module in model.named_modules():
         if name.endswith((".mlp", "norm")):
             lowtide.tile(module, pieces=pieces)
+    lowtide.chunked_loss(model, pieces=8 * pieces)
     return model
 
 
@@ -78,5 +57,5 @@ def step() -> tuple[torch.nn.Module, tuple[()], dict[str, torch.Tensor]]:
     with torch.device("meta"):
         model = model_of(layers)
     if os.environ.get("LONG_TILED"):
-        model = LossInPieces(in_tiles(model))
+        model = in_tiles(model)
     return model, (), batch_of(tokens, "cpu")

@@ -67,7 +67,7 @@ def _step(name: str, tokens: int, where: Where) -> Row:
         around = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)  # noqa: E731
     else:
         if name in ("tiles", "all"):
-            lowtide.chunked_loss(in_tiles(model, 4 if where.small else 16))
+            in_tiles(model, 4 if where.small else 16)
         policy = "auto" if name in ("moves", "all") else "optimal"
         budget = "auto" if where.device == "cuda" else "min"
         handle = lowtide.limit_memory(model, budget, policy=policy)

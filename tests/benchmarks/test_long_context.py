@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from benchmarks.gpu.long_context import SMALL, long_row
 from benchmarks.gpu.rows import Where
-from benchmarks.long_context_forecast import CARD, HOST_BYTES, longest, room
+from benchmarks.long_context_forecast import scaled
+
+import lowtide
 
 
 @pytest.mark.slow
@@ -16,9 +19,14 @@ def test_each_way_runs_at_every_length(way: str) -> None:
     assert all(one["tokens_a_second"] > 0 for one in row["lengths"])
 
 
-def test_the_longest_sequence_is_the_shorter_of_what_the_card_and_main_memory_hold() -> None:
-    fixed, tokens = (8 << 30) + CARD.workspaces_bytes, 1000
-    free = room() - fixed
-    assert longest(tokens, fixed, fixed + free, 0) == tokens
-    assert longest(tokens, fixed, fixed + free // 2, 0) == pytest.approx(2 * tokens, rel=0.2)
-    assert longest(tokens, fixed, fixed + free // 2, HOST_BYTES) == tokens
+def test_a_scaled_step_grows_by_its_tokens_alone() -> None:
+    layer = torch.nn.Linear(32, 32)
+    short, long = (
+        lowtide.trace(lambda x: layer(x).square().mean(), torch.randn(n, 32), model=layer, costs=False)
+        for n in (64, 192)
+    )
+    assert sorted(s.bytes for s in scaled(short, 3.0).storages if s.bytes > 64) == sorted(
+        s.bytes for s in long.storages if s.bytes > 64
+    )
+    grown = scaled(short, 3.0).operations
+    assert [op.seconds for op in grown] == pytest.approx([3 * op.seconds for op in short.operations])

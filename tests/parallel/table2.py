@@ -122,7 +122,7 @@ class ScopedTrace(FakeTracer):
 def traced_bytes(module: nn.Module, x: Tensor) -> int:
     """As `kept_bytes`, of fake tensors, by a trace that knows what checkpointing scopes evict."""
     tracer = ScopedTrace(module)
-    with tracer.recording():
+    with tracer.recording(), tracer.forward():
         out = module(x)
         kept = tracer.kept_storages()
         apart = {tracer.number_of(out), tracer.number_of(x)}

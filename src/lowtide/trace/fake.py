@@ -67,8 +67,9 @@ def trace_fake(
         tracer = FakeTracer(modules[0] if modules else None, device, Gradients(modules), faker.contents)
         try:
             with tracer.recording(), torch.enable_grad():
-                result = step(*fake_args, **fake_kwargs)
-                loss = tracer.loss_of(result)
+                with tracer.forward():
+                    result = step(*fake_args, **fake_kwargs)
+                    loss = tracer.loss_of(result)
                 if loss is not None:
                     del result
                     loss.backward()
@@ -214,7 +215,6 @@ class FakeTracer(Tracer, TorchDispatchMode):
     def recording(self) -> Iterator[FakeTracer]:
         """Activate the dispatch mode, the hooks and the module names together."""
         with ExitStack() as stack:
-            stack.enter_context(self.forward())
             stack.enter_context(self.following_modules())
             stack.enter_context(private.saving(self.pack, self.unpack))
             stack.enter_context(self)

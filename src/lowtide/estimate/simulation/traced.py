@@ -195,7 +195,8 @@ def _one_micro_batch(
     """
     wide = DTYPES[config.dtype]
     source = tokens if tokens is not None else torch.zeros(hidden_shape(config), dtype=wide).requires_grad_()
-    edge, out = run_forward(piece, config, source, targets)
+    with tracer.forward():
+        edge, out = run_forward(piece, config, source, targets)
     assert out is not None
     kept = out if config.keep_output_tensors else None
     shape, dtype = out.shape, out.dtype
