@@ -17,6 +17,8 @@ from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.simulation.simulate import simulate
 from lowtide.estimate.simulation.traced import default_dtype, run_backward, run_forward
 from lowtide.meter import peak
+from lowtide.parallel.context.context import Context
+from lowtide.parallel.groups import tensor_group
 
 READINGS = 40
 """How often a step is read at most; every second reading of one that replays collectives is too high."""
@@ -34,7 +36,9 @@ def recomputing(piece: Piece, how: object) -> Piece:
 
 def build(config: Config, stage: int, group: Any) -> list[Piece]:
     """The chunks of a stage."""
-    last = config.interleave - 1
+    last, context = config.interleave - 1, None
+    if config.cp > 1:
+        group, context = None, Context(tensor_group(group), config.cp_exchange)  # type: ignore[arg-type]
     with default_dtype(DTYPES[config.dtype]):
         made = [
             Piece(
@@ -42,6 +46,7 @@ def build(config: Config, stage: int, group: Any) -> list[Piece]:
                 first=stage == 0 and chunk == 0,
                 last=stage == config.pp - 1 and chunk == last,
                 group=group,
+                context=context,
             )
             for chunk in range(config.interleave)
         ]

@@ -19,6 +19,7 @@ from lowtide.cli import app
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate import Config, EstimateError, configure
 from lowtide.estimate.simulation import simulate
+from lowtide.estimate.simulation.simulate import StageSimulation
 from lowtide.meter import available
 
 GPT: dict[str, Any] = dict(layers=4, hidden=128, heads=4, vocab=512, seq=128, micro_batch=2, dtype="fp32")
@@ -132,6 +133,65 @@ def test_shared_among_processes(size: int, chosen: list[tuple[dict[str, Any], in
                     f"({100 * (simulated / real - 1):+.2f} %)"
                 )
     assert not wrong, "\n".join(wrong)
+
+
+RING: dict[str, Any] = dict(cp=2, cp_exchange="ring", attention="fused", dropout=0.0)
+SEQUENCES: list[dict[str, Any]] = [
+    shape | RING | dict(recompute=recompute, cp_exchange=exchange)
+    for shape, recompute, exchange in (
+        (TWO, "none", "ring"), (TWO, "full", "all-to-all"), (TWO_LLAMA, "full", "ring"),
+        (TWO_LLAMA | dict(ffn=32, vocab=64, seq=512), "full", "ring"),
+        (TWO | dict(ffn=32, vocab=64, seq=512), "full", "all-to-all"),
+    )
+]  # fmt: skip
+"""Of the last two the peak is in attention."""
+
+
+@needs_meter
+@on_each_backend
+def test_sequences_that_processes_share() -> None:
+    """The first rank is the one that is simulated: in a ring it gets most chunks."""
+    cases = [(configure(**given), 0) for given in SEQUENCES]
+    cases = [(config, stage, added(config, stage)) for config, stage in cases]
+    first, other = on_ranks(2, _on_rank, cases)
+    for given, (real, simulated), (others, _) in zip(SEQUENCES, first, other, strict=True):
+        assert simulated == pytest.approx(real, rel=0.01), given
+        assert others <= 1.01 * simulated, given
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(("exchange", "cp", "tp"), [("ring", 4, 1), ("all-to-all", 8, 1), ("ring", 2, 8)])
+def test_closed_form_beside_trace_of_shared_sequences(
+    exchange: str, cp: int, tp: int, recompute: str
+) -> None:
+    """Every line of the layers equal to the byte, and the peak as far from the closed form's as that of one
+    rank with as many tokens; where attention is the peak, within a quarter.
+    """
+    shape: dict[str, Any] = dict(
+        layers=2, hidden=6144, heads=64, vocab=51200, attention="fused", dropout=0.0, dtype="bf16-true",
+        recompute=recompute, tp=tp, sequence_parallel=tp > 1,
+    )  # fmt: skip
+    shared: dict[str, Any] = dict(seq=8192 * cp, cp=cp, cp_exchange=exchange)
+    one, stage = (simulate(configure(**shape, **more)).stages[0] for more in (dict(seq=8192), shared))
+    assert [row for row in stage.rows if row.difference_bytes and not row.why] == []
+    assert abs(peaks(stage) / peaks(one) - 1) < (0.03 if exchange == "ring" or recompute == "full" else 0.1)
+    if tp == 1:
+        narrow = simulate(configure(**(shape | shared | dict(ffn=1024, vocab=256)))).stages[0]
+        assert abs(peaks(narrow) - 1) < 0.25
+
+
+def peaks(stage: StageSimulation) -> float:
+    return stage.timeline.activation_peak_bytes / stage.closed.activation_peak_bytes
+
+
+def test_shared_sequences_that_are_not_traced() -> None:
+    shape: dict[str, Any] = TWO | dict(attention="fused", dropout=0.0)
+    for given, says in (
+        (dict(cp=4, cp_exchange="all-gather"), "--cp-exchange=all-gather"),
+        (dict(cp=4, cp_exchange="ring", seq=132), "a multiple of 8"),
+    ):
+        with pytest.raises(EstimateError, match=says):
+            simulate(configure(**(shape | given)))
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

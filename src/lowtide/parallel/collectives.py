@@ -18,7 +18,7 @@ from torch import Tensor
 from lowtide import accelerator
 from lowtide.parallel.errors import ParallelError, ParallelWarning
 from lowtide.parallel.groups import TensorGroup
-from lowtide.private import collectives, wait_for_collective
+from lowtide.private import collectives, is_fake, wait_for_collective
 
 if dist.is_available():
     functional = collectives()
@@ -134,11 +134,18 @@ def all_to_all(x: Tensor, group: TensorGroup) -> Pending:
 
 def exchange(sent: Tensor, target: int, length: int, source: int, group: TensorGroup) -> Pending:
     """Send a flat tensor to one rank, and get one of ``length`` elements from another. Every rank of the
-    group takes part, also one that sends or gets nothing.
+    group takes part, also one that sends or gets nothing. What is sent has no bytes any more once the other
+    is there: a thread of Gloo may hold the tensor for a while longer.
     """
     inputs, outputs = [0] * group.size, [0] * group.size
     inputs[target], outputs[source] = sent.numel(), length
-    return Pending(functional.all_to_all_single(sent, outputs, inputs, group.name))
+    result = functional.all_to_all_single(sent, outputs, inputs, group.name)
+
+    def emptied(y: Tensor) -> Tensor:
+        sent.untyped_storage().resize_(0)
+        return y
+
+    return Pending(result, None if is_fake(sent) else emptied)
 
 
 def piece_of(x: Tensor, group: TensorGroup, dimension: int, what: str = "the dimension") -> Tensor:

@@ -21,6 +21,7 @@ QKV = "queries, keys and values"
 TABLES = "rotary tables in the activations' dtype"
 NORM_COPIES = "copies within RMS norm"
 REST = "small integers, sums and scales"
+SHARED = "queries, keys, values and results of attention"
 
 WHY = {
     STATISTICS: "a mean and an inverse deviation of every token; the formulas leave them out",
@@ -41,6 +42,8 @@ WHY = {
     "is cast",
     "keys": "each rank holds whole heads",
     "log-sum-exp of the scores": "one float32 a row",
+    SHARED: "lowtide's exchange of heads keeps the result of this rank's tokens alone; other ones also keep "
+    "that of its heads",
 }
 
 
@@ -161,7 +164,8 @@ _NAMES = (
     (r"mlp\.dropout:native_dropout:1", "mask of the MLP's dropout"),
     (r"^block\.dropout:native_dropout:1", "masks of the layer's dropouts"),
     (r"^dropout:native_dropout:1", "mask of the embedding's dropout"), (r"attention\.(qkv|q|k|v):", QKV),
-    (r"attention:(mm|addmm|add|cat|stack|view|linear)", QKV), (r"attention:_to_copy", TABLES),
+    (r"attention:(mm|addmm|add|cat|stack|view|linear)", QKV), (r"attention:_to_copy|^:index", TABLES),
+    (r"attention\.core:(cat|_c10d)", SHARED),
     (r"attention\.core:(clone|expand|repeat|index|_unsafe_view|mul)", QKV),
     (r"attention:(clone|_unsafe_view|copy)", "input of the output projection"),
     (r"mlp\.(up|gate):", "input of the MLP's activation"),
@@ -181,16 +185,22 @@ _MERGED = {
 }  # fmt: skip
 """Lines of the closed form that one kind of storage in the trace answers to."""
 
+_EXCHANGED = (
+    QKV, "input of the output projection", "log-sum-exp of the scores",
+    "output of attention before its exchange",
+)  # fmt: skip
+"""What the operations of an exchange make, which are of one kind."""
+
 
 def comparison(config: Config, stage: Stage, held: dict[str, int]) -> list[Row]:
     """Rows for every kind of activation that either side keeps."""
     closed: dict[str, int] = defaultdict(int)
     for line in stage.lines:
         if line.kind == "activations":
-            closed[_MERGED.get(line.name, line.name)] += line.bytes
+            closed[_together(config, _MERGED.get(line.name, line.name))] += line.bytes
     traced: dict[str, int] = defaultdict(int)
     for name, size in held.items():
-        traced[_merged_trace(name, closed)] += size
+        traced[_together(config, _merged_trace(name, closed))] += size
     names = [*closed, *(name for name in traced if name not in closed)]
     return [
         Row(
@@ -201,6 +211,10 @@ def comparison(config: Config, stage: Stage, held: dict[str, int]) -> list[Row]:
         )
         for name in names
     ]
+
+
+def _together(config: Config, name: str) -> str:
+    return SHARED if config.cp > 1 and name in _EXCHANGED else name
 
 
 def _merged_trace(name: str, closed: dict[str, int]) -> str:

@@ -65,6 +65,7 @@ class Piece(nn.Module):
         config: the whole configuration.
         first, last: whether the embedding is before these layers, and the output layer behind them.
         group: the tensor-parallel ranks, ``None`` for one process.
+        context: the ranks that share sequences, or ``None``.
         layers: how many; the configuration's share of a chunk where ``None``.
     """
 
@@ -72,7 +73,14 @@ class Piece(nn.Module):
     sin: Tensor
 
     def __init__(
-        self, config: Config, *, first: bool, last: bool, group: Any = None, layers: int | None = None
+        self,
+        config: Config,
+        *,
+        first: bool,
+        last: bool,
+        group: Any = None,
+        context: Any = None,
+        layers: int | None = None,
     ) -> None:
         super().__init__()
         count = config.model.layers // (config.pp * config.interleave) if layers is None else layers
@@ -83,6 +91,7 @@ class Piece(nn.Module):
         self.rotary = settings.family == "llama"
         self.vocabulary, self.loss_chunks = settings.vocabulary, settings.loss_chunks
         self.sharing = model.sharing
+        self.sharing.share_context(context)
         self.blocks = model.blocks
         if first:
             self.tokens = model.tokens
@@ -101,15 +110,12 @@ class Piece(nn.Module):
         """Tokens (on the first piece) or hidden states in; hidden states, or the loss (on the last one)
         out.
         """
-        sequence = x.shape[1] * (
-            self.sharing.size if self.sharing.sequence_parallel and not self.first else 1
-        )
         if self.first:
-            x = self.tokens(x)
+            places, x = self.sharing.places(x), self.tokens(self.sharing.own(x))
             if not self.rotary:
-                places = torch.arange(sequence, device=x.device)
                 x = self.dropout(x + self.sharing.piece(self.positions(places)))
-        tables = (self.cos[:sequence], self.sin[:sequence]) if self.rotary else ()
+        sequence = x.shape[1] * (self.sharing.size if self.sharing.sequence_parallel else 1)
+        tables = [self.sharing.rows(one, sequence) for one in (self.cos, self.sin)] if self.rotary else []
         for block in self.blocks:
             x = block(x, *tables)
         if not self.last:
@@ -120,4 +126,4 @@ class Piece(nn.Module):
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:
     """Shape of what travels between stages, on one rank."""
-    return (config.micro_batch, config.seq // config.replication, config.model.hidden)
+    return (config.micro_batch, config.seq // config.cp // config.replication, config.model.hidden)

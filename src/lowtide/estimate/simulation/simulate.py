@@ -20,7 +20,7 @@ from lowtide.estimate.lines import Stage
 from lowtide.estimate.settings import describe
 from lowtide.estimate.simulation.compare import Row, comparison, held_by_name
 from lowtide.estimate.simulation.compose import Chunk, StageTimeline, compose
-from lowtide.estimate.simulation.traced import Traced, pretended_group, trace_chunk
+from lowtide.estimate.simulation.traced import Traced, pretended_ranks, trace_chunk
 from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
@@ -149,7 +149,7 @@ def simulate(
     known: dict[Signature, OpCost] = {}
     jobs = [(kind, with_gradients) for kind in kinds for with_gradients in ways]
     pairs: dict[tuple[bool, bool], list[Traced]] = {kind: [] for kind in kinds}
-    with pretended_group(config.tp) as group:
+    with pretended_ranks(config) as ranks:
         for kind, with_gradients in current().each("tracing stages", jobs):
             pairs[kind].append(
                 trace_chunk(
@@ -157,7 +157,7 @@ def simulate(
                     first=kind[0],
                     last=kind[1],
                     with_gradients=with_gradients,
-                    group=group,
+                    ranks=ranks,
                     device=device,
                     scratch=known if scratch else None,
                     whole_layers=policy is None and limit is None and config.recompute in ("full", "sqrt"),
@@ -216,8 +216,16 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             f"simulate --tiles={config.tiles}: lowtide.tile of the project's own MLP is traced, without "
             "tensor parallelism and --transformers; estimate has the others in closed form"
         )
-    if config.cp > 1:
-        raise EstimateError(f"simulate --cp={config.cp}: no ring is traced; estimate has it in closed form")
+    if config.cp > 1 and (build is not None or config.cp_exchange == "all-gather"):
+        raise EstimateError(
+            f"simulate --cp={config.cp} --cp-exchange={config.cp_exchange}: ring and all-to-all of the "
+            "project's own models are traced, without --transformers; estimate has the others in closed form"
+        )
+    if config.cp > 1 and config.cp_exchange == "ring" and config.seq % (2 * config.cp):
+        raise EstimateError(
+            f"simulate --seq={config.seq} --cp={config.cp}: a ring's rank holds two chunks of 2 x cp: choose "
+            f"a multiple of {2 * config.cp}"
+        )
     own = replace(config, loss="auto", loss_chunks=8).loss_kind
     if config.loss_kind not in (own, "chunked"):
         raise EstimateError(

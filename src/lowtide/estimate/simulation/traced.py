@@ -65,26 +65,51 @@ class ScopedTracer(FakeTracer):
         return producer is not None and bool(block_of(self.operations[producer].module))
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """Who shares what is traced.
+
+    Attributes:
+        group: the ranks that share layers, or ``None``.
+        context: those that share sequences, or ``None``.
+    """
+
+    group: Any = None
+    context: Any = None
+
+
 @contextmanager
-def pretended_group(size: int) -> Iterator[Any]:
-    """A group of ``size`` ranks of which only this one is there; collectives move nothing.
+def pretended_ranks(config: Config) -> Iterator[Ranks]:
+    """The ranks of a configuration, of which only this one is there; collectives move nothing.
 
     Raises:
         EstimateError: torch.distributed is already set up in this process.
     """
-    if size == 1:
-        yield None
+    tp, cp = config.tp, config.cp
+    if tp == cp == 1:
+        yield Ranks()
         return
     if dist.is_initialized():
         raise EstimateError(
-            "simulate --tp above 1 sets up its own pretended ranks: call it where torch.distributed is not "
-            "initialized"
+            "simulate with --tp or --cp above 1 sets up its own pretended ranks: call it where "
+            "torch.distributed is not initialized"
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=private.fake_store())
+    dist.init_process_group("fake", rank=0, world_size=tp * cp, store=private.fake_store())
     try:
-        yield dist.group.WORLD
+        shared = dist.new_group(range(tp)) if tp > 1 else None
+        yield Ranks(shared, shared_context(config, dist.new_group(range(0, tp * cp, tp))))
     finally:
         dist.destroy_process_group()
+
+
+def shared_context(config: Config, group: Any) -> Any:
+    """How ranks share sequences, ``None`` where they do not. What attention consists of is traced."""
+    if config.cp == 1 or config.cp_exchange == "all-gather":
+        return None
+    from lowtide.parallel.context.context import Context
+    from lowtide.parallel.groups import tensor_group
+
+    return Context(tensor_group(group), config.cp_exchange, opened=True)
 
 
 @contextmanager
@@ -125,7 +150,7 @@ def trace_chunk(
     first: bool,
     last: bool,
     with_gradients: bool,
-    group: Any = None,
+    ranks: Ranks,
     device: Device | None = None,
     scratch: dict[Signature, OpCost] | None = None,
     whole_layers: bool = False,
@@ -137,7 +162,7 @@ def trace_chunk(
         config: the whole configuration.
         first, last: which chunk: with the embedding, with the output layer.
         with_gradients: the parameters have gradients from a micro-batch before.
-        group: the (pretended) tensor-parallel ranks.
+        ranks: who shares it.
         device: gives operations their seconds; without it they take none.
         scratch: run each operation once on this machine and count what it allocates meanwhile; what is known
             already, extended in place.
@@ -149,7 +174,8 @@ def trace_chunk(
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(default_dtype(DTYPES[config.dtype]))
         stack.enter_context(mode)
-        piece = build() if build is not None else Piece(config, first=first, last=last, group=group)
+        made = {"first": first, "last": last, "group": ranks.group, "context": ranks.context}
+        piece = build() if build is not None else Piece(config, **made)
         if config.tiles > 1:
             tile([one for name, one in piece.named_modules() if name.endswith(".mlp")], config.tiles)
         if with_gradients:

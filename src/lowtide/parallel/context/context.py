@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,6 +28,7 @@ class Context:
     Args:
         group: the ranks.
         exchange: what they exchange in attention.
+        opened: a trace shows what attention consists of.
 
     Attributes:
         layout: which tokens each rank holds.
@@ -34,8 +36,8 @@ class Context:
             (`lowtide.parallel.allreduce_sequence_parallel_gradients`).
     """
 
-    def __init__(self, group: TensorGroup, exchange: Exchange) -> None:
-        self.group, self.exchange = group, exchange
+    def __init__(self, group: TensorGroup, exchange: Exchange, opened: bool = False) -> None:
+        self.group, self.exchange, self.opened = group, exchange, opened
         self.layout = Layout(group.size, balanced=exchange == "ring")
         self.averaged = False
 
@@ -76,6 +78,7 @@ class Context:
             seen: what they see.
         """
         q, k, v = _alike(q, k, v)
+        seen = replace(seen, opened=self.opened)
         if self.exchange == "ring":
             return RingAttention.apply(q, k, v, seen, self.group)  # type: ignore[return-value]
         check_heads(q.shape[1], k.shape[1], self.group.size)

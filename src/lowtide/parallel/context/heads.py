@@ -59,14 +59,22 @@ def to_heads(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...
     return tuple(one.wait().movedim(0, 2).flatten(2, 3) for one in started)
 
 
-def from_heads(tensors: Sequence[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
+def from_heads(tensors: list[Tensor], group: TensorGroup) -> tuple[Tensor, ...]:
     """From this rank's heads of the whole sequence to all heads of its part of the sequence. In memory the
     features of a token's heads lie side by side.
+
+    Args:
+        tensors: all travel at once; each is taken off the list as it leaves.
+        group: the ranks.
     """
-    started = [all_to_all(x.unflatten(2, (group.size, -1)).movedim(2, 0), group) for x in tensors]
-    return tuple(
-        one.wait().permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous().transpose(1, 2) for one in started
-    )
+    started: list[Pending] = []
+    while tensors:
+        started.append(all_to_all(tensors.pop(0).unflatten(2, (group.size, -1)).movedim(2, 0), group))
+    return tuple(_by_token(started.pop(0)) for _ in range(len(started)))
+
+
+def _by_token(pending: Pending) -> Tensor:
+    return pending.wait().permute(1, 3, 0, 2, 4).flatten(2, 3).contiguous().transpose(1, 2)
 
 
 def shared_sum(gradient: Tensor, heads: int) -> Tensor:
@@ -85,7 +93,7 @@ class _Heads(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return shared_sum(from_heads((grad,), ctx.group)[0], ctx.heads), None
+        return shared_sum(from_heads([grad], ctx.group)[0], ctx.heads), None
 
 
 class _Sequence(torch.autograd.Function):
@@ -94,7 +102,7 @@ class _Sequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: TensorGroup) -> Tensor:
         ctx.group = group
-        return from_heads((x,), group)[0]
+        return from_heads([x], group)[0]
 
     @staticmethod
     @once_differentiable

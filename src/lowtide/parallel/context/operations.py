@@ -9,6 +9,7 @@ same of the result. What autograd keeps is of that part alone, too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lowtide.parallel.context.blocks import Mask, accumulated_in
-from lowtide.parallel.context.documents import Documents
+from lowtide.parallel.context.blocks import Mask, Rows, accumulated_in, attend, attend_backward
+from lowtide.parallel.context.documents import Documents, seen
 from lowtide.parallel.context.heads import from_heads, shared_sum, to_heads
 from lowtide.parallel.context.layout import Layout
-from lowtide.parallel.context.ring import Ring, alone
+from lowtide.parallel.context.ring import Ring
 from lowtide.parallel.groups import ALONE, TensorGroup, tensor_group
 from lowtide.private import process_group_named
 
@@ -38,12 +39,21 @@ class Seen:
         scale: of the scores.
         softcap: see `lowtide.parallel.context.blocks.Mask`.
         window: how many tokens a token sees at most, itself among them; 0 for all.
+        opened: attention runs as the operations that it consists of, which a trace then shows.
     """
 
     documents: Documents | None
     scale: float
     softcap: float = 0.0
     window: int = 0
+    opened: bool = False
+
+    def functions(self, group: TensorGroup) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """Attention among these ranks, and its backward."""
+        if self.opened:
+            return _forward, _backward
+        space = torch.ops.lowtide_ring if group.name else torch.ops.lowtide
+        return space.attention, space.attention_backward
 
     def arguments(self, group: TensorGroup) -> tuple[Any, ...]:
         """As the operations take it."""
@@ -51,34 +61,42 @@ class Seen:
         return first, bounds, self.scale, self.softcap, self.window, group.name
 
 
-def _ring(
-    q: Tensor,
-    first: Tensor | None,
-    bounds: Tensor | None,
-    scale: float,
-    softcap: float,
-    window: int,
-    name: str,
-) -> Ring:
-    mask = Mask(scale, softcap, window, first)
-    lists = None if bounds is None else bounds.tolist()
-    if not name:
-        return alone(q.shape[2], mask, None if lists is None else [[lists[0][0], lists[-1][1]]])
+def _ring(q: Tensor, mask: Mask, bounds: list[list[int]] | None, name: str) -> Ring:
     group = tensor_group(process_group_named(name))
-    return Ring(group, Layout(group.size, balanced=True), q.shape[2] // 2, mask, lists)
+    return Ring(group, Layout(group.size, balanced=True), q.shape[2] // 2, mask, bounds)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
+def _given(mask: Any) -> tuple[Mask, list[list[int]] | None, str]:
+    first, bounds, scale, softcap, window, name = mask
+    return Mask(scale, softcap, window, first), None if bounds is None else bounds.tolist(), name
+
+
+def _kind(q: Tensor, mask: Mask, bounds: list[list[int]] | None) -> int:
+    """How much a sequence that this process holds whole sees of itself."""
+    whole = None if bounds is None else [[bounds[0][0], bounds[-1][1]]]
+    return seen(0, 0, q.shape[2], whole, mask.window)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    mask, bounds, name = _given(given)
     with torch.autocast(q.device.type, enabled=False):  # sums are made in float32
-        return _ring(q, *mask).forward(q, k, v)
+        if name:
+            return _ring(q, mask, bounds, name).forward(q, k, v)
+        out, lse = attend(q, k, v, mask, _kind(q, mask, bounds), (0, 0))
+        return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *mask: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    mask, bounds, name = _given(given)
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # as kernels take it
     with torch.autocast(q.device.type, enabled=False):
-        return _ring(q, *mask).backward(grad, q, k, v, out, lse)
+        if name:
+            return _ring(q, mask, bounds, name).backward(grad, q, k, v, out, lse)
+        rows, kind = Rows(grad, q, out, lse), _kind(q, mask, bounds)
+        dq, dk, dv = attend_backward(rows, k, v, mask, kind, (0, 0))
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _forward_like(q: Tensor, k: Tensor, v: Tensor, *mask: Any) -> tuple[Tensor, Tensor]:
@@ -109,16 +127,15 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, group: TensorGroup) -> Tensor:
         ctx.seen, ctx.group = seen, group
-        out, lse = torch.ops.lowtide_ring.attention(q, k, v, *seen.arguments(group))
+        out, lse = seen.functions(group)[0](q, k, v, *seen.arguments(group))
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        found = torch.ops.lowtide_ring.attention_backward(
-            grad, *ctx.saved_tensors, *ctx.seen.arguments(ctx.group)
-        )
+        backward = ctx.seen.functions(ctx.group)[1]
+        found = backward(grad, *ctx.saved_tensors, *ctx.seen.arguments(ctx.group))
         return *found, None, None
 
 
@@ -133,16 +150,20 @@ class HeadsAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen, group: TensorGroup) -> Tensor:
         ctx.seen, ctx.group, ctx.key_heads = seen, group, k.shape[1]
         q, k, v = to_heads((q, k, v), group)
-        out, lse = torch.ops.lowtide.attention(q, k, v, *seen.arguments(ALONE))
-        out = from_heads((out,), group)[0]
+        *made, lse = seen.functions(ALONE)[0](q, k, v, *seen.arguments(ALONE))
+        out = from_heads(made, group)[0]
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad, out = to_heads((grad, out), ctx.group)
-        found = torch.ops.lowtide.attention_backward(grad, q, k, v, out, lse, *ctx.seen.arguments(ALONE))
-        dq, dk, dv = from_heads(found, ctx.group)
+        dq, dk, dv = from_heads(_of_heads(ctx, grad), ctx.group)
         return dq, shared_sum(dk, ctx.key_heads), shared_sum(dv, ctx.key_heads), None, None
+
+
+def _of_heads(ctx: Any, grad: Tensor) -> list[Tensor]:
+    """The gradients of this rank's heads."""
+    q, k, v, out, lse = ctx.saved_tensors
+    grad, out = to_heads((grad, out), ctx.group)
+    return list(ctx.seen.functions(ALONE)[1](grad, q, k, v, out, lse, *ctx.seen.arguments(ALONE)))

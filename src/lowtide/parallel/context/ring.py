@@ -23,7 +23,7 @@ from lowtide.parallel.collectives import exchange
 from lowtide.parallel.context.blocks import Mask, Rows, accumulated_in, attend, attend_backward
 from lowtide.parallel.context.documents import Kind, seen
 from lowtide.parallel.context.layout import Layout
-from lowtide.parallel.groups import ALONE, TensorGroup
+from lowtide.parallel.groups import TensorGroup
 
 Pair = tuple[Tensor, Tensor]
 Chunks = dict[int, Pair]
@@ -76,12 +76,9 @@ class Ring:
         """
         rank, size = self.group.rank, self.group.size
         source, target = (rank - step) % size, (rank + step) % size
-        wanted = self.needed(rank, source)
         sent = [self.chunk(x, number).reshape(-1) for number in self.needed(target, rank) for x in (k, v)]
-        length = sum(x[:, :, : self.length].numel() for x in (k, v)) * len(wanted)
         flat = torch.cat(sent) if sent else k.new_empty(0)
-        pending = exchange(flat, target, length, source, self.group)
-        return lambda: self._chunks(pending.wait(), wanted, k, v)
+        return self._exchange(flat, target, source, self.needed(rank, source), k, v)
 
     def give_back(self, step: int, flat: Tensor, k: Tensor, v: Tensor) -> Chunks:
         """Send the gradients of the keys and values of a step to the rank that holds these, and get those of
@@ -89,9 +86,15 @@ class Ring:
         """
         rank, size = self.group.rank, self.group.size
         source, target = (rank - step) % size, (rank + step) % size
-        own = self.needed(target, rank)
-        length = sum(x[:, :, : self.length].numel() for x in (k, v)) * len(own)
-        return self._chunks(exchange(flat, source, length, target, self.group).wait(), own, k, v)
+        return self._exchange(flat, source, target, self.needed(target, rank), k, v)()
+
+    def _exchange(
+        self, flat: Tensor, target: int, source: int, wanted: Sequence[int], k: Tensor, v: Tensor
+    ) -> Callable[[], Chunks]:
+        """Send a flat tensor, which ends with that, and get chunks."""
+        length = sum(x[:, :, : self.length].numel() for x in (k, v)) * len(wanted)
+        pending = exchange(flat, target, length, source, self.group)
+        return lambda: self._chunks(pending.wait(), wanted, k, v)
 
     def _chunks(self, flat: Tensor, numbers: Sequence[int], k: Tensor, v: Tensor) -> Chunks:
         """Keys and values of chunks, one behind the other in a flat tensor."""
@@ -105,40 +108,45 @@ class Ring:
         parts: Chunks = {}
         for held in self._rounds(k, v):
             for query, number, kind, places in self._blocks(held):
-                found = attend(self.chunk(q, query), *held[number], self.mask, kind, places)
-                parts[query] = merged(parts[query], found) if query in parts else found
+                parts[query] = merged(
+                    parts.get(query), attend(self.chunk(q, query), *held[number], self.mask, kind, places)
+                )
             held.clear()
         # in memory as what the layers before and behind it make: (batch, sequence, heads, features)
-        outs = [parts[number][0].to(q.dtype).transpose(1, 2) for number in self.own]
-        lses = [parts[number][1] for number in self.own]
-        out = torch.cat(outs, 1) if len(outs) > 1 else outs[0].contiguous()
-        lse = torch.cat(lses, 2) if len(lses) > 1 else lses[0].contiguous()
-        return out.transpose(1, 2), lse
+        out = torch.cat([parts[number][0].to(q.dtype).transpose(1, 2) for number in self.own], 1)
+        return out.transpose(1, 2), torch.cat([parts[number][1] for number in self.own], 2)
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         dtype = accumulated_in(q.dtype)
-        dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-        own = {number: (self.chunk(dk, number), self.chunk(dv, number)) for number in self.own}
-        for step, held in zip([0, *self.steps()], self._rounds(k, v), strict=True):
-            flat, sums = None, own
-            if step:
-                elements = sum(x.numel() for pair in held.values() for x in pair)
-                flat = torch.zeros(elements, dtype=dtype, device=q.device)
-                sums = self._chunks(flat, list(held), k, v)
+        sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
+        rows = {number: Rows(*(self.chunk(x, number) for x in (grad, q, out, lse))) for number in self.own}
+
+        def own_sums(number: int) -> Pair:
+            return self.chunk(sums[1], number), self.chunk(sums[2], number)
+
+        def add_blocks(held: Chunks, sums_of: Chunks) -> None:
             for query, number, kind, places in self._blocks(held):
-                rows = Rows(*(self.chunk(x, query) for x in (grad, q, out, lse)))
-                found = attend_backward(rows, *held[number], self.mask, kind, places)
-                for total, part in zip((self.chunk(dq, query), *sums[number]), found, strict=True):
-                    total.add_(part)
+                found = attend_backward(rows[query], *held[number], self.mask, kind, places)
+                _add((self.chunk(sums[0], query), *sums_of[number]), found)
+                del found  # it would be there beside that of the next block
             held.clear()
-            if flat is not None:
-                for number, pair in self.give_back(step, flat, k, v).items():
-                    for total, part in zip(own[number], pair, strict=True):
-                        total.add_(part)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+        def add_of_others(step: int, held: Chunks) -> None:
+            elements = sum(x.numel() for pair in held.values() for x in pair)
+            flat = torch.zeros(elements, dtype=dtype, device=q.device)
+            add_blocks(held, self._chunks(flat, list(held), k, v))
+            for number, pair in self.give_back(step, flat, k, v).items():
+                _add(own_sums(number), pair)
+
+        for step, held in zip([0, *self.steps()], self._rounds(k, v), strict=True):
+            if step:
+                add_of_others(step, held)
+            else:
+                add_blocks(held, {number: own_sums(number) for number in self.own})
+        return tuple(sums.pop(0).to(x.dtype) for x in (q, k, v))  # type: ignore[return-value]
 
     def _blocks(self, held: Chunks) -> Iterator[tuple[int, int, int, tuple[int, int]]]:
         """Chunks of queries and of keys of which the one sees the other, its own first; how much of it; and
@@ -151,17 +159,27 @@ class Ring:
                     yield query, number, kind, (query * self.length, number * self.length)
 
     def _rounds(self, k: Tensor, v: Tensor) -> Iterator[Chunks]:
-        """The keys and values that are there in each step. The next step's are on their way meanwhile."""
+        """The keys and values that are there in each step; who takes them clears them. The next step's are on
+        their way meanwhile.
+        """
         held = {number: (self.chunk(k, number), self.chunk(v, number)) for number in self.own}
-        for step in [*self.steps(), None]:
-            coming = None if step is None else self.fetch(step, k, v)
+        for step in self.steps():
+            coming = self.fetch(step, k, v)
             yield held
-            if coming is not None:
-                held = coming()
+            held = coming()
+            del coming
+        yield held
 
 
-def merged(part: Pair, other: Pair) -> Pair:
+def _add(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for total, part in zip(totals, parts, strict=True):
+        total.add_(part)
+
+
+def merged(part: Pair | None, other: Pair) -> Pair:
     """Attention to two sets of keys, from attention to each; rows of the first see something."""
+    if part is None:
+        return other
     (out, lse), (more, more_lse) = part, other
     dtype = accumulated_in(out.dtype)
     total = torch.logaddexp(lse, more_lse)
@@ -169,8 +187,3 @@ def merged(part: Pair, other: Pair) -> Pair:
         out.to(dtype) * (lse - total).exp()[..., None] + more.to(dtype) * (more_lse - total).exp()[..., None]
     )
     return out, total
-
-
-def alone(length: int, mask: Mask, bounds: list[list[int]] | None) -> Ring:
-    """The same attention of a sequence that this process holds whole."""
-    return Ring(ALONE, Layout(1, balanced=False), length, mask, bounds)
