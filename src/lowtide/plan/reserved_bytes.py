@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate.simulator import simulator_of
 from lowtide.plan.simulate.walk import LiveCopies
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def block_changes(
         stored: ids of the values that the plan stores (`Plan.stored`).
         batch_resident: whether the inputs are resident before and after the step, and are left out, too.
     """
-    simulator, seen = Simulator(graph), list[LiveCopies]()
+    simulator, seen = simulator_of(graph), list[LiveCopies]()
     simulation = simulator.simulate(stored, seen=seen)
     moments, ends = defaultdict[int, list[LiveCopies]](list), defaultdict[int, list[int]](list)
     for moment in seen:
@@ -156,9 +156,10 @@ def reserved_after(
         [23068672, 23068672]
     """
     reserved: list[int] = []
+    changes = list(block_changes(graph, stored, batch_resident))
     for _ in range(steps):
         blocks: dict[BlockName, Block] = {}
-        for name, bytes in block_changes(graph, stored, batch_resident):
+        for name, bytes in changes:
             if bytes:
                 blocks[name] = allocator.allocate(bytes)
             elif name in blocks:
