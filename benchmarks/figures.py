@@ -82,11 +82,6 @@ def recompute() -> str:
     return _techniques("plain", "torch.utils.checkpoint on every block", "full", "sqrt", "selective")
 
 
-def chunked_loss() -> str:
-    """The loss in pieces, alone and under a budget."""
-    return _techniques("plain", "optimal", "loss in chunks", "loss in chunks, optimal")
-
-
 def loss_in_pieces() -> str:
     """The loss in pieces beside the plain one and PyTorch's own."""
     found = load("chunked_loss")
@@ -305,7 +300,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        chunked_loss, loss_in_pieces, report_page, knob_peak, tiles,
+        loss_in_pieces, report_page, knob_peak, tiles,
     )
 }  # fmt: skip
 

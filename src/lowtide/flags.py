@@ -89,7 +89,7 @@ Unfused = Annotated[
 LossChunks = Annotated[
     int | None,
     typer.Option(
-        help="Built-in models: number of chunks of tokens in which the output layer and the loss run."
+        help="Built-in models: number of chunks of tokens in which the loss is computed, without all logits."
     ),
 ]
 Compile = Annotated[

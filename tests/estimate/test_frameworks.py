@@ -45,6 +45,7 @@ def loss_bytes(**settings: Any) -> int:
         (dict(loss="torch", tp=8), 18 / 8),
         (dict(tp=8), 6 / 8),
         (dict(loss="chunked", loss_chunks=4), 12 / 4),
+        (dict(loss="chunked-forward", loss_chunks=4), 6 / 4),
         (dict(loss="torch-uncast"), 8),
         (dict(loss="torch-uncast", tp=8), 10 / 8),
         (dict(loss="torch", tp=8, gather_logits=True), 14),

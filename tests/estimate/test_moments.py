@@ -155,12 +155,12 @@ def test_the_loss_is_named_with_its_bytes(kind: str) -> None:
     config = llama(loss=kind)
     told = estimate(config).loss
     usual = {"torch": 14, "torch-uncast": 8, "upcast": 18, "float32": 16, "transformers": 12, "in-place": 6,
-             "in-place-copy": 8, "in-place-fused": 10, "compiled": 4, "chunked": 12, "chunked-vocabulary": 6,
-             "vocabulary-eager": 18, "fused-linear": 2}  # fmt: skip
+             "in-place-copy": 8, "in-place-fused": 10, "compiled": 4, "chunked": 12, "chunked-forward": 6,
+             "chunked-vocabulary": 6, "vocabulary-eager": 18, "fused-linear": 2}  # fmt: skip
     assert (told["kind"], told["bytes_a_logit"]) == (kind, usual[kind])
     stage = estimate(config).stages[0]
     made = next(line for line in stage.lines if line.name == "gradients of the loss")
-    usual_pieces = {"chunked": 8, "chunked-vocabulary": 8, "vocabulary-eager": 8}
+    usual_pieces = dict.fromkeys(("chunked", "chunked-forward", "chunked-vocabulary", "vocabulary-eager"), 8)
     pieces = (usual_pieces | {"fused-linear": 32}).get(kind, 1)  # ceil(128256 / 4096)
     assert told["pieces"] == pieces and kind in made.note
     assert made.bytes == sum(loss_bytes(config)[1:]) * -(-8192 * 128256 // pieces)

@@ -33,7 +33,7 @@ ONE_PROCESS: list[tuple[dict[str, Any], int]] = [
     (TWO | dict(dtype="autocast", attention="fused", dropout=0.0), 0),
     (TWO | dict(recompute="selective"), 0),
     (GPT | dict(recompute="full"), 0),
-    (TWO | dict(loss="chunked", dropout=0.0), 0),
+    (TWO | dict(loss="chunked-forward", dropout=0.0), 0),
     (TWO | dict(global_batch=6), 0),
     (GPT | dict(pp=2, global_batch=8, recompute="full"), 1),
     (GPT | dict(pp=4, global_batch=16), 2),

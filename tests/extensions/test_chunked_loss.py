@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide import meter
 from lowtide.extensions.tiles.stand_in import Logits
+from lowtide.plan.simulate import plain
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [
@@ -462,6 +463,21 @@ def test_remove_and_pieces() -> None:
     handle.remove()
 
 
+def test_a_piece_has_as_many_tokens_at_any_length_where_nobody_says_how_many_pieces() -> None:
+    model = build(hidden_size=16, intermediate_size=16, num_attention_heads=2, max_position_embeddings=4096)
+    handle = lowtide.chunked_loss(model)
+    assert handle.pieces is None
+    for tokens, rows in ((500, 500), (3000, 1024)):
+        given = batch(1, tokens)
+        with Largest() as seen:
+            gradients(model, F.cross_entropy(model(given["input_ids"]).logits[0], given["labels"][0]))
+        assert seen.elements == rows * VOCABULARY
+    handle.pieces = 1
+    with Largest() as seen:
+        gradients(model, F.cross_entropy(model(given["input_ids"]).logits[0], given["labels"][0]))
+    assert seen.elements == 3000 * VOCABULARY
+
+
 @pytest.mark.parametrize("pieces", [0, -1, 2.0, "auto", True])
 def test_pieces_that_are_no_number_are_refused(pieces: Any) -> None:
     with pytest.raises(lowtide.LowtideError, match="at least 1"):
@@ -565,14 +581,56 @@ def test_a_scaled_loss_in_float16_keeps_small_gradients() -> None:
     assert all(p.grad.abs().max() > 0 for name, p in model.named_parameters() if "norm" in name)
 
 
-def test_a_built_in_model() -> None:
+@pytest.mark.parametrize("by_its_configuration", [False, True])
+def test_a_built_in_model(by_its_configuration: bool) -> None:
     from lowtide.models.gpt import GPT
     from lowtide.models.presets import preset
 
-    torch.manual_seed(0)
-    plain = GPT(preset("gpt-nano"))
-    chunked = copy.deepcopy(plain)
-    lowtide.chunked_loss(chunked, 4)
-    tokens, targets = torch.randint(256, (2, 32)), torch.randint(256, (2, 32))
+    shape = preset("gpt-nano", vocabulary=2000)
+    plain, chunked = (
+        GPT(preset("gpt-nano", vocabulary=2000)),
+        GPT(preset("gpt-nano", vocabulary=2000, loss_chunks=4)),
+    )
+    chunked.load_state_dict(plain.state_dict())
+    if not by_its_configuration:
+        chunked = copy.deepcopy(plain)
+        lowtide.chunked_loss(chunked, 4)
+    tokens, targets = torch.randint(256, (2, 64)), torch.randint(256, (2, 64))
     plain.eval(), chunked.eval()
     same_step(plain, chunked, lambda model: model(tokens, targets).loss)
+    with torch.no_grad(), Largest() as seen:
+        chunked(tokens, targets)
+    assert seen.elements < 128 * 2000
+    with torch.no_grad():
+        assert type(chunked(tokens).logits) is Tensor
+
+
+# ---- a step that does not run ------------------------------------------------------------------------
+
+
+def of_the_model(model: Any, given: dict[str, Tensor]) -> Tensor:
+    return model(**given).loss
+
+
+def of_rows(model: Any, given: dict[str, Tensor]) -> Tensor:
+    logits = model(given["input_ids"]).logits[:, :-1]
+    return by_hand(logits, given["labels"][:, 1:])
+
+
+@pytest.mark.parametrize("loss", [of_the_model, of_rows])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trace_on_fake_tensors_sees_the_step_that_runs(
+    loss: Callable[[Any, dict[str, Tensor]], Tensor], dtype: torch.dtype
+) -> None:
+    """Operations and bytes; gradients that meet are added in place in a step that runs."""
+    model, given = build().to(dtype), batch(2, 40)
+    lowtide.chunked_loss(model, 4)
+    found = []
+    for fake in (True, False):
+        graph = lowtide.trace(lambda: loss(model, given), model=model, costs=False, fake=fake)
+        names = [one.name.replace("add_", "add") for one in graph.operations]
+        sums = {at for at, name in enumerate(names) if name == "aten.add.Tensor"}
+        sizes = sorted(one.bytes for one in graph.storages if one.producer not in sums)
+        found.append((names, sizes, len(graph.saved), plain(graph).peak_bytes))
+    assert found[0][:3] == found[1][:3]
+    assert found[0][3] == pytest.approx(found[1][3], rel=0.01)

@@ -101,6 +101,7 @@ def test_inductor_trains_within_the_budget(text: Path) -> None:
         ({"compile": False}, "--compile-backend aot_eager: nothing is compiled: pass --compile"),
         ({"compile_backend": "eager"}, "--compile-backend eager: choose inductor or aot_eager"),
         ({"policy": "mixed"}, "--policy mixed: with --compile, the --budget alone decides"),
+        ({"loss_chunks": 4}, "--loss-chunks 4: compiled code computes its loss at once"),
         ({"pp": 2, "grad_accum": 2}, "leave out --pp"),
         ({"optimizer_host_fraction": 0.5}, "leave it out with --compile"),
         ({"compare": True, "report": Path("a.html")}, "--report a.html: a report shows operations"),

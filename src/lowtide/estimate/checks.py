@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from lowtide.estimate.adapters import LORA_ONLY, targets
 from lowtide.estimate.errors import EstimateError, divisors
+from lowtide.estimate.losses import CHUNKED
 from lowtide.estimate.shape import SEPARATE
 from lowtide.words import count_text
 
@@ -241,10 +242,10 @@ def _check_training(config: Config) -> None:
             f"--tiles={config.tiles}: it is for the MLP of a dense model whose weights are all trained, and "
             "not for --recompute selective-op; leave it out"
         )
-    if config.loss_chunks != 8 and config.loss not in ("chunked", "chunked-vocabulary", "vocabulary-eager"):
+    if config.loss_chunks != 8 and config.loss not in CHUNKED:
         raise EstimateError(
-            f"--loss-chunks={config.loss_chunks} without --loss chunked or chunked-vocabulary: give both or "
-            "neither"
+            f"--loss-chunks={config.loss_chunks} without --loss {', '.join(CHUNKED[:-1])} or {CHUNKED[-1]}: "
+            "give both or neither"
         )
     if config.optimizer_in_backward and config.micro_batches > 1:
         raise EstimateError(

@@ -269,9 +269,9 @@ FLAGS: dict[str, Any] = {
             "compiled, upcast and float32 (the caller holds float32 logits, with or without the logits "
             "before the cast), transformers (nobody holds logits). In place: in-place (Megatron, lowtide), "
             "in-place-fused (Megatron's fused kernels), in-place-copy (Unsloth). In --loss-chunks pieces, "
-            "with the output layer: chunked (of the tokens), chunked-vocabulary and vocabulary-eager (of the "
-            "vocabulary). In pieces of its own: fused-linear (Liger). [default: torch with --tp 1, else "
-            "in-place]"
+            "with the output layer: chunked (of the tokens), chunked-forward (of the tokens, gradients made "
+            "in forward: lowtide), chunked-vocabulary and vocabulary-eager (of the vocabulary). In pieces of "
+            "its own: fused-linear (Liger). [default: torch with --tp 1, else in-place]"
         ),
     ],
     "loss_chunks": Annotated[int | None, option("Number of pieces of a chunked loss. [default: 8]")],

@@ -17,38 +17,56 @@ LIGER = f"{SECTION}; fused linear cross entropy: 2410.10989 Sec. 3.2"
 
 def loss_terms(config: Config) -> list[Term]:
     """What the last stage keeps behind its layers, of one micro-batch."""
-    e, x = config.element_bytes, config.residual_bytes
-    hidden = Fraction(config.tokens * config.model.hidden, config.replication)
-    over, over_t = "" if config.replication == 1 else "/t", "" if config.tp == 1 else "/t"
-    form = config.loss_form
+    e, x, model, form = config.element_bytes, config.residual_bytes, config.model, config.loss_form
+    hidden = Fraction(config.tokens * model.hidden, config.replication)
+    over = "" if config.replication == 1 else "/t"
     logits = [_logits(config)]
     if form.pieces:
         note = "" if not form.again else "the logits of a chunk are recomputed in backward"
         name = "loss and its chunks' sums"
         logits = [Term(name, Fraction(4 * config.tokens), "4sb", SECTION, "loss", note)]
-    if form.input_gradient:
+    if form.in_forward:
+        logits = [] if reads_once(config) else logits
         made = "made in forward, piece by piece"
         if not config.lora:
-            size = Fraction(config.gathered_bytes * -(-config.model.vocab // config.tp) * config.model.hidden)
+            width = 4 if reads_once(config) else config.gathered_bytes
+            size = Fraction(width * -(-model.vocab // config.tp) * model.hidden)
             note = "summed over the pieces, beside the others"
-            name, formula = "gradient of the output layer's weight", f"{config.gathered_bytes}hv"
-            logits.append(Term(name, size, formula, LIGER, "loss", note))
+            logits.append(
+                Term("gradient of the output layer's weight", size, f"{width}hv", LIGER, "loss", note)
+            )
         logits.append(
             Term("gradient of the output layer's input", e * hidden, f"{e}sbh{over}", LIGER, "loss", made)
         )
-    copies = []
+    gathered = []
     if config.keep_gathered:
-        more = e * Fraction(config.tokens * config.model.hidden * (config.tp - 1), config.tp)
-        copies.append(Term("gathered input of the output layer", more, f"{e}sbh(t-1)/t", TENSOR, "loss"))
+        more = e * Fraction(config.tokens * model.hidden * (config.tp - 1), config.tp)
+        gathered.append(Term("gathered input of the output layer", more, f"{e}sbh(t-1)/t", TENSOR, "loss"))
+    copies, inputs = output_layer_terms(config)
+    return [
+        *gathered,
+        *([] if reads_once(config) else copies),
+        Term("input of the last norm", x * hidden, f"{x}sbh{over}", SECTION, "loss"),
+        *([] if reads_once(config) else [inputs]),
+        *logits,
+    ]
+
+
+def reads_once(config: Config) -> bool:
+    """Whether the output layer's operands are let go in forward, where all that is made of them is made."""
+    return config.loss_form.in_forward == "wide"
+
+
+def output_layer_terms(config: Config) -> tuple[list[Term], Term]:
+    """What the output layer reads: a cast copy of its weight, if there is one, and its input."""
+    e = config.element_bytes
+    over, over_t = "" if config.replication == 1 else "/t", "" if config.tp == 1 else "/t"
+    hidden = Fraction(config.tokens * config.model.hidden, config.replication)
+    copies = []
     if config.dtype == "autocast" and not config.lora:
         size = Fraction(2 * -(-config.model.vocab // config.tp) * config.model.hidden)
         copies.append(Term("bfloat16 copy of the output layer", size, f"2hv{over_t}", AUTOCAST, "loss"))
-    return [
-        *copies,
-        Term("input of the last norm", x * hidden, f"{x}sbh{over}", SECTION, "loss"),
-        Term("input of the output layer", e * hidden, f"{e}sbh{over}", SECTION, "loss"),
-        *logits,
-    ]
+    return copies, Term("input of the output layer", e * hidden, f"{e}sbh{over}", SECTION, "loss")
 
 
 def _logits(config: Config) -> Term:

@@ -119,7 +119,7 @@ def _lowtide(model: str, config: Config, node: int) -> str:
         "--sequence-parallel": config.sequence_parallel, "--pp": _more_than(config.pp),
         "--dp": _more_than(config.dp), "--shard-parameters": config.zero == 3,
         "--policy": "full" if config.recompute == "full" else "keep_all",
-        "--loss-chunks": config.loss_chunks if config.loss_kind == "chunked" else None,
+        "--loss-chunks": config.loss_chunks if config.loss_kind == "chunked-forward" else None,
     }  # fmt: skip
     return _join(start, flags)
 
@@ -242,7 +242,7 @@ FRAMEWORKS = {
     one.name: one
     for one in (
         Framework(
-            "lowtide", (0, 3), (0,), ("none", "full"), ("auto", "chunked"), (0.0,), _lowtide,
+            "lowtide", (0, 3), (0,), ("none", "full"), ("auto", "chunked-forward"), (0.0,), _lowtide,
             dict(dtype="autocast", update="fused", unfused_mlp=True, interleave=1), frozenset(LOWTIDE_MODELS),
         ),
         Framework(

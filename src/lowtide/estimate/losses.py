@@ -8,7 +8,7 @@ from typing import Literal
 
 Loss = Literal[
     "auto", "torch", "torch-uncast", "upcast", "float32", "transformers", "in-place", "in-place-copy",
-    "in-place-fused", "compiled", "chunked", "chunked-vocabulary", "vocabulary-eager",
+    "in-place-fused", "compiled", "chunked", "chunked-forward", "chunked-vocabulary", "vocabulary-eager",
     "fused-linear",
 ]  # fmt: skip
 
@@ -28,7 +28,8 @@ class Form:
             a piece then.
         again: whether backward runs the output layer's product again.
         moved: bytes a logit that its operations move, forward and backward; where 0 twice what is live.
-        input_gradient: whether the gradient of the output layer's input is made in forward, and kept.
+        in_forward: where the output layer's gradients are made in forward, and kept: whether that of its
+            weight is summed in the dtype of the ``weights``, or in float32 (``wide``).
     """
 
     what: str
@@ -38,8 +39,11 @@ class Form:
     pieces: Literal["", "tokens", "vocabulary"] = ""
     again: bool = False
     moved: int = 0
-    input_gradient: bool = False
+    in_forward: Literal["", "weights", "wide"] = ""
 
+
+CHUNKED = ("chunked", "chunked-forward", "chunked-vocabulary", "vocabulary-eager")
+"""Those that have as many pieces as ``--loss-chunks`` says."""
 
 LOSSES: dict[str, Form] = {
     "torch": Form(
@@ -82,6 +86,10 @@ LOSSES: dict[str, Form] = {
         "PyTorch's, tokens in pieces, each with its logits, which backward computes again",
         lambda e, low: 0, lambda e, low: 12, lambda e: e - 8, pieces="tokens", again=True,
     ),
+    "chunked-forward": Form(
+        "in place, tokens in pieces, each with its logits and their gradients in forward (lowtide)",
+        lambda e, low: 0, lambda e, low: 4 + low, lambda e: e, pieces="tokens", in_forward="wide",
+    ),
     "chunked-vocabulary": Form(
         "vocabulary in pieces: log-sum-exp kept, logits computed again in backward (cut cross entropy)",
         lambda e, low: 0, lambda e, low: 4 + e, pieces="vocabulary", again=True,
@@ -92,8 +100,8 @@ LOSSES: dict[str, Form] = {
     ),
     "fused-linear": Form(
         "with the output layer, tokens in pieces, their gradients made in forward (Liger)",
-        lambda e, low: 0, lambda e, low: e, pieces="tokens", input_gradient=True,
+        lambda e, low: 0, lambda e, low: e, pieces="tokens", in_forward="weights",
     ),
 }  # fmt: skip
-"""By name; the liveness of each. In bfloat16 14, 8, 18, 16, 12, 6, 8, 10 and 4 bytes a logit, and 12, 6, 18
-and 2 of a piece's."""
+"""By name; the liveness of each. In bfloat16 14, 8, 18, 16, 12, 6, 8, 10 and 4 bytes a logit, and 12, 6, 6,
+18 and 2 of a piece's."""

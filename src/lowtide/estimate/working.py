@@ -16,7 +16,7 @@ from math import ceil
 
 from lowtide.estimate.adapters import QLORA, largest_matrix, layer_adapters, layer_bytes
 from lowtide.estimate.config import Config
-from lowtide.estimate.edges import logit_elements, loss_bytes
+from lowtide.estimate.edges import logit_elements, loss_bytes, output_layer_terms, reads_once
 from lowtide.estimate.layer import (
     TORCHTITAN,
     checkpoint_term,
@@ -172,6 +172,9 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
         name, size = "gradients of the loss", ceil(loss_moment(config))
         note = f"{config.loss_kind}: {config.loss_form.what}"
         lines.append(_at(0, Line("temporaries", name, size, _loss_formula(config), source, note)))
+        if reads_once(config):
+            copies, inputs = output_layer_terms(config)
+            lines += [_at(0, replace(term.line(), kind="temporaries")) for term in (*copies, inputs)]
     most, recomputed, source, name = max(_working(kind) for _, kind in config.kinds)
     again = min(recomputed, most)
     if again:

@@ -92,7 +92,7 @@ class GPT(nn.Module):
         self.dropout = Dropout(config.dropout, sharing, sequence_parallel)
         self.blocks = nn.ModuleList(Block(config, sharing) for _ in range(config.layers))
         self.norm = sharing.layer_norm(config.width)
-        self.head = sharing.head(config.width, config.vocabulary)
+        self.head = sharing.head(config.width, config.vocabulary, config.loss_chunks)
         self.apply(_initialize)
         for block in self.blocks:
             for layer in (block.attention.out, block.mlp.down):  # type: ignore[union-attr]
@@ -124,7 +124,7 @@ class GPT(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of what the final norm gave."""
-        return self.sharing.loss(x, self.head, targets, self.config.vocabulary, self.config.loss_chunks)
+        return self.sharing.loss(x, self.head, targets, self.config.vocabulary)
 
 
 def _initialize(module: nn.Module) -> None:

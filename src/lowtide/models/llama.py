@@ -111,7 +111,7 @@ class Llama(nn.Module):
         self.tokens = sharing.embedding(config.vocabulary, config.width)
         self.blocks = nn.ModuleList(Block(config, sharing) for _ in range(config.layers))
         self.norm = sharing.rms_norm(config.width, config.norm_epsilon)
-        self.head = sharing.head(config.width, config.vocabulary)
+        self.head = sharing.head(config.width, config.vocabulary, config.loss_chunks)
         cos, sin = rotary_table(config.positions, config.width // config.heads, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -144,4 +144,4 @@ class Llama(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of what the final norm gave."""
-        return self.sharing.loss(x, self.head, targets, self.config.vocabulary, self.config.loss_chunks)
+        return self.sharing.loss(x, self.head, targets, self.config.vocabulary)

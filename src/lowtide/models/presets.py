@@ -32,8 +32,7 @@ class ModelConfig:
         norm_epsilon: epsilon of the RMS norm (Llama only).
         dropout: probability, on embeddings (GPT), attention weights and both branches of a block.
         fused_attention: PyTorch's fused kernel, or the plain operations with their quadratic score matrix.
-        loss_chunks: in how many pieces tokens go through the output head; more lower the floor that a large
-            vocabulary sets.
+        loss_chunks: in how many pieces the loss makes logits (`lowtide.chunked_loss`); 1 is all at once.
     """
 
     family: Literal["gpt", "llama"]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowtide.extensions.tiles.loss import chunked_loss_of, in_pieces, logits_for_loss
 from lowtide.models.presets import ModelError
 
 SEQUENCE = 1  # tensors are (batch, sequence, features)
@@ -154,13 +155,18 @@ class Sharing:
 
         return ParallelEmbedding(vocabulary, size, pad=True, **self._linear())
 
-    def head(self, size: int, vocabulary: int) -> nn.Module:
-        """The output layer, which gives each rank the logits of its part of the vocabulary."""
+    def head(self, size: int, vocabulary: int, pieces: int = 1) -> nn.Module:
+        """The output layer, which gives each rank the logits of its part of the vocabulary; those that a loss
+        is taken of in so many pieces.
+        """
         if self.group is None:
-            return nn.Linear(size, vocabulary, bias=False)
-        from lowtide.parallel import ColumnParallelLinear
+            layer = nn.Linear(size, vocabulary, bias=False)
+        else:
+            from lowtide.parallel import ColumnParallelLinear
 
-        return ColumnParallelLinear(size, vocabulary, False, gather_output=False, pad=True, **self._linear())
+            options = {"gather_output": False, "pad": True, **self._linear()}
+            layer = ColumnParallelLinear(size, vocabulary, False, **options)
+        return layer if pieces == 1 else in_pieces(layer, pieces)
 
     def together(self, x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """What several widening layers make of one input, which travels once."""
@@ -201,58 +207,43 @@ class Sharing:
 
         return gather_from_tensor_model_parallel_region(logits, self.group)[..., :vocabulary]
 
-    def loss(
-        self, hidden: Tensor, head: nn.Module, targets: Tensor, vocabulary: int, chunks: int = 1
-    ) -> Tensor:
+    def loss(self, hidden: Tensor, head: nn.Module, targets: Tensor, vocabulary: int) -> Tensor:
         """As `next_token_loss`, with a head that the ranks may share, and of the ``targets`` of whole
         sequences, which they may share, too.
         """
         if self.context is None:
-            return self._loss(hidden, head, targets, vocabulary, chunks, None)
+            return self._loss(hidden, head, targets, vocabulary, None)
         counted, own = (targets != -100).sum(), self.context.take(targets, 1, -100)
-        return self.context.total(self._loss(hidden, head, own, vocabulary, chunks, counted))
+        return self.context.total(self._loss(hidden, head, own, vocabulary, counted))
 
     def _loss(
-        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int, counted: Tensor | None
+        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, counted: Tensor | None
     ) -> Tensor:
         if self.group is None:
-            return next_token_loss(hidden, head, targets, chunks, counted)
-        return self._shared_loss(
-            hidden, head, targets, vocabulary, chunks, (targets != -100).sum() if counted is None else counted
-        )
-
-    def _shared_loss(
-        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int, counted: Tensor
-    ) -> Tensor:
+            return next_token_loss(hidden, head, targets, counted)
         from lowtide.parallel import parallel_cross_entropy, parallel_linear_cross_entropy
 
-        if chunks == 1:  # as `lowtide.chunked_loss` asks for
-            chunks = getattr(head.__dict__.get("forward"), "pieces", 1)
         options: dict[str, Any] = {"vocabulary": vocabulary, "tensor_model_parallel_group": self.group}
-        if chunks == 1:
-            return parallel_cross_entropy(head(hidden), targets, **options).sum() / counted
-        options |= {"sequence_dimension": SEQUENCE if self.sequence_parallel else None, "reduction": "sum"}
-        return parallel_linear_cross_entropy(hidden, head.weight, targets, chunks=chunks, **options) / counted
+        if (loss := chunked_loss_of(head)) is not None:
+            options |= {"sequence_dimension": SEQUENCE if self.sequence_parallel else None}
+            options |= {"chunks": loss.pieces, "reduction": "sum"}
+            total = parallel_linear_cross_entropy(hidden, head.weight, targets, **options)
+        else:
+            total = parallel_cross_entropy(head(hidden), targets, **options).sum()
+        return total / ((targets != -100).sum() if counted is None else counted)
 
 
 def next_token_loss(
-    hidden: Tensor, head: nn.Module, targets: Tensor, chunks: int = 1, counted: Tensor | None = None
+    hidden: Tensor, head: nn.Module, targets: Tensor, counted: Tensor | None = None
 ) -> Tensor:
     """The cross entropy of ``head(hidden)`` against the ``targets`` that count (all but -100), in float32 or
     wider: their mean, or their sum divided by ``counted``.
-
-    With ``chunks`` above 1 the tokens go through the head in that many pieces. The logits of a piece are all
-    that backward needs at a time, so a plan that recomputes them lowers the floor that the full logits set
-    (many tokens times a large vocabulary).
     """
-    tokens, labels = hidden.flatten(0, -2), targets.flatten()
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    if chunks == 1 and counted is None:
-        return F.cross_entropy(head(tokens).to(wide), labels)
-    total = hidden.new_zeros((), dtype=wide)
-    for piece, piece_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
-        total = total + F.cross_entropy(head(piece).to(wide), piece_labels, reduction="sum")
-    return total / ((labels != -100).sum() if counted is None else counted)
+    logits, labels = logits_for_loss(head, hidden.flatten(0, -2)).to(wide), targets.flatten()
+    if counted is None:
+        return F.cross_entropy(logits, labels)
+    return F.cross_entropy(logits, labels, reduction="sum") / counted
 
 
 def fill(module: nn.Module, name: str, init_method: Callable[[Tensor], Any]) -> None:

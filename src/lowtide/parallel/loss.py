@@ -12,15 +12,18 @@ the gathered hidden states ever exist.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lowtide.errors import expect
+from lowtide.extensions.tiles.products import Product, Products, Term, piece_length, spans
+from lowtide.extensions.tiles.rows import summed_loss
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.given import check_counts, check_dtypes, check_numbers, check_tensors
@@ -80,10 +83,14 @@ class Vocabulary:
         mine = (target >= self.start) & (target < self.start + self.valid)
         return (target - self.start).masked_fill(~mine, 0), mine
 
-    def losses(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and log of the sum of exponentials of each row of float32 (or wider) ``logits``, (rows,
-        valid).
+    def numbers(self, values: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row of float32 (or wider) logits the log of the sum of exponentials, and the loss.
+
+        Args:
+            values: (rows, width); what is padding counts for nothing.
+            known: the targets; with two dimensions (tokens of a rank, ranks), whose rows are rank by rank.
         """
+        logits, target = values[:, : self.valid], known.t().flatten()
         column, mine = self.places(target)
         if self.valid:
             largest = logits.amax(-1)
@@ -100,22 +107,34 @@ class Vocabulary:
         loss = total - parts[1]
         if self.smoothing:
             loss = (1 - self.smoothing) * loss + self.smoothing * (total - parts[2] / self.size)
-        return loss.masked_fill(target == self.ignore_index, 0), total
+        return total, loss.masked_fill(target == self.ignore_index, 0)
 
-    def gradient_(self, logits: Tensor, target: Tensor, total: Tensor, scale: Tensor) -> Tensor:
-        """The loss's gradient by ``logits``, which it overwrites; ``scale`` is the gradient by each row's
-        loss.
+    def gradient_(self, values: Tensor, known: Tensor, first: Tensor, by: Sequence[Any]) -> None:
+        """Overwrite logits with their gradient.
+
+        Args:
+            values, known: as of `numbers`.
+            first: the log of the sum of exponentials.
+            by: ends in the gradients by the losses.
         """
+        logits, target = values[:, : self.valid], known.t().flatten()
+        values[:, self.valid :] = 0
         if not self.valid:
-            return logits
+            return
         column, mine = self.places(target)
-        logits.sub_(total.unsqueeze(-1)).exp_()
+        logits.sub_(first.unsqueeze(-1)).exp_()
         if self.smoothing:
             logits.sub_(self.smoothing / self.size)
         logits.scatter_add_(
             -1, column.unsqueeze(-1), (mine.to(logits.dtype) * (self.smoothing - 1)).unsqueeze(-1)
         )
-        return logits.mul_(scale.masked_fill(target == self.ignore_index, 0).unsqueeze(-1))
+        logits.mul_(by[-1].masked_fill(target == self.ignore_index, 0).unsqueeze(-1))
+
+    def losses_(self, values: Tensor, known: Tensor) -> Tensor:
+        """The loss of each row; the logits are overwritten with the gradient of their sum."""
+        totals, losses = self.numbers(values, known)
+        self.gradient_(values, known, totals, [torch.ones_like(losses)])
+        return losses
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -126,7 +145,7 @@ class _CrossEntropy(torch.autograd.Function):
         losses = torch.empty(labels.shape, dtype=wide, device=logits.device)
         totals = torch.empty_like(losses)
         for piece in _pieces(rows):
-            losses[piece], totals[piece] = part.losses(rows[piece, : part.valid].to(wide), labels[piece])
+            totals[piece], losses[piece] = part.numbers(rows[piece].to(wide), labels[piece])
         ctx.part = part
         ctx.save_for_backward(logits, target, totals)
         return losses.view(target.shape)
@@ -136,18 +155,16 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, target, totals = ctx.saved_tensors
         rows, labels, scale = logits.reshape(-1, logits.shape[-1]), target.reshape(-1), grad.reshape(-1)
-        result = torch.zeros_like(rows) if ctx.part.valid < rows.shape[-1] else torch.empty_like(rows)
+        result = torch.empty_like(rows)
         for piece in _pieces(rows):
-            part = rows[piece, : ctx.part.valid].to(totals.dtype, copy=True)
-            result[piece, : ctx.part.valid] = ctx.part.gradient_(
-                part, labels[piece], totals[piece], scale[piece]
-            )
+            values = rows[piece].to(totals.dtype, copy=True)
+            ctx.part.gradient_(values, labels[piece], totals[piece], [scale[piece]])
+            result[piece] = values
         return result.view(logits.shape), None, None
 
 
 def _pieces(rows: Tensor) -> list[slice]:
-    length = max(1, _PIECE_ELEMENTS // max(1, rows.shape[-1]))
-    return [slice(at, at + length) for at in range(0, rows.shape[0], length)]
+    return spans(rows.shape[0], _PIECE_ELEMENTS // max(1, rows.shape[-1]))
 
 
 def parallel_cross_entropy(
@@ -246,81 +263,47 @@ def from_parallel_logits_to_logprobs(
     return -losses[:, :-1]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """The sum of the losses; gradients are made piece by piece while the logits are there."""
+class _RanksTerm(Term):
+    """A rank's part of the logits. The hidden states of a piece come from all ranks, and their gradients
+    leave for all ranks, each beside the products of another piece.
+    """
 
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: Vocabulary,
-        dimension: int | None, chunks: int,
+    def __init__(
+        self, product: Product, needs: Sequence[bool], *, valid: int, group: TensorGroup, sharded: bool,
         reduce_dtype: torch.dtype | None,
-    ) -> Tensor:  # fmt: skip
-        group = part.group
-        sharded = dimension is not None and group.size > 1
-        first = dimension or 0
-        rows = (hidden.movedim(first, 0) if sharded else hidden).reshape(-1, hidden.shape[-1])
-        labels = target.movedim(first, 0).reshape(group.size, -1) if sharded else target.reshape(1, -1)
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        own_weight, own_bias = weight[: part.valid], None if bias is None else bias[: part.valid]
-        grad_hidden = torch.empty_like(rows) if needs_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_weight else None
-        grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs_bias else None
-        loss = torch.zeros((), dtype=wide, device=hidden.device)
-        length = -(-rows.shape[0] // chunks) if rows.shape[0] else 1
-        pieces = [slice(at, min(at + length, rows.shape[0])) for at in range(0, rows.shape[0], length)]
+    ) -> None:  # fmt: skip
+        super().__init__(product, needs, valid)
+        self._group, self._sharded, self._reduce_dtype = group, sharded, reduce_dtype
+        self._here: tuple[slice, Tensor] | None = None
+        self._coming: Pending | None = None
+        self._leaving: tuple[slice, Pending] | None = None
 
-        def gathered(piece: slice) -> Pending:
-            return gather(rows[piece], group) if sharded else Pending(rows[piece], running=False)
+    def inputs(self, rows: slice) -> Tensor:
+        if self._here is None or self._here[0] != rows:
+            self._here = rows, (self._coming or self._ask(rows)).wait()
+            more = rows.stop < self.rows.shape[0]
+            self._coming = self._ask(slice(rows.stop, 2 * rows.stop - rows.start)) if more else None
+        return self._here[1]
 
-        coming = gathered(pieces[0]) if pieces else None
-        leaving: tuple[slice, Pending] | None = None
-        for number, piece in enumerate(pieces):
-            assert coming is not None
-            inputs = coming.wait()
-            coming = gathered(pieces[number + 1]) if number + 1 < len(pieces) else None
-            wanted = labels[:, piece].reshape(-1)
-            logits = F.linear(inputs, own_weight, own_bias).to(wide)
-            losses, totals = part.losses(logits, wanted)
-            loss += losses.sum()
-            if not (needs_hidden or needs_weight or needs_bias):
-                continue
-            grads = part.gradient_(logits, wanted, totals, torch.ones_like(totals))
-            del logits
-            if grad_bias is not None:
-                grad_bias[: part.valid] += grads.sum(0)
-            grads = grads.to(hidden.dtype)
-            if grad_hidden is not None:
-                _land(leaving, grad_hidden)
-                whole = grads @ own_weight
-                if sharded:
-                    leaving = piece, reduce_scatter(whole, group, 0, reduce_dtype)
-                else:
-                    leaving = piece, all_reduce(whole, group, reduce_dtype, in_place=True)
-            if grad_weight is not None:
-                grad_weight[: part.valid] += grads.t() @ inputs
-        if grad_hidden is not None:
-            _land(leaving, grad_hidden)
-            own_shape = hidden.movedim(dimension, 0).shape if sharded else hidden.shape  # type: ignore
-            grad_hidden = grad_hidden.view(own_shape)
-            grad_hidden = grad_hidden.movedim(0, dimension) if sharded else grad_hidden  # type: ignore
-        ctx.save_for_backward(
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-        )
-        return loss
+    def _ask(self, rows: slice) -> Pending:
+        own = super().inputs(rows)
+        return gather(own, self._group) if self._sharded else Pending(own, running=False)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        scaled = [None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
-        return (*scaled, None, None, None, None, None)
+    def put(self, rows: slice, gradient: Tensor) -> None:
+        self._land()
+        if self._sharded:
+            self._leaving = rows, reduce_scatter(gradient, self._group, 0, self._reduce_dtype)
+        else:
+            self._leaving = rows, all_reduce(gradient, self._group, self._reduce_dtype, in_place=True)
 
+    def _land(self) -> None:
+        if self._leaving is not None:
+            super().put(self._leaving[0], self._leaving[1].wait())
+            self._leaving = None
 
-def _land(leaving: tuple[slice, Pending] | None, result: Tensor) -> None:
-    if leaving is not None:
-        result[leaving[0]] = leaving[1].wait()
+    def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        self._land()
+        return super().gradients()
 
 
 def parallel_linear_cross_entropy(
@@ -329,7 +312,7 @@ def parallel_linear_cross_entropy(
     target: Tensor,
     bias: Tensor | None = None,
     *,
-    chunks: int = 8,
+    chunks: int | None = None,
     reduction: Literal["mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
@@ -351,7 +334,7 @@ def parallel_linear_cross_entropy(
         target: the tokens, the whole sequence on every rank: (...), or (sequence, batch) or (batch, sequence)
             under sequence parallelism.
         bias: (vocabulary / t), this rank's part.
-        chunks: in how many pieces the tokens go through.
+        chunks: in how many pieces the tokens go through. ``None`` makes pieces of 1,024 tokens.
         reduction: ``mean`` over the targets that count, or ``sum``.
         label_smoothing, ignore_index, vocabulary, tensor_model_parallel_group: as in
             `parallel_cross_entropy`.
@@ -375,7 +358,8 @@ def parallel_linear_cross_entropy(
             "or 'sum'"
         )
     name = "parallel_linear_cross_entropy"
-    check_counts(name, 1, chunks=chunks)
+    if chunks is not None:
+        check_counts(name, 1, chunks=chunks)
     check_tensors(name, hidden=hidden, weight=weight, target=target)
     check_dtypes(name, reduce_dtype=reduce_dtype)
     if bias is not None:
@@ -399,11 +383,13 @@ def parallel_linear_cross_entropy(
     part = Vocabulary(group, weight.shape[0], vocabulary, label_smoothing, ignore_index)
     part.check(target)
     device = hidden.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    with torch.autocast(device, enabled=False):
-        loss = _LinearCrossEntropy.apply(
-            hidden, weight, bias, target, part, sequence_dimension, chunks, reduce_dtype
-        )
-    return loss if reduction == "sum" else loss / (target != ignore_index).sum()  # type: ignore
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    labels, ranks = target.flatten(), 1
+    if sequence_dimension is not None and group.size > 1:
+        hidden, ranks = hidden.movedim(sequence_dimension, 0), group.size
+        labels = target.movedim(sequence_dimension, 0).reshape(ranks, -1).t()
+    products = Products((Product(hidden, weight, bias, dtype),))
+    length = -(-piece_length(labels.numel(), chunks) // ranks)
+    term = partial(_RanksTerm, valid=part.valid, group=group, sharded=ranks > 1, reduce_dtype=reduce_dtype)
+    loss = summed_loss(products, part, labels, length, term)
+    return loss if reduction == "sum" else loss / (target != ignore_index).sum()

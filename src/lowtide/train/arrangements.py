@@ -11,7 +11,9 @@ DEFAULT_SCHEDULE = "1f1b"
 BACKENDS = ("inductor", "aot_eager")
 
 
-def check_compile(compiled: bool, backend: str | None, policy: str | None, device: str) -> None:
+def check_compile(
+    compiled: bool, backend: str | None, policy: str | None, device: str, loss_chunks: int | None
+) -> None:
     """Refuse what a compiled step cannot do.
 
     Raises:
@@ -27,6 +29,8 @@ def check_compile(compiled: bool, backend: str | None, policy: str | None, devic
         policy,
         ("with --compile, the --budget alone decides what is recomputed: leave out --policy, or --compile"),
     )
+    chunked = "compiled code computes its loss at once: leave it out with --compile"
+    require(loss_chunks in (None, 1), "loss-chunks", loss_chunks, chunked)
     if backend != "aot_eager" and device == "cpu":
         try:
             native.compiler()

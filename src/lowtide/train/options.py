@@ -124,7 +124,7 @@ class TrainOptions(Settings):
             self.host_budget,
             "a pipeline moves nothing: leave it out, or --pp",
         )
-        check_compile(self.compile, self.compile_backend, self.policy, self.device)
+        check_compile(self.compile, self.compile_backend, self.policy, self.device, self.loss_chunks)
         if self.compile:
             check_compiled_run(self)
         self._check_layout()

@@ -91,7 +91,7 @@ class PlanOptions:
         check_seconds(self.plan_seconds, self.policy, "--plan-seconds")
         check_file("json", self.json)
         check_host_budget(self.host_budget, self.policy, self.device, compiled=self.compile)
-        check_compile(self.compile, self.compile_backend, self.policy, self.device)
+        check_compile(self.compile, self.compile_backend, self.policy, self.device, self.loss_chunks)
         priced = self.device.lower() in DEVICES
         require(
             not (self.compile and priced),

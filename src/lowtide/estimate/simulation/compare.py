@@ -172,6 +172,8 @@ _NAMES = (
     (r"mlp:(addmm|mm)", "input of the MLP's activation"),
     (r"mlp(\.act\w*)?:gelu", "input of the MLP's last layer"), (r"mlp(\.act\w*)?:silu", "silu(gate)"),
     (r"mlp:mul", "input of the MLP's last layer"),
+    (r"^:zeros_like", "gradient of the output layer's weight"),
+    (r"^:empty_like", "gradient of the output layer's input"),
     (r"^(head|):(_log_softmax|mm|_to_copy|exp|sub|addmm)", "logits in float32"),
     (r"^:(empty|zeros)|^dropout:native_dropout:0|^tokens:|^:add|^embed|^:embedding", "residual stream"),
 )  # fmt: skip
@@ -226,15 +228,6 @@ def _merged_trace(name: str, closed: dict[str, int]) -> str:
 def _why(config: Config, name: str, difference: int) -> str:
     if difference == 0:
         return ""
-    if (
-        config.loss_kind == "chunked"
-        and name in ("logits in float32", "loss and its chunks' sums")
-        and config.tp == 1
-    ):
-        return (
-            "the model keeps the logits of every chunk unless a plan recomputes them: give --policy or "
-            "--budget"
-        )
     if name in WHY:
         return WHY[name]
     if name == "residual stream":

@@ -54,7 +54,7 @@ def model_config(config: Config, layers: int) -> ModelConfig:
         hidden_width=shape.ffn, key_value_heads=shape.kv_heads, vocabulary=shape.vocab,
         positions=max(shape.sequence, config.seq), tied=shape.tied, dropout=config.dropout,
         fused_attention=config.fused_attention,
-        loss_chunks=config.chunks if config.loss == "chunked" else 1,
+        loss_chunks=config.chunks if config.loss == "chunked-forward" else 1,
     )  # fmt: skip
 
 
@@ -89,7 +89,7 @@ class Piece(nn.Module):
         model: Any = build(settings, group, config.sequence_parallel)
         self.first, self.last = first, last
         self.rotary = settings.family == "llama"
-        self.vocabulary, self.loss_chunks = settings.vocabulary, settings.loss_chunks
+        self.vocabulary = settings.vocabulary
         self.sharing = model.sharing
         self.sharing.share_context(context)
         self.blocks = model.blocks
@@ -121,7 +121,7 @@ class Piece(nn.Module):
         if not self.last:
             return x
         assert targets is not None
-        return self.sharing.loss(self.norm(x), self.head, targets, self.vocabulary, self.loss_chunks)
+        return self.sharing.loss(self.norm(x), self.head, targets, self.vocabulary)
 
 
 def hidden_shape(config: Config) -> tuple[int, int, int]:

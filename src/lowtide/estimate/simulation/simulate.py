@@ -227,10 +227,10 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             f"a multiple of {2 * config.cp}"
         )
     own = replace(config, loss="auto", loss_chunks=8).loss_kind
-    if config.loss_kind not in (own, "chunked"):
+    if config.loss_kind not in (own, "chunked-forward"):
         raise EstimateError(
             f"simulate --loss={config.loss}: the project's own models are traced, whose loss at "
-            f"--tp={config.tp} is {own} or chunked"
+            f"--tp={config.tp} is {own} or chunked-forward"
         )
     if isinstance(config.recompute, int) or config.recompute in ("selective-op", "selective-layer"):
         raise EstimateError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lowtide import private
 from lowtide.errors import LowtideError, expect
-from lowtide.extensions.tiles.products import Product, Products
+from lowtide.extensions.tiles.products import Product, Products, piece_length
 from lowtide.extensions.tiles.stand_in import Logits
 from lowtide.run.messages import warn
 
@@ -22,35 +22,85 @@ _LABELS = ("labels", "shift_labels", "targets")
 """Arguments of a model that make it compute a loss."""
 
 
-class _Settings:
-    """What the output layers of a model share.
+class ChunkedLoss:
+    """The handle of a model whose loss is computed in pieces. `chunked_loss` returns it.
 
     Attributes:
-        pieces: in how many the tokens are divided.
-        told: places that got logits in one piece, and other things that were said once.
         reference: calls without gradients and without labels return the stand-in, too.
-        hooks: of the model. A copied model's settings have those of the copy.
-        chosen: as of `ChunkedLoss`.
-        calls: of the model that are under way on each thread: whether each computes a loss.
+        chosen: a limit has chosen the pieces (`lowtide.extensions.tiles.chosen`).
+        told: places that got logits in one piece, and other things that were said once.
     """
 
-    def __init__(self, pieces: int, reference: bool = False) -> None:
-        self.__setstate__({"pieces": pieces, "reference": reference, "hooks": (), "chosen": False})
+    def __init__(self, pieces: int | None = None, reference: bool = False) -> None:
+        self.pieces = pieces
+        self.reference, self.chosen = reference, False
+        self._hooks: list[RemovableHandle] = []
+        self._forwards: list[_Forward] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self.told: set[str] = set()
+        self._calls = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("pieces", "reference", "hooks", "chosen")}
+        return {name: one for name, one in self.__dict__.items() if name not in ("told", "_calls")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.pieces: int = state["pieces"]
-        self.reference: bool = state["reference"]
-        self.chosen: bool = state["chosen"]
-        self.hooks: tuple[RemovableHandle, ...] = state["hooks"]
-        self.told: set[str] = set()
-        self.calls = threading.local()
+        self.__dict__.update(state)
+        self._begin()
 
-    def under_way(self) -> list[bool]:
+    def __repr__(self) -> str:
+        return f"<ChunkedLoss in {self.pieces or 'as many pieces as are needed'}>"
+
+    @property
+    def pieces(self) -> int | None:
+        """In how many pieces the tokens go through the output layer, from the next call of the model on."""
+        return self._pieces
+
+    @pieces.setter
+    def pieces(self, pieces: int | None) -> None:
+        whole = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces > 0
+        expect(
+            whole or pieces is None, "chunked_loss(pieces=)", pieces, "a whole number of at least 1, or None"
+        )
+        self._pieces = pieces
+
+    def remove(self) -> None:
+        """Give the output layer its own forward back."""
+        for hook in self._hooks:
+            hook.remove()
+        for forward in self._forwards:
+            forward.remove()
+
+    def place(self, layers: Iterable[torch.nn.Module]) -> bool:
+        """Put a forward into each layer that has none; whether there is a layer."""
+        found = list(layers)
+        for layer in found:
+            if _forward_of(layer) is None:
+                layer.__dict__["forward"] = _Forward(layer, self)
+                self._forwards.append(layer.__dict__["forward"])
+        return bool(found)
+
+    def follow(self, model: torch.nn.Module) -> None:
+        """Look at each call of the model: whether it computes a loss."""
+        self._hooks.append(model.register_forward_pre_hook(self._begins, with_kwargs=True))
+        self._hooks.append(model.register_forward_hook(self._ends, always_call=True))
+
+    def _begins(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self.place(_layers(model))
+        given = dict(zip(inspect.signature(model.forward).parameters, args, strict=False)) | kwargs
+        self.calls.append(any(given.get(name) is not None for name in _LABELS))
+
+    def _ends(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling() and self.calls:
+            self.calls.pop()
+
+    @property
+    def calls(self) -> list[bool]:
         """Of this thread's calls of the model, the innermost last, whether each computes a loss."""
-        found: list[bool] = self.calls.__dict__.setdefault("found", [])
+        found: list[bool] = self._calls.__dict__.setdefault("found", [])
         return found
 
     def say(self, text: str) -> None:
@@ -65,15 +115,10 @@ class _Forward:
 
     __name__ = "forward"
 
-    def __init__(self, layer: torch.nn.Module, settings: _Settings) -> None:
-        self.layer, self.settings = layer, settings
+    def __init__(self, layer: torch.nn.Module, handle: ChunkedLoss) -> None:
+        self.layer, self.handle = layer, handle
         self.earlier = layer.__dict__.get("forward")
         self.compared = type(layer).forward is torch.nn.Linear.forward or _is_parallel(layer)
-
-    @property
-    def pieces(self) -> int:
-        """In how many pieces the tokens are divided."""
-        return self.settings.pieces
 
     @property
     def own(self) -> Callable[..., Any]:
@@ -84,9 +129,10 @@ class _Forward:
 
     def remove(self) -> None:
         """Give the layer its own forward back."""
-        if self.earlier is None:
-            del self.layer.__dict__["forward"]
-        else:
+        if _forward_of(self.layer) is not self:
+            return
+        del self.layer.__dict__["forward"]
+        if self.earlier is not None:
             self.layer.__dict__["forward"] = self.earlier
 
     @property
@@ -97,41 +143,42 @@ class _Forward:
         if torch.compiler.is_compiling():
             _say_compiled()
             return self.own(*args, **kwargs)
-        if len(args) != 1 or kwargs or not self.stands_in(args[0]):
+        product = self.product(args[0]) if len(args) == 1 and not kwargs and self.stands_in(args[0]) else None
+        if product is None:
             return self.own(*args, **kwargs)
-        hidden, weight, bias = args[0], self.layer.weight, self.layer.bias
-        dtype = torch.promote_types(hidden.dtype, weight.dtype)  # type: ignore[arg-type]
-        device = hidden.device.type
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-        product: Product | None = Product(hidden, weight, bias, dtype)  # type: ignore[arg-type]
-        if _is_parallel(self.layer):
-            from lowtide.extensions.tiles.shared import product_of
+        length = piece_length(product.hidden.shape[:-1].numel(), self.handle.pieces)
+        return Logits.of(Products((product,)), length, self.handle.told)
 
-            product = product_of(self.layer, self.earlier, hidden, dtype)
-            if product is None:
-                return self.own(hidden)
-        rows = product.hidden.shape[:-1].numel()
-        length = max(1, -(-rows // self.settings.pieces))
-        return Logits.of(Products((product,)), length, self.settings.told)
+    def product(self, hidden: Tensor) -> Product | None:
+        """What makes the logits; ``None`` where the layer's output is no tensor."""
+        weight: Any = self.layer.weight
+        bias: Any = self.layer.bias
+        dtype = torch.promote_types(hidden.dtype, weight.dtype)
+        if torch.is_autocast_enabled(hidden.device.type):
+            dtype = torch.get_autocast_dtype(hidden.device.type)
+        if not _is_parallel(self.layer):
+            return Product(hidden, weight, bias, dtype)
+        from lowtide.extensions.tiles.shared import product_of
+
+        return product_of(self.layer, self.earlier, hidden, dtype)
 
     def stands_in(self, hidden: Any) -> bool:
         """Whether logits that the layer would make of this are left out."""
         if not isinstance(hidden, Tensor) or isinstance(hidden, Logits):
             return False
         weight: Any = self.layer.weight
-        calls = self.settings.under_way()
+        calls = self.handle.calls
         learns = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-        if not learns and not (calls and calls[-1]) and not self.settings.reference:
+        if not learns and not (calls and calls[-1]) and not self.handle.reference:
             return False
         if private.may_shard() and private.is_unit(self.layer):
-            self.settings.say(
+            self.handle.say(
                 "lowtide.chunked_loss has no effect here: fully_shard around the output layer frees "
                 "its weight before the loss is computed. Leave the layer to the unit of the whole model"
             )
             return False
         if private.is_transformed(fakes=False) or any(map(_is_shared, (hidden, weight))):
-            self.settings.say(
+            self.handle.say(
                 "lowtide.chunked_loss has no effect here: the output layer or its input is a DTensor, or "
                 "functorch or a trace transforms the model"
             )
@@ -174,69 +221,9 @@ def _is_shared(tensor: Any) -> bool:
     return private.is_distributed(tensor) if private.may_shard() else False
 
 
-class _Begins:
-    """Before a call of the model: whether it computes a loss."""
-
-    def __init__(self, settings: _Settings) -> None:
-        self.settings = settings
-
-    def __call__(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        _place(model, self.settings)
-        labelled = any(kwargs.get(name) is not None for name in _LABELS)
-        if not labelled and args:
-            names = list(inspect.signature(model.forward).parameters)
-            labelled = any(
-                name in _LABELS and one is not None for name, one in zip(names, args, strict=False)
-            )
-        self.settings.under_way().append(labelled)
-
-
-class _Ends:
-    """Behind a call of the model."""
-
-    def __init__(self, settings: _Settings) -> None:
-        self.settings = settings
-
-    def __call__(self, *_: Any) -> None:
-        if not torch.compiler.is_compiling() and self.settings.under_way():
-            self.settings.under_way().pop()
-
-
-class ChunkedLoss:
-    """The handle of a model whose loss is computed in pieces. `chunked_loss` returns it."""
-
-    def __init__(self, model: torch.nn.Module, settings: _Settings) -> None:
-        self._model, self._settings = model, settings
-
-    def __repr__(self) -> str:
-        return f"<ChunkedLoss of {type(self._model).__name__}, {self.pieces} pieces>"
-
-    @property
-    def chosen(self) -> bool:
-        """Whether a limit has chosen the pieces (`lowtide.extensions.tiles.chosen`)."""
-        return self._settings.chosen
-
-    @chosen.setter
-    def chosen(self, chosen: bool) -> None:
-        self._settings.chosen = chosen
-
-    @property
-    def pieces(self) -> int:
-        """In how many pieces the tokens go through the output layer, from the next call of the model on."""
-        return self._settings.pieces
-
-    @pieces.setter
-    def pieces(self, pieces: int) -> None:
-        self._settings.pieces = _checked(pieces)
-
-    def remove(self) -> None:
-        """Give the output layer its own forward back."""
-        _take_away(self._model, self._settings)
-
-
-def chunked_loss(model: torch.nn.Module, pieces: int = 8, *, reference: bool = False) -> ChunkedLoss:
+def chunked_loss(
+    model: torch.nn.Module, pieces: int | None = None, *, reference: bool = False
+) -> ChunkedLoss:
     """Compute a model's loss in pieces of tokens, so that the logits of all tokens never exist.
 
     The output layer returns a tensor that stands for the logits. The loss function makes them: one piece of
@@ -252,7 +239,7 @@ def chunked_loss(model: torch.nn.Module, pieces: int = 8, *, reference: bool = F
         model: a model of transformers, bare, wrapped by peft or before DDP and FSDP2; a model of lowtide; or
             a module whose output layer is its attribute ``head``.
         pieces: in how many pieces the tokens are divided. More pieces take less memory, and smaller matrix
-            products.
+            products. ``None`` makes pieces of 1,024 tokens, at any length of the sequence.
         reference: calls without gradients and without labels return the stand-in, too: for the reference
             model of DPO, of whose ``logits`` log-probabilities are taken.
 
@@ -276,25 +263,39 @@ def chunked_loss(model: torch.nn.Module, pieces: int = 8, *, reference: bool = F
         >>> handle.remove()
     """
     expect(isinstance(model, torch.nn.Module), "chunked_loss(model)", model, "a torch.nn.Module")
-    settings = _Settings(_checked(pieces), reference)
-    for earlier in {id(one.settings): one.settings for one in map(_forward_of, _placed(model))}.values():
-        _take_away(model, earlier)
-    if not _place(model, settings):
+    handle = ChunkedLoss(pieces, reference)
+    while (earlier := chunked_loss_of(model)) is not None:
+        earlier.remove()
+    if not handle.place(_layers(model)):
         raise LowtideError(
             f"chunked_loss(model): {type(model).__name__} has no output layer that lowtide knows "
             "(get_output_embeddings() of transformers, or an attribute 'head'): give the module that has one"
         )
-    settings.hooks = (
-        model.register_forward_pre_hook(_Begins(settings), with_kwargs=True),
-        model.register_forward_hook(_Ends(settings), always_call=True),
-    )
-    return ChunkedLoss(model, settings)
+    handle.follow(model)
+    return handle
 
 
 def chunked_loss_of(model: torch.nn.Module) -> ChunkedLoss | None:
     """What computes a model's loss in pieces, where something does."""
-    placed = _placed(model)
-    return ChunkedLoss(model, _forward_of(placed[0]).settings) if placed else None
+    return next((found.handle for found in map(_forward_of, model.modules()) if found is not None), None)
+
+
+def in_pieces(layer: torch.nn.Module, pieces: int) -> torch.nn.Module:
+    """The output layer, whose logits are made in pieces."""
+    ChunkedLoss(pieces).place([layer])
+    return layer
+
+
+def logits_for_loss(layer: torch.nn.Module, hidden: Tensor) -> Tensor:
+    """The logits of an output layer, or their stand-in also without gradients, for a loss."""
+    forward = _forward_of(layer)
+    if forward is None or torch.compiler.is_compiling():
+        return layer(hidden)
+    forward.handle.calls.append(True)
+    try:
+        return layer(hidden)
+    finally:
+        forward.handle.calls.pop()
 
 
 def has_output_layer(model: torch.nn.Module) -> bool:
@@ -302,36 +303,9 @@ def has_output_layer(model: torch.nn.Module) -> bool:
     return next(_layers(model), None) is not None
 
 
-def _checked(pieces: Any) -> int:
-    whole = isinstance(pieces, int) and not isinstance(pieces, bool) and pieces > 0
-    expect(whole, "chunked_loss(pieces=)", pieces, "a whole number of at least 1")
-    return pieces
-
-
-def _place(model: torch.nn.Module, settings: _Settings) -> bool:
-    """Put a forward into each linear layer that makes logits; whether there is one."""
-    layers = list(_layers(model))
-    for layer in layers:
-        if not isinstance(layer.__dict__.get("forward"), _Forward):
-            layer.__dict__["forward"] = _Forward(layer, settings)
-    return bool(layers)
-
-
-def _placed(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [one for one in model.modules() if isinstance(one.__dict__.get("forward"), _Forward)]
-
-
-def _forward_of(layer: torch.nn.Module) -> _Forward:
-    return layer.__dict__["forward"]
-
-
-def _take_away(model: torch.nn.Module, settings: _Settings) -> None:
-    """Take these settings away from a model."""
-    for hook in settings.hooks:
-        hook.remove()
-    for layer in _placed(model):
-        if _forward_of(layer).settings is settings:
-            _forward_of(layer).remove()
+def _forward_of(layer: torch.nn.Module) -> _Forward | None:
+    found = layer.__dict__.get("forward")
+    return found if isinstance(found, _Forward) else None
 
 
 def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

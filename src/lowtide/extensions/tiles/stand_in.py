@@ -9,25 +9,19 @@ where.
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from lowtide import private
 from lowtide.errors import LowtideError
-from lowtide.extensions.tiles.products import (
-    Pieces,
-    Products,
-    Step,
-    Targets,
-    elements,
-    row_by_row,
-    row_numbers,
-    summed_loss,
-)
+from lowtide.extensions.tiles.products import Pieces, Products, Step
+from lowtide.extensions.tiles.rows import CrossEntropy, Elements, row_by_row, row_numbers, summed_loss
 from lowtide.private.hollow import hollow
 from lowtide.run.messages import warn
 from lowtide.trace.modules import calling_line
@@ -43,6 +37,7 @@ class _Make(torch.autograd.Function):
         return made()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         own: Products = ctx.products.detached()
         work = Pieces(own, ctx.needs_input_grad[3:])
@@ -89,10 +84,9 @@ class Logits(Tensor):
         shape = list(products.rows)
         axis = len(shape) if axis is None else axis
         shape.insert(axis, products.width)
-        dtype, device = products.dtype, products.terms[0].hidden.device
 
         def made() -> Logits:
-            return hollow(Logits, torch.Size(shape), dtype, device)
+            return hollow(Logits, torch.Size(shape), products.dtype, products.device)
 
         one: Logits = _Make.apply(made, products, axis, *products.tensors())  # type: ignore[assignment]
         one.products, one.length, one.told, one.axis, one.factor = products, length, told, axis, factor
@@ -138,11 +132,19 @@ class Logits(Tensor):
             self._real = whole.movedim(-1, self.axis)
         return self._real
 
+    def elements(self, index: Tensor) -> Tensor:
+        """The logits at an index (rows, any)."""
+        self.check()
+        if index.shape[-1] == 1 and not self.products.is_shared:
+            return self.products.at(index)  # no product of the whole for it
+        return row_numbers(self.products, Elements(), index, self.length)[2].to(self.products.dtype)
+
     def totals(self) -> tuple[Tensor, Tensor]:
         """Of each row the log of the sum of exponentials, and the mean; computed once."""
         if self._totals is None or (torch.is_grad_enabled() and self._totals[0].grad_fn is None):
             self.check()
-            self._totals = row_numbers(self.products, self.length, mean=True)[:2]
+            no_index = torch.empty(self.products.rows.numel(), 0, dtype=torch.long, device=self.device)
+            self._totals = row_numbers(self.products, Elements(), no_index, self.length)[:2]
         return self._totals
 
     def write(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Logits:
@@ -160,7 +162,7 @@ class Logits(Tensor):
         if self._real is None:
             _tell(self, _name(function))
         real = self.real()
-        in_full(function, args, kwargs)
+        _in_full(function, args, kwargs)
         self._real, self._written = real, True
         return self
 
@@ -172,14 +174,14 @@ class Logits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        return answer(func, args, kwargs or {})
+        return _answer(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         with torch.no_grad():
-            return in_full(func, args, kwargs or {})
+            return _in_full(func, args, kwargs or {})
 
 
 def _versions(products: Products) -> tuple[int, ...]:
@@ -189,32 +191,41 @@ def _versions(products: Products) -> tuple[int, ...]:
 # ---- what is done to it --------------------------------------------------------------------------
 
 
-def answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+class _Whole(Exception):
+    """A function needs the logits in one piece."""
+
+
+def _need(condition: bool) -> None:
+    if not condition:
+        raise _Whole
+
+
+def _answer(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function of PyTorch gives for stand-ins among its arguments."""
     name = _name(function)
-    if name in _METADATA:
+    if _asks_no_number(function, name):
         with private.without_torch_function():
             return function(*args, **kwargs)
-    first = args[0] if args else None
-    if (name.endswith("_") and not name.endswith("__")) or name in _WRITES:
+    first = args[0] if args else kwargs.get("input")
+    if name in _WRITES or (name.endswith("_") and not name.endswith("__")):
         if isinstance(first, Logits):
             return first.write(function, args, kwargs)
-        return in_full(function, args, kwargs)
+        return _in_full(function, args, kwargs)
     found = [one for one in private.tree_leaves((args, kwargs)) if isinstance(one, Logits)]
-    known = _ANSWERS.get(name)
-    mine = name in _EITHER or isinstance(first if args else kwargs.get("input"), Logits)
-    if known is not None and mine and not any(one._written for one in found):
+    try:
+        _need(name in _ANSWERS and (isinstance(first, Logits) or name in _EITHER))
+        _need(not any(one._written for one in found))
+        signature, known = _ANSWERS[name]
         try:
-            _SIGNATURES[name].bind(*args, **kwargs)
-        except TypeError:
-            return in_full(function, args, kwargs)
-        result = known(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    return in_full(function, args, kwargs)
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise _Whole from error
+        return known(*args, **kwargs)
+    except _Whole:
+        return _in_full(function, args, kwargs)
 
 
-def in_full(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _in_full(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a function gives for the logits in one piece. A warning names the place, once."""
     for one in private.tree_leaves((args, kwargs)):
         if isinstance(one, Logits) and one._real is None:
@@ -245,17 +256,21 @@ def _name(function: Any) -> str:
     return name
 
 
-_METADATA = {
-    "shape", "dtype", "device", "requires_grad", "layout", "ndim", "names", "is_leaf", "itemsize", "nbytes",
-    "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_sparse_csr", "is_quantized", "is_nested", "is_mkldnn",
-    "is_mps", "is_xpu", "is_mtia", "is_xla", "is_ipu", "is_maia", "is_vulkan", "output_nr", "_version",
-    "_base", "_backward_hooks", "retains_grad", "size", "dim", "ndimension", "numel", "nelement",
-    "is_floating_point", "is_complex", "is_signed", "is_inference", "is_contiguous", "element_size",
-    "get_device", "is_same_size", "stride", "storage_offset", "is_conj", "is_neg", "_is_zerotensor",
-    "_is_view", "__hash__", "__len__", "__repr__", "__format__", "name", "is_shared", "is_pinned",
-    "is_distributed", "type_str", "_has_symbolic_sizes_strides",
+def _asks_no_number(function: Any, name: str) -> bool:
+    """Whether a tensor answers this without its elements: all attributes but a few, and some methods."""
+    if getattr(function, "__name__", "") == "__get__":
+        return name not in _OF_NUMBERS
+    return name in _OF_SHAPE or (name.startswith("is_") and name != "is_nonzero")
+
+
+_OF_NUMBERS = {"", "data", "grad", "grad_fn", "T", "H", "mT", "mH", "real", "imag"}
+"""Attributes of tensors that are tensors, or come of their history; and those that have no name."""
+
+_OF_SHAPE = {
+    "size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "stride",
+    "storage_offset", "type_str", "_is_zerotensor", "_is_view", "_has_symbolic_sizes_strides",
+    "__hash__", "__len__", "__repr__", "__format__",
 }  # fmt: skip
-"""What is asked of a tensor without looking at its numbers."""
 
 _WRITES = {
     "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__", "__iand__",
@@ -263,161 +278,135 @@ _WRITES = {
 }  # fmt: skip
 """What writes into a tensor and does not end in an underscore."""
 
+_EITHER = {"mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__"}
+"""Functions in which the stand-in may come second."""
 
-def _dim(one: Logits, dim: int) -> int:
-    return dim % (len(one.products.rows) + 1)
-
-
-def _parts(one: Logits, function: Callable[[Tensor], Any]) -> tuple[Logits, ...]:
-    """The stand-ins of several parts of the rows."""
-    each = [function(term.hidden) for term in one.products.terms]
-    return tuple(one.derive(one.products.given_hidden(part), axis=None) for part in zip(*each, strict=True))
+_ANSWERS: dict[str, tuple[inspect.Signature, Callable[..., Any]]] = {}
+"""What is known of functions of PyTorch, by their names. Each may raise `_Whole`."""
 
 
-def _rows(one: Logits, choose: Callable[[Tensor], Tensor]) -> Logits:
-    return one.derive(one.products.of_rows(choose), axis=None)
+def _answers(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator: the answer for functions of these names."""
+
+    def keep(function: Callable[..., Any]) -> Callable[..., Any]:
+        _ANSWERS.update(dict.fromkeys(names, (inspect.signature(function), function)))
+        return function
+
+    return keep
 
 
-def _view(self: Any, *shape: Any) -> Any:
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _place(one: Logits, dim: Any) -> int:
+    """Which dimension that is, from the first."""
+    _need(isinstance(dim, int))
+    return dim % one.dim()
+
+
+def _arranges(name: str, dim_of: Callable[..., Any]) -> None:
+    """A method that chooses or arranges rows is done to the hidden states.
+
+    Args:
+        name: of the method.
+        dim_of: takes its arguments, and returns the dimension that may not be the vocabulary.
+    """
+
+    def answer(one: Logits, *args: Any, **kwargs: Any) -> Any:
+        dims = one.dim() + (name == "unsqueeze")
+        dim = dim_of(one, *args, **kwargs)
+        _need(one.is_last and isinstance(dim, int) and dim % dims != dims - 1)
+        made = one.products.of_rows(lambda hidden: getattr(hidden, name)(*args, **kwargs))
+        parts = tuple(one.derive(products) for products in made)
+        return parts if name in ("split", "chunk", "unbind") else parts[0]
+
+    _ANSWERS[name] = inspect.signature(dim_of), answer
+
+
+_arranges("flatten", lambda input, start_dim=0, end_dim=-1: end_dim)
+_arranges("unsqueeze", lambda input, dim: dim)
+_arranges("squeeze", lambda input, dim: dim)
+_arranges("split", lambda tensor, split_size, dim=0: dim)
+_arranges("chunk", lambda input, chunks, dim=0: dim)
+_arranges("unbind", lambda input, dim=0: dim)
+_arranges("narrow", lambda input, dim, start, length: dim)
+_arranges("select", lambda input, dim, index: dim)
+
+
+_answers("__iter__")(lambda self: iter(self.unbind(0)))
+
+
+@_answers("view", "reshape")
+def _view(input: Any, *shape: Any) -> Any:
     if len(shape) == 1 and isinstance(shape[0], (tuple, list, torch.Size)):
         shape = tuple(shape[0])
-    if not isinstance(self, Logits) or not self.is_last or not all(isinstance(n, int) for n in shape):
-        return NotImplemented
-    width, rows = self.products.width, self.products.rows.numel()
-    if not shape or shape[-1] not in (width, -1):
-        return NotImplemented
-    if shape[-1] == -1 and (-1 in shape[:-1] or _product(shape[:-1]) != rows):
-        return NotImplemented
-    return _rows(self, lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]))
+    _need(input.is_last and shape != () and all(isinstance(n, int) for n in shape))
+    *rows, last = shape
+    is_rest = last == -1 and -1 not in rows and math.prod(rows) == input.products.rows.numel()
+    _need(last == input.products.width or is_rest)
+    return input.derive(*input.products.of_rows(lambda hidden: hidden.reshape(*rows, hidden.shape[-1])))
 
 
-def _product(numbers: Any) -> int:
-    total = 1
-    for number in numbers:
-        total *= number
-    return total
-
-
-def _reshape(input: Any, *shape: Any) -> Any:
-    return _view(input, *shape)
-
-
-def _flatten(input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    start, end = _dim(input, start_dim), _dim(input, end_dim)
-    if not input.is_last or end == input.axis:
-        return NotImplemented
-    return _rows(input, lambda hidden: hidden.flatten(start, end))
-
-
-def _unsqueeze(input: Any, dim: int) -> Any:
-    place = dim % (len(input.products.rows) + 2)
-    if not input.is_last or place > input.axis:
-        return NotImplemented
-    return _rows(input, lambda hidden: hidden.unsqueeze(place))
-
-
-def _squeeze(input: Any, dim: int) -> Any:
-    place = _dim(input, dim)
-    if not input.is_last or place == input.axis:
-        return NotImplemented
-    return _rows(input, lambda hidden: hidden.squeeze(place))
-
-
-def _itself(input: Any, memory_format: Any = None) -> Any:
-    return input
-
-
-def _clone(input: Any, *, memory_format: Any = None) -> Any:
-    return input.derive(family=None)
-
-
-def _detach(input: Any) -> Any:
-    return input.derive(input.products.detached())
-
-
+@_answers("__getitem__")
 def _getitem(self: Any, key: Any) -> Any:
-    if not isinstance(self, Logits) or not self.is_last:
-        return NotImplemented
     keys = list(key) if isinstance(key, tuple) else [key]
-    if any(isinstance(k, Logits) for k in keys):
-        return NotImplemented
+    _need(self.is_last and not any(isinstance(k, Logits) for k in keys))
     taken = [k for k in keys if k is not None and k is not Ellipsis]
     dims = sum(k.dim() if isinstance(k, Tensor) and k.dtype == torch.bool else 1 for k in taken)
-    if dims < self.axis + 1 and not (Ellipsis in keys and keys[-1] is not Ellipsis and taken):
-        return _rows(self, lambda hidden: hidden[key]) if keys[-1] is not None else NotImplemented
+    if dims <= self.axis and not (Ellipsis in keys and keys[-1] is not Ellipsis and taken):
+        _need(keys[-1] is not None)
+        return self.derive(*self.products.of_rows(lambda hidden: hidden[key]))
     # the last key is the vocabulary's
-    if not isinstance(keys[-1], slice) or any(isinstance(k, Tensor) for k in keys[:-1]):
-        return NotImplemented
     columns = keys[-1]
-    products = self.products.of_rows(lambda hidden: hidden[(*keys[:-1], slice(None))])
+    _need(isinstance(columns, slice) and not any(isinstance(k, Tensor) for k in keys[:-1]))
+    (products,) = self.products.of_rows(lambda hidden: hidden[(*keys[:-1], slice(None))])
     if columns != slice(None):
         products = products.of_columns(columns)
-    return NotImplemented if products is None else self.derive(products, axis=None)
+    _need(products is not None)
+    return self.derive(products)
 
 
-def _split(tensor: Any, split_size: Any, dim: int = 0) -> Any:
-    place = _dim(tensor, dim)
-    if not tensor.is_last or place == tensor.axis:
-        return NotImplemented
-    return _parts(tensor, lambda hidden: hidden.split(split_size, place))
-
-
-def _chunk(input: Any, chunks: int, dim: int = 0) -> Any:
-    place = _dim(input, dim)
-    if not input.is_last or place == input.axis:
-        return NotImplemented
-    return _parts(input, lambda hidden: hidden.chunk(chunks, place))
-
-
-def _unbind(input: Any, dim: int = 0) -> Any:
-    place = _dim(input, dim)
-    if not input.is_last or place == input.axis:
-        return NotImplemented
-    return _parts(input, lambda hidden: hidden.unbind(place))
-
-
-def _iter(self: Any) -> Any:
-    parts = _unbind(self)
-    return parts if parts is NotImplemented else iter(parts)
-
-
-def _narrow(input: Any, dim: int, start: int, length: int) -> Any:
-    place = _dim(input, dim)
-    if not input.is_last or place == input.axis:
-        return NotImplemented
-    return _rows(input, lambda hidden: hidden.narrow(place, start, length))
-
-
-def _select(input: Any, dim: int, index: int) -> Any:
-    place = _dim(input, dim)
-    if not input.is_last or place == input.axis:
-        return NotImplemented
-    return _rows(input, lambda hidden: hidden.select(place, index))
-
-
+@_answers("permute")
 def _permute(input: Any, *dims: Any) -> Any:
     if len(dims) == 1 and isinstance(dims[0], (tuple, list)):
         dims = tuple(dims[0])
-    order = [_dim(input, dim) for dim in dims]
-    if sorted(order) != list(range(len(order))) or len(order) != len(input.products.rows) + 1:
-        return NotImplemented
+    order = [_place(input, dim) for dim in dims]
+    _need(sorted(order) == list(range(input.dim())))
     rows = [dim - (dim > input.axis) for dim in order if dim != input.axis]
     products = input.products
     if rows != sorted(rows):
-        products = products.of_rows(lambda hidden: hidden.permute(*rows, len(rows)))
+        (products,) = products.of_rows(lambda hidden: hidden.permute(*rows, len(rows)))
     return input.derive(products, axis=order.index(input.axis))
 
 
+@_answers("transpose", "swapaxes")
 def _transpose(input: Any, dim0: int, dim1: int) -> Any:
-    order = list(range(len(input.products.rows) + 1))
-    first, second = _dim(input, dim0), _dim(input, dim1)
+    order = list(range(input.dim()))
+    first, second = _place(input, dim0), _place(input, dim1)
     order[first], order[second] = order[second], order[first]
     return _permute(input, *order)
 
 
+_answers("contiguous")(lambda input, memory_format=None: input)
+_answers("clone")(lambda input, *, memory_format=None: input.derive(family=None))
+_answers("detach")(lambda input: input.derive(input.products.detached()))
+
+
+# ---- elements ------------------------------------------------------------------------------------
+
+
+def _cast(one: Any, dtype: torch.dtype) -> Any:
+    return one if dtype == one.dtype else _step(one, "cast", dtype)
+
+
+_answers("float")(lambda self: _cast(self, torch.float32))
+_answers("double")(lambda self: _cast(self, torch.float64))
+_answers("half")(lambda self: _cast(self, torch.float16))
+_answers("bfloat16")(lambda self: _cast(self, torch.bfloat16))
+
+
+@_answers("to", "type_as")
 def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if not isinstance(self, Logits):
-        return NotImplemented
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     for one in args:
         if isinstance(one, torch.dtype):
@@ -426,25 +415,24 @@ def _to(self: Any, *args: Any, **kwargs: Any) -> Any:
             dtype, device = one.dtype, one.device
         elif isinstance(one, (str, torch.device)):
             device = one
-    if device is not None and not _is_here(self, torch.device(device)):
-        return NotImplemented
+    if device is not None:
+        device = torch.device(device)
+        _need(self.device.type == device.type and device.index in (None, self.device.index))
     return _cast(self, dtype or self.dtype)
 
 
-def _is_here(one: Logits, device: torch.device) -> bool:
-    return one.device.type == device.type and device.index in (None, one.device.index)
+_answers("cpu")(lambda self: _to(self, "cpu"))
 
 
-def _cast(one: Any, dtype: torch.dtype) -> Any:
-    if dtype == one.dtype:
-        return one
-    if not dtype.is_floating_point or one.factor is not None:
-        return NotImplemented
-    return one.derive(one.products.with_step(Step("cast", dtype)), family=None)
-
-
-def _type_as(self: Any, other: Any) -> Any:
-    return _to(self, other)
+def _step(one: Any, kind: Any, by: Any = None) -> Any:
+    """One more operation on each element."""
+    if one.factor is None:
+        _need(kind != "cast" or by.is_floating_point)
+        return one.derive(one.products.with_step(Step(kind, by)), family=None)
+    _need(kind == "scale" and isinstance(by, (int, float)))
+    made = one.derive(factor=one.factor * by, family=None)
+    made._totals = one._totals
+    return made
 
 
 def _is_number(one: Any) -> bool:
@@ -453,52 +441,36 @@ def _is_number(one: Any) -> bool:
     return isinstance(one, (int, float)) and not isinstance(one, bool)
 
 
-def _step(one: Any, kind: str, by: Any = None) -> Any:
-    if not isinstance(one, Logits):
-        return NotImplemented
-    if one.factor is not None:
-        if kind not in ("multiply", "divide") or not isinstance(by, (int, float)):
-            return NotImplemented
-        factor = one.factor * by if kind == "multiply" else one.factor / by
-        made = one.derive(factor=factor, family=None)
-        made._totals = one._totals
-        return made
-    return one.derive(one.products.with_step(Step(kind, by)), family=None)
-
-
+@_answers("mul", "multiply", "__mul__", "__rmul__")
 def _mul(input: Any, other: Any) -> Any:
     if _is_number(input):
         input, other = other, input
-    return _step(input, "multiply", other) if _is_number(other) else NotImplemented
+    _need(_is_number(other))
+    return _step(input, "scale", other)
 
 
+@_answers("div", "divide", "true_divide", "__truediv__", "__div__")
 def _div(input: Any, other: Any, *, rounding_mode: Any = None) -> Any:
-    if rounding_mode is not None or not _is_number(other):
-        return NotImplemented
-    return _step(input, "divide", other)
+    _need(rounding_mode is None and _is_number(other) and (isinstance(other, Tensor) or other != 0))
+    return _step(input, "scale", 1 / other)
 
 
-def _neg(input: Any) -> Any:
-    return _step(input, "multiply", -1)
+_answers("neg", "negative", "__neg__")(lambda input: _step(input, "scale", -1))
+_answers("tanh")(lambda input: _step(input, "tanh"))
 
 
-def _tanh(input: Any) -> Any:
-    return _step(input, "tanh")
-
-
+@_answers("add", "__add__", "__radd__")
 def _add(input: Any, other: Any, *, alpha: Any = 1) -> Any:
-    if alpha != 1:
-        return NotImplemented
     if not isinstance(input, Logits):
         input, other = other, input
+    _need(alpha == 1 and input.factor is None)
     if isinstance(other, Logits):
-        if input.factor is not None or other.factor is not None or not (input.is_last and other.is_last):
-            return NotImplemented
+        _need(other.factor is None and input.is_last and other.is_last)
         products = input.products.plus(other.products)
-        return NotImplemented if products is None else input.derive(products, family=None)
-    if input.factor is None and (_is_number(other) or _is_row(input, other)):
-        return _step(input, "add", other.flatten() if isinstance(other, Tensor) and other.dim() else other)
-    return NotImplemented
+        _need(products is not None)
+        return input.derive(products, family=None)
+    _need(_is_number(other) or _is_row(input, other))
+    return _step(input, "add", other.flatten() if isinstance(other, Tensor) and other.dim() else other)
 
 
 def _is_row(one: Logits, other: Any) -> bool:
@@ -514,18 +486,19 @@ def _is_row(one: Logits, other: Any) -> bool:
     )
 
 
+@_answers("sub", "subtract", "__sub__")
 def _sub(input: Any, other: Any, *, alpha: Any = 1) -> Any:
-    if alpha != 1 or not isinstance(other, (int, float)) or isinstance(other, bool):
-        return NotImplemented
+    _need(alpha == 1 and isinstance(other, (int, float)) and not isinstance(other, bool))
     return _add(input, -other)
 
 
+# ---- losses --------------------------------------------------------------------------------------
+
+
+@_answers("log_softmax")
 def _log_softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Any:
-    if dim is None or _dim(input, dim) != input.axis or input.factor is not None:
-        return NotImplemented
-    dtype = dtype or _wide_dtype(input)
-    made = _cast(input, dtype)
-    return made if made is NotImplemented else made.derive(factor=1.0, family=None)
+    _need(_place(input, dim) == input.axis and input.factor is None)
+    return _cast(input, dtype or _wide_dtype(input)).derive(factor=1.0, family=None)
 
 
 def _wide_dtype(one: Logits) -> torch.dtype:
@@ -535,164 +508,148 @@ def _wide_dtype(one: Logits) -> torch.dtype:
     return one.dtype
 
 
-def _targets(one: Logits, target: Any) -> Tensor | None:
-    """The labels row by row, where that is what a loss of PyTorch takes them for."""
-    rows = one.products.rows
-    axis = min(1, len(rows))
-    if one.axis != axis or not isinstance(target, Tensor) or isinstance(target, Logits):
-        return None
-    if target.is_floating_point() or target.shape != rows or target.device != one.device:
-        return None
-    return target.reshape(-1)
-
-
+@_answers("cross_entropy")
 def _cross_entropy(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> Any:  # fmt: skip
-    if not isinstance(input, Logits) or input.factor is not None:
-        return NotImplemented
-    return _loss(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+    _need(input.factor is None and size_average is None and reduce is None)
+    return _loss(input, target, CrossEntropy(ignore_index, label_smoothing, weight), reduction)
 
 
+@_answers("nll_loss", "nll_loss_nd")
 def _nll_loss(
     input: Any, target: Any, weight: Any = None, size_average: Any = None, ignore_index: int = -100,
     reduce: Any = None, reduction: str = "mean",
 ) -> Any:  # fmt: skip
-    if not isinstance(input, Logits) or input.factor is None:
-        return NotImplemented
-    loss = _loss(input, target, weight, size_average, ignore_index, reduce, reduction, 0.0)
-    return loss if loss is NotImplemented else loss * input.factor
+    _need(input.factor is not None and size_average is None and reduce is None)
+    return _loss(input, target, CrossEntropy(ignore_index, 0.0, weight), reduction) * input.factor
 
 
-def _loss(
-    one: Logits, target: Any, weights: Any, size_average: Any, ignore_index: int, reduce: Any, reduction: str,
-    smoothing: float,
-) -> Any:  # fmt: skip
-    labels = _targets(one, target)
-    odd = size_average is not None or reduce is not None or not 0 <= smoothing <= 1
-    if labels is None or odd or reduction not in ("mean", "sum", "none"):
-        return NotImplemented
-    if weights is not None and (smoothing or weights.requires_grad):
-        return NotImplemented
+def _loss(one: Logits, target: Any, rule: CrossEntropy, reduction: str) -> Any:
+    rows = one.products.rows
+    _need(isinstance(target, Tensor) and not isinstance(target, Logits) and not target.is_floating_point())
+    _need(one.axis == min(1, len(rows)) and target.shape == rows and target.device == one.device)
+    _need(reduction in ("mean", "sum", "none") and 0 <= rule.smoothing <= 1)
+    _need(rule.weights is None or not (rule.smoothing or rule.weights.requires_grad))
     one.check()
-    targets, dtype = Targets(labels, ignore_index, smoothing, weights), _wide_dtype(one)
-    wide = torch.promote_types(dtype, torch.float32)
-    everything = slice(0, labels.shape[0])
-    if reduction != "none":
-        total = summed_loss(one.products, targets, one.length)
-        if reduction == "mean":
-            total = total / targets.factors(everything, wide).sum()
-        return total.to(dtype)
-    index = labels.masked_fill(labels == ignore_index, 0).unsqueeze(-1)
-    sums, mean, chosen = row_numbers(one.products, one.length, index, bool(smoothing))
-    assert chosen is not None
-    losses = sums - (1 - smoothing) * chosen.squeeze(-1)
-    if mean is not None:
-        losses = losses - smoothing * mean
-    losses = (losses * targets.factors(everything, wide)).masked_fill(labels == ignore_index, 0)
-    return losses.to(dtype).view(target.shape)
+    labels, dtype = target.reshape(-1), _wide_dtype(one)
+    if reduction == "none":
+        return row_numbers(one.products, rule, labels, one.length)[1].to(dtype).view(rows)
+    total = summed_loss(one.products, rule, labels, one.length)
+    if reduction == "mean":
+        total = total / rule.factors(labels, total.dtype).sum()
+    return total.to(dtype)
 
 
+@_answers("parallel_cross_entropy")
 def _parallel_cross_entropy(
     vocab_parallel_logits: Any, target: Any, label_smoothing: float = 0.0, *, ignore_index: int = -100,
     vocabulary: int | None = None, tensor_model_parallel_group: Any = None,
 ) -> Any:  # fmt: skip
     """`lowtide.parallel.parallel_cross_entropy`."""
-    from lowtide.extensions.tiles.shared import row_losses
     from lowtide.parallel.groups import tensor_group
     from lowtide.parallel.loss import Vocabulary
 
     one: Logits = vocab_parallel_logits
     products = one.products
-    if one.factor is not None or not one.is_last or target.shape != products.rows:
-        return NotImplemented
-    if any(term.shared is not None for term in products.terms):
-        return NotImplemented
+    _need(one.factor is None and one.is_last and target.shape == products.rows and not products.is_shared)
     one.check()
     group = tensor_group(tensor_model_parallel_group)
     part = Vocabulary(group, products.width, vocabulary, label_smoothing, ignore_index)
     part.check(target)
-    return row_losses(products, target, part, one.length)
+    losses = row_numbers(products, part, target.reshape(-1), one.length)[1]
+    return losses.view(target.shape)
 
 
-def _reduces_vocabulary(one: Logits, dim: Any) -> bool:
-    dims = dim if isinstance(dim, (tuple, list)) else [dim]
-    return len(dims) == 1 and isinstance(dims[0], int) and _dim(one, dims[0]) == one.axis and one.is_last
+# ---- numbers of each row -------------------------------------------------------------------------
 
 
-def _shaped(one: Logits, numbers: Tensor, keepdim: bool | None) -> Tensor:
-    """Numbers of the rows in their shape; of ``None`` several each."""
-    if keepdim is None:
-        return numbers.view(*one.products.rows, numbers.shape[-1])
-    shaped = numbers.view(one.products.rows)
-    return shaped.unsqueeze(-1) if keepdim else shaped
+def _need_vocabulary(one: Logits, dim: Any) -> None:
+    """That a function is about the last dimension, which is the vocabulary."""
+    if isinstance(dim, (tuple, list)) and len(dim) == 1:
+        dim = dim[0]
+    _need(one.is_last and _place(one, dim) == one.axis)
 
 
+def _shaped(one: Logits, numbers: Tensor, keepdim: bool) -> Tensor:
+    """Numbers of the rows, (rows, any), in the shape of the rows."""
+    shaped = numbers.view(*one.products.rows, -1)
+    return shaped if keepdim else shaped.squeeze(-1)
+
+
+@_answers("logsumexp")
 def _logsumexp(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    if not _reduces_vocabulary(input, dim) or input.factor is not None:
-        return NotImplemented
-    input.check()
-    numbers = row_numbers(input.products, input.length)[0]
-    return _shaped(input, numbers, keepdim).to(_wide_dtype(input))
+    _need_vocabulary(input, dim)
+    _need(input.factor is None)
+    return _shaped(input, input.totals()[0], keepdim).to(_wide_dtype(input))
 
 
+@_answers("sum")
 def _sum(input: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
-    if not _reduces_vocabulary(input, dim):
-        return NotImplemented
+    _need_vocabulary(input, dim)
     sums, mean = input.totals()
     total = mean if input.factor is None else input.factor * (mean - sums)
     return _shaped(input, total * input.products.width, keepdim).to(dtype or input.dtype)
 
 
+@_answers("gather")
 def _gather(input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
-    if not isinstance(input, Logits) or not _reduces_vocabulary(input, dim) or isinstance(index, Logits):
-        return NotImplemented
-    rows = input.products.rows
-    if index.shape[:-1] != rows or index.dim() != len(rows) + 1:
-        return NotImplemented
-    input.check()
-    found = elements(input.products, index.reshape(-1, index.shape[-1]), input.length)
+    _need_vocabulary(input, dim)
+    _need(not isinstance(index, Logits) and index.dim() == input.dim())
+    _need(index.shape[:-1] == input.products.rows)
+    found = input.elements(index.reshape(-1, index.shape[-1]))
     if input.factor is not None:
         found = input.factor * (found - input.totals()[0].unsqueeze(-1))
     return found.view(index.shape).to(input.dtype)
 
 
-def _take_along_dim(input: Any, indices: Any, dim: Any = None) -> Any:
-    return NotImplemented if dim is None else _gather(input, dim, indices)
+_answers("take_along_dim")(lambda input, indices, dim=None: _gather(input, dim, indices))
 
 
+@_answers("argmax")
 def _argmax(input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    if dim is None or not _reduces_vocabulary(input, dim) or (input.factor or 1) <= 0:
-        return NotImplemented
-    input.check()
-    found = row_by_row(input.products.detached(), input.length, lambda piece: piece.argmax(-1))
-    return _shaped(input, found, keepdim)
+    _need((input.factor or 1) > 0)
+    return _row_by_row(input, dim, keepdim, lambda piece: piece.argmax(-1, True))
 
 
-def _without_gradients(input: Any, dim: Any, function: Callable[[Tensor], Any], keepdim: bool | None) -> Any:
-    learns = torch.is_grad_enabled() and input.requires_grad
-    if learns or input.factor is not None or not _reduces_vocabulary(input, dim):
-        return NotImplemented
-    input.check()
-    found = row_by_row(input.products.detached(), input.length, function)
-    if isinstance(found, Tensor):
-        return _shaped(input, found, keepdim)
-    return type(found)([_shaped(input, one, keepdim) for one in found])
-
-
+@_answers("max")
 def _max(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    return _without_gradients(input, dim, lambda piece: piece.max(-1), keepdim)
+    _need(_is_plain(input))
+    return _row_by_row(input, dim, keepdim, lambda piece: piece.max(-1, True))
 
 
+@_answers("amax")
 def _amax(input: Any, dim: Any, keepdim: bool = False) -> Any:
-    return _without_gradients(input, dim, lambda piece: piece.amax(-1), keepdim)
+    _need(_is_plain(input))
+    return _row_by_row(input, dim, keepdim, lambda piece: piece.amax(-1, True))
 
 
+@_answers("topk")
 def _topk(input: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-    return _without_gradients(input, dim, lambda piece: piece.topk(k, -1, largest, sorted), None)
+    _need(_is_plain(input))
+    return _row_by_row(input, dim, True, lambda piece: piece.topk(k, -1, largest, sorted))
 
 
+def _is_plain(one: Logits) -> bool:
+    """Whether these are logits, of which no gradient is taken."""
+    return one.factor is None and not (torch.is_grad_enabled() and one.requires_grad)
+
+
+def _row_by_row(one: Logits, dim: Any, keepdim: bool, function: Callable[[Tensor], Any]) -> Any:
+    """What a function gives of each row, (rows, any)."""
+    _need_vocabulary(one, dim)
+    one.check()
+    found = row_by_row(one.products.detached(), one.length, function)
+    if isinstance(found, Tensor):
+        return _shaped(one, found, keepdim)
+    return type(found)([_shaped(one, each, keepdim) for each in found])
+
+
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+@_answers("grad_fn")
 def _grad_fn(self: Any) -> Any:
     """The node that backward reaches: what is returned by a limited model is watched by it."""
     node = self.products.terms[0].hidden.grad_fn
@@ -702,41 +659,13 @@ def _grad_fn(self: Any) -> Any:
         return self.grad_fn
 
 
-def _grad(self: Any) -> Any:
-    return None if self._real is None else self._real.grad
+_answers("grad")(lambda self: None if self._real is None else self._real.grad)
 
 
+@_answers("register_hook")
 def _register_hook(self: Any, hook: Any) -> Any:
     """A wrapper (FSDP2) asks to be called when backward begins, a user for the gradient."""
     place = str(getattr(getattr(hook, "func", hook), "__module__", ""))
     hidden = self.products.terms[0].hidden
-    if place.partition(".")[0] not in ("torch", "lowtide") or not hidden.requires_grad:
-        return NotImplemented
+    _need(place.partition(".")[0] in ("torch", "lowtide") and hidden.requires_grad)
     return hidden.register_hook(hook)
-
-
-_ANSWERS: dict[str, Callable[..., Any]] = {
-    "view": _view, "reshape": _reshape, "flatten": _flatten, "unsqueeze": _unsqueeze, "squeeze": _squeeze,
-    "contiguous": _itself, "clone": _clone, "detach": _detach, "__getitem__": _getitem, "split": _split,
-    "chunk": _chunk, "unbind": _unbind, "__iter__": _iter, "narrow": _narrow, "select": _select,
-    "permute": _permute, "transpose": _transpose, "swapaxes": _transpose,
-    "to": _to, "type_as": _type_as,
-    "float": lambda self: _cast(self, torch.float32), "double": lambda self: _cast(self, torch.float64),
-    "half": lambda self: _cast(self, torch.float16), "bfloat16": lambda self: _cast(self, torch.bfloat16),
-    "cpu": lambda self: _to(self, "cpu"),
-    "mul": _mul, "multiply": _mul, "__mul__": _mul, "__rmul__": _mul, "div": _div, "divide": _div,
-    "true_divide": _div, "__truediv__": _div, "__div__": _div, "neg": _neg, "negative": _neg,
-    "__neg__": _neg, "tanh": _tanh, "add": _add, "__add__": _add, "__radd__": _add, "sub": _sub,
-    "subtract": _sub, "__sub__": _sub,
-    "log_softmax": _log_softmax, "cross_entropy": _cross_entropy, "nll_loss": _nll_loss,
-    "nll_loss_nd": _nll_loss, "parallel_cross_entropy": _parallel_cross_entropy,
-    "logsumexp": _logsumexp, "sum": _sum, "gather": _gather,
-    "take_along_dim": _take_along_dim, "argmax": _argmax, "max": _max, "amax": _amax, "topk": _topk,
-    "grad_fn": _grad_fn, "grad": _grad, "register_hook": _register_hook,
-}  # fmt: skip
-"""What is known of functions of PyTorch, by their names. Each may return ``NotImplemented``."""
-
-_EITHER = {"mul", "multiply", "__mul__", "__rmul__", "add", "__add__", "__radd__"}
-"""Functions in which the stand-in may come second."""
-
-_SIGNATURES = {name: inspect.signature(function) for name, function in _ANSWERS.items()}
