@@ -586,7 +586,6 @@ def test_a_built_in_model(by_its_configuration: bool) -> None:
     from lowtide.models.gpt import GPT
     from lowtide.models.presets import preset
 
-    shape = preset("gpt-nano", vocabulary=2000)
     plain, chunked = (
         GPT(preset("gpt-nano", vocabulary=2000)),
         GPT(preset("gpt-nano", vocabulary=2000, loss_chunks=4)),
