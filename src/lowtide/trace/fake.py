@@ -213,12 +213,15 @@ class FakeTracer(Tracer, TorchDispatchMode):
 
     @contextmanager
     def recording(self) -> Iterator[FakeTracer]:
-        """Activate the dispatch mode, the hooks and the module names together."""
-        with ExitStack() as stack:
-            stack.enter_context(self.following_modules())
-            stack.enter_context(private.saving(self.pack, self.unpack))
-            stack.enter_context(self)
+        """Activate the dispatch mode and the module names together."""
+        with self.following_modules(), self:
             yield self
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """What runs in the block is the model's forward; a plan does not see what backward saves."""
+        with super().forward(), private.saving(self.pack, self.unpack):
+            yield
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
